@@ -1,0 +1,32 @@
+"""Every setting of Raystride, one dataclass a section, and `Config`, which holds them all.
+
+Settings are made in Python, or read from YAML and flags by `pipelines.config.parse`:
+
+    config = Config(train=Train(steps=500), model=Model(width=256))
+    config.train.batch                                        # samples a step
+"""
+
+from pipelines.config.config import Config
+from pipelines.config.data import Data, Tokenizer
+from pipelines.config.model import Model
+from pipelines.config.run import Launch, Record, Sample, Scaling
+from pipelines.config.section import Section, SettingError, setting
+from pipelines.config.train import Checkpoint, Optimizer, Train, Validation
+
+__all__ = [
+    "Checkpoint",
+    "Config",
+    "Data",
+    "Launch",
+    "Model",
+    "Optimizer",
+    "Record",
+    "Sample",
+    "Scaling",
+    "Section",
+    "SettingError",
+    "Tokenizer",
+    "Train",
+    "Validation",
+    "setting",
+]

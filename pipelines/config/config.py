@@ -1,0 +1,96 @@
+"""All settings of a training in one object, what may change on resume, and the run's default name."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, Literal
+
+from pipelines.config.data import Data, Tokenizer
+from pipelines.config.model import Model
+from pipelines.config.run import Launch, Record, Sample, Scaling
+from pipelines.config.section import Section, setting
+from pipelines.config.train import Checkpoint, Optimizer, Train, Validation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Section):
+    """Everything that a training is told. Frozen; `dataclasses.replace` makes a changed copy."""
+
+    name: ClassVar[str] = ""
+
+    task: Literal["language_model"] = setting("language_model", fixed=True)
+    """What is trained."""
+    run: str | None = setting(None)
+    """The run's name and folder; when not given, the preset's name and a hash of the settings that may not change."""
+    storage: str = setting("runs")
+    """Folder or filesystem URI under which runs and prepared data lie."""
+    seed: int = setting(0, at_least=0, below=2**63, fixed=True)
+    """Seed of initialisation, order and dropout."""
+    data: Data = Data()
+    """What is read and how it becomes samples."""
+    tokenizer: Tokenizer = Tokenizer()
+    """How text becomes ids."""
+    model: Model = Model()
+    """The network."""
+    optimizer: Optimizer = Optimizer()
+    """The update rule and its learning rate."""
+    train: Train = Train()
+    """How long to train, and what a step is made of."""
+    validation: Validation = Validation()
+    """When to validate."""
+    checkpoint: Checkpoint = Checkpoint()
+    """When to save."""
+    scaling: Scaling = Scaling()
+    """How many workers."""
+    launch: Launch = Launch()
+    """How they are started."""
+    record: Record = Record()
+    """What is written down."""
+    sample: Sample = Sample()
+    """Text written at the end."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        workers = self.scaling.workers
+        if isinstance(workers, int) and workers > self.train.slots:
+            raise self.scaling.error(
+                "workers",
+                f"must be at most train.slots, {self.train.slots}, since workers share a step's slots: raise train.slots "
+                f"(and lower train.slot_size, {self.train.slot_size}, to keep the batch)",
+            )
+        if self.scaling.strategy == "single" and isinstance(workers, int) and workers > 1:
+            raise self.scaling.error("strategy", f"must be `ddp` for scaling.workers {workers}")
+        if self.run is not None and (not self.run.strip() or set(self.run) & set("/\\") or self.run[0] == "."):
+            raise self.error("run", "must be a folder's name without slashes that does not begin with a dot")
+
+    def flat(self) -> dict[str, Any]:
+        """Every setting under its full name, `train.steps` for instance."""
+        return dict(_flatten(asdict(self)))
+
+    def fixed(self) -> dict[str, Any]:
+        """The settings, under their full names, that may not differ when the run is resumed."""
+        return {key: value for key, value in self.flat().items() if key in _fixed_keys(type(self))}
+
+    def default_run(self, preset: str) -> str:
+        """A run's name when none is given: the preset's name and 8 hexadecimal digits of the fixed settings."""
+        text = json.dumps(self.fixed(), sort_keys=True, default=str)
+        return f"{preset}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _fixed_keys(cls: type, prefix: str = "") -> set[str]:
+    keys = set()
+    for item in fields(cls):
+        if isinstance(item.type, type) and issubclass(item.type, Section):
+            keys |= _fixed_keys(item.type, f"{prefix}{item.name}.")
+        elif item.metadata.get("fixed"):
+            keys.add(f"{prefix}{item.name}")
+    return keys

@@ -1,0 +1,77 @@
+"""Settings of what is read and how it becomes samples: the source, the tokenizer, the order."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from pipelines.config.section import Section, setting
+
+SourceKind = Literal["auto", "python", "text", "json", "csv", "parquet", "huggingface", "registered"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data(Section):
+    """Where documents come from, which of them validate, and how prepared samples are fed."""
+
+    name: ClassVar[str] = "data"
+
+    source: str = setting("python", fixed=True)
+    """What to train on: `python` (the standard library's own source), a path, glob or URI of text, JSON lines, CSV or
+    Parquet files, the name or folder of a Hugging Face dataset, or the name of a registered source."""
+    kind: SourceKind = setting("auto", fixed=True)
+    """What the source is; `auto` sees it from its name and its files."""
+    column: str = setting("text", fixed=True)
+    """The column (or JSON key) that holds the text, in sources that have columns."""
+    split: str = setting("train", fixed=True)
+    """The split of a Hugging Face dataset."""
+    validation: Literal["hash", "tail", "source"] = setting("hash", fixed=True)
+    """Which documents validate: a fraction by a hash of each document, the tail of the whole text, or a source of their own."""
+    validation_fraction: float = setting(0.05, above=0, below=1, fixed=True)
+    """The share of documents (`hash`) or of bytes (`tail`) that validates."""
+    validation_source: str | None = setting(None, fixed=True)
+    """The source that validates when `validation` is `source`."""
+    on_error: Literal["raise", "skip"] = setting("raise", fixed=True)
+    """What to do with an unreadable or empty file or a document that is not UTF-8: end with an error, or skip and count it."""
+    shard_mib: float = setting(32.0, above=0, at_most=4096, fixed=True)
+    """Text that one shard is made from, in MiB; small sources are cut finer, so that every worker has work."""
+    shuffle: Literal["full", "blocks", "none"] = setting("full", fixed=True)
+    """Order of an epoch: a permutation of all samples, of blocks and then inside a window (for slow disks), or as read."""
+    shuffle_block: int = setting(1024, at_least=1, fixed=True)
+    """Neighbouring samples that stay together when `shuffle` is `blocks`."""
+    shuffle_window: int = setting(64, at_least=1, fixed=True)
+    """Blocks whose samples are mixed with each other when `shuffle` is `blocks`."""
+    prefetch: int = setting(4, at_least=1, at_most=1024)
+    """Steps that the loader keeps ready ahead of the loop."""
+    cache_gib: float = setting(32.0, above=0)
+    """Bound of the node-local cache that remote shards are read through, in GiB."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.source:
+            raise self.error("source", "must name what to train on, for instance `python` or a path")
+        if self.validation == "source" and not self.validation_source:
+            raise self.error("validation_source", "must be given when data.validation is `source`")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenizer(Section):
+    """How text becomes ids."""
+
+    name: ClassVar[str] = "tokenizer"
+
+    kind: Literal["bytes", "characters", "bpe", "file"] = setting("bpe", fixed=True)
+    """One id a byte, one a character, byte-level BPE trained on the data, or a ready `tokenizer.json`."""
+    vocabulary_size: int = setting(4096, at_least=2, at_most=2**31 - 1, fixed=True)
+    """Most ids that `characters` and `bpe` may use, special tokens included; the rarest characters become `<|unknown|>`."""
+    file: str | None = setting(None, fixed=True)
+    """Path or URI of the `tokenizer.json` when `kind` is `file`."""
+    end_token: str | None = setting(None, fixed=True)
+    """The token of that file which ends a document; when not given, a usual one is looked for (`<|endoftext|>`, `</s>`, ...)."""
+    training_mib: float = setting(64.0, above=0, fixed=True)
+    """Text, in MiB and spread evenly over the source, on which a BPE is trained."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kind == "file" and not self.file:
+            raise self.error("file", "must be given when tokenizer.kind is `file`")
+        if self.kind == "bpe" and self.vocabulary_size < 257:
+            raise self.error("vocabulary_size", "must be at least 257 for bpe: 256 bytes and the end token")

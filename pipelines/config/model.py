@@ -1,0 +1,49 @@
+"""Settings of the network."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from pipelines.config.section import Section, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model(Section):
+    """A decoder-only transformer, in the flavour of GPT-2 or of Llama."""
+
+    name: ClassVar[str] = "model"
+
+    flavour: Literal["gpt2", "llama"] = setting("gpt2", fixed=True)
+    """`gpt2`: LayerNorm, learned positions, GELU, tied embeddings. `llama`: RMSNorm, rotary positions, SwiGLU, grouped heads."""
+    layers: int = setting(4, at_least=1, fixed=True)
+    """Transformer blocks."""
+    heads: int = setting(4, at_least=1, fixed=True)
+    """Query heads of each attention."""
+    kv_heads: int = setting(0, at_least=0, fixed=True)
+    """Key and value heads (grouped-query attention); 0: as many as query heads."""
+    width: int = setting(128, at_least=1, fixed=True)
+    """Width of the residual stream."""
+    feed_forward: int = setting(0, at_least=0, fixed=True)
+    """Hidden width of the feed-forward; 0: 4 x width (gpt2), 8/3 x width rounded up to a multiple of 64 (llama)."""
+    context: int = setting(128, at_least=1, fixed=True)
+    """Tokens that a sample predicts, and the longest attention."""
+    dropout: float = setting(0.0, at_least=0, below=1, fixed=True)
+    """Share of activations dropped in training, in embeddings, attention and residual branches."""
+    bias: bool = setting(False, fixed=True)
+    """Biases in linear layers and LayerNorm."""
+    rope_theta: float = setting(10000.0, above=0, fixed=True)
+    """Base of the rotary frequencies."""
+    kernels: Literal["auto", "triton", "torch"] = setting("auto")
+    """Which implementation of attention runs; `auto` takes what fits the device."""
+    linear: Literal["auto", "torch", "onednn"] = setting("auto")
+    """Matrix products on CPUs: PyTorch's default, or oneDNN, which is faster on AMD; `auto` looks at the processor."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.width % self.heads:
+            raise self.error("width", f"must be a multiple of model.heads, {self.heads}")
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise self.error("kv_heads", f"must divide model.heads, {self.heads}")
+        if self.flavour == "llama" and self.width // self.heads % 2:
+            raise self.error("width", "must give every head an even size, which rotary positions need")
+        if self.flavour == "llama" and self.bias:
+            raise self.error("bias", "must be false with model.flavour `llama`, whose layers have none")

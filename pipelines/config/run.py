@@ -1,0 +1,80 @@
+"""Settings of where and on what a run happens: scaling, launch, record, sample."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from pipelines.config.section import Section, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling(Section):
+    """How many workers, and how the model is spread over them."""
+
+    name: ClassVar[str] = "scaling"
+
+    workers: Literal["auto"] | int = setting("auto", at_least=1)
+    """Training processes; `auto`: one a GPU if there are any, else one a core, never more than slots."""
+    strategy: Literal["auto", "single", "ddp"] = setting("auto")
+    """`single` for one worker, `ddp` for data parallelism over several; `auto` takes what fits the number of workers."""
+    device: Literal["auto", "cpu", "cuda"] = setting("auto")
+    """What a worker computes on; `auto`: a GPU if the cluster has any."""
+    threads: int = setting(0, at_least=0)
+    """Threads of a worker on CPUs; 0: the node's cores shared out among its workers."""
+    bucket_mib: float = setting(25.0, above=0)
+    """Gradients that are reduced in one go, in MiB, overlapped with the rest of the backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch(Section):
+    """How the processes are started."""
+
+    name: ClassVar[str] = "launch"
+
+    mode: Literal["ray", "inline"] = setting("ray")
+    """`ray`: workers by Ray Train. `inline`: one worker in this very process, without Ray (also `--launch inline`)."""
+    address: str | None = setting(None)
+    """A running Ray cluster to join (`auto` or an address); when not given, a local one is started and stopped."""
+    lean: bool = setting(True)
+    """Leave out the parts of Ray Train that this run has no use for, which halves the start; else the stock TorchTrainer."""
+    restarts: int = setting(0, at_least=0)
+    """Times that a run whose worker died is started again from its newest checkpoint, within the same job."""
+    timeout_s: float = setting(60.0, above=0)
+    """Seconds that the preflight waits for the cluster to answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record(Section):
+    """What is written down, and where."""
+
+    name: ClassVar[str] = "record"
+
+    mlflow: bool = setting(True)
+    """Log the run to MLflow; without, the run's folder alone holds the record."""
+    mlflow_uri: str | None = setting(None)
+    """A tracking server or database; when not given, SQLite file `mlflow.db` beside the runs."""
+    experiment: str = setting("raystride")
+    """The MLflow experiment that runs are filed under."""
+    system_every_s: float = setting(5.0, above=0)
+    """Seconds between two readings of each node's CPU and memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample(Section):
+    """Text that the trained model writes at the end of a training, and that `generate.py` writes."""
+
+    name: ClassVar[str] = "sample"
+
+    prompt: str = setting("")
+    """What the text starts with; empty: as a new document does."""
+    tokens: int = setting(200, at_least=0)
+    """Tokens to write at most; 0: no sample."""
+    temperature: float = setting(0.8, at_least=0)
+    """Sharpness of the choice; 0 takes the likeliest token."""
+    top_k: int = setting(0, at_least=0)
+    """Choose among that many likeliest tokens; 0: among all."""
+    top_p: float = setting(1.0, above=0, at_most=1)
+    """Choose among the likeliest tokens that together have this probability (nucleus sampling, Holtzman et al., 2020)."""
+    stop: tuple[str, ...] = setting(())
+    """Strings at which the text ends."""
+    seed: int = setting(0, at_least=0)
+    """Seed of the choice."""

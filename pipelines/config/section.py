@@ -1,0 +1,83 @@
+"""How a setting is declared and checked: a default, a range, and what becomes of it when a run is resumed.
+
+A section is a frozen keyword-only dataclass. Each field is declared with `setting`, carries its docstring below it, and is
+checked when the section is made, whether that happens from YAML, from a flag or in Python:
+
+    @dataclass(frozen=True, kw_only=True)
+    class Train(Section):
+        steps: int = setting(1000, at_least=0)
+        "Optimiser updates in the whole run."
+"""
+
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+
+class SettingError(ValueError):
+    """A setting has a value that cannot work. The message names the setting, the value and what is allowed."""
+
+
+def setting(
+    default: Any,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    fixed: bool = False,
+) -> Any:
+    """A field with a range. `fixed` settings may not differ when a run is resumed; the others may."""
+    limits = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
+    return field(default=default, metadata={"limits": limits, "fixed": fixed})
+
+
+@cache
+def _types(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A group of settings that checks itself; `name` is the prefix under which a user writes them."""
+
+    name: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if "limits" in item.metadata:
+                self._check(item.name, getattr(self, item.name), item.metadata["limits"])
+
+    def _check(self, key: str, value: Any, limits: dict[str, float | None]) -> None:
+        allowed = _types(type(self))[key]
+        choices = _choices(allowed)
+        if choices and not isinstance(value, int) and value not in choices:
+            raise self.error(key, f"must be one of {', '.join(map(str, choices))}")
+        if isinstance(value, tuple):
+            for part in value:
+                self._check_range(key, part, limits)
+        elif value is not None and not isinstance(value, str):
+            self._check_range(key, value, limits)
+
+    def _check_range(self, key: str, value: float, limits: dict[str, float | None]) -> None:
+        low, high, above, below = (limits[k] for k in ("at_least", "at_most", "above", "below"))
+        if (low is not None and value < low) or (above is not None and value <= above):
+            raise self.error(key, f"must be {'at least' if low is not None else 'above'} {_first(low, above)}")
+        if (high is not None and value > high) or (below is not None and value >= below):
+            raise self.error(key, f"must be {'at most' if high is not None else 'below'} {_first(high, below)}")
+
+    def error(self, key: str, rule: str) -> SettingError:
+        """The error for field `key`: its full name, its value and `rule`, which says what is allowed."""
+        name = f"{self.name}.{key}" if self.name else key
+        return SettingError(f"{name} is {getattr(self, key)!r}: it {rule}")
+
+
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    """The words a setting may have: those of its Literal, also inside a union such as `Literal["auto"] | int`."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    return tuple(choice for part in get_args(annotation) for choice in _choices(part))
+
+
+def _first(value: float | None, other: float | None) -> float | None:
+    return other if value is None else value

@@ -1,0 +1,107 @@
+"""Settings of the training itself: optimiser, schedule, steps, validation, checkpoints."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from pipelines.config.section import Section, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer(Section):
+    """The update rule and its learning rate over time."""
+
+    name: ClassVar[str] = "optimizer"
+
+    kind: Literal["adamw", "sgd"] = setting("adamw", fixed=True)
+    """AdamW (Loshchilov and Hutter, 2019) or plain stochastic gradient descent."""
+    learning_rate: float = setting(1e-3, above=0)
+    """Highest learning rate; a factor of the formula under `noam`."""
+    betas: tuple[float, float] = setting((0.9, 0.99), at_least=0, below=1)
+    """AdamW's decay of the first and second moment."""
+    eps: float = setting(1e-8, above=0)
+    """AdamW's term that keeps the denominator from zero."""
+    weight_decay: float = setting(0.1, at_least=0)
+    """Decoupled decay, of matrices only: biases, norms and gains are left alone."""
+    momentum: float = setting(0.0, at_least=0, below=1)
+    """Momentum of `sgd`."""
+    schedule: Literal["cosine", "linear", "constant", "noam"] = setting("cosine")
+    """The learning rate after the warm-up."""
+    warmup_steps: int = setting(100, at_least=0)
+    """Steps over which the learning rate rises from near zero."""
+    decay_steps: int = setting(0, at_least=0)
+    """Step at which `cosine` and `linear` reach their lowest rate; 0: the end of the run."""
+    lowest_rate: float = setting(0.1, at_least=0, at_most=1)
+    """Where `cosine` and `linear` end, as a share of the highest rate."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.schedule == "noam" and self.warmup_steps < 1:
+            raise self.error("warmup_steps", "must be at least 1 with optimizer.schedule `noam`")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(Section):
+    """How long to train and what a step is made of: batch = slots x slot_size samples."""
+
+    name: ClassVar[str] = "train"
+
+    steps: int = setting(1000, at_least=0)
+    """Optimiser updates in the whole run; 0: until `epochs` or `hours` end it."""
+    epochs: float = setting(0.0, at_least=0)
+    """Passes over the training samples after which to end; 0: no such bound."""
+    hours: float = setting(0.0, at_least=0)
+    """Wall-clock hours of this attempt after which to save and end; 0: no such bound."""
+    slots: int = setting(4, at_least=1, at_most=2**20, fixed=True)
+    """Fixed parts of a step's batch; the most workers that can share it. Constant over a run, whatever the workers."""
+    slot_size: int = setting(8, at_least=1, at_most=2**20, fixed=True)
+    """Samples in a slot."""
+    micro_batch_slots: int = setting(0, at_least=0)
+    """Neighbouring slots that run as one forward and backward, limited by memory; 0: all that a worker has."""
+    clip_norm: float = setting(1.0, at_least=0)
+    """Largest norm of the gradient; 0: no clipping."""
+    precision: Literal["fp32", "bf16"] = setting("fp32", fixed=True)
+    """`bf16` runs matrix products in bfloat16 by autocast, with fp32 parameters and updates (Apex O1)."""
+    log_every: int = setting(10, at_least=1)
+    """Steps between two measurements; the only time the loop waits for the device."""
+    deterministic: bool = setting(True)
+    """Use only operations that give the same bits each time; some are slower on a GPU."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.steps or self.epochs or self.hours):
+            raise self.error("steps", "must be at least 1 where neither train.epochs nor train.hours ends the run")
+
+    @property
+    def batch(self) -> int:
+        """Samples in a step."""
+        return self.slots * self.slot_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation(Section):
+    """When to validate, on how much, and what follows from it."""
+
+    name: ClassVar[str] = "validation"
+
+    every: int = setting(100, at_least=0)
+    """Steps between two validations; 0: only at the end."""
+    samples: int = setting(512, at_least=0)
+    """Validation samples, always the same; 0: all of them."""
+    metric: str = setting("val_loss")
+    """The metric by which a checkpoint is `best` and by which training may stop early."""
+    direction: Literal["min", "max"] = setting("min")
+    """Whether a smaller or a larger metric is better."""
+    patience: int = setting(0, at_least=0)
+    """Validations without improvement after which to stop early; 0: never."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint(Section):
+    """When to save, and how much to keep."""
+
+    name: ClassVar[str] = "checkpoint"
+
+    every: int = setting(200, at_least=0)
+    """Steps between two checkpoints; 0: none at all, not even at the end."""
+    keep: int = setting(3, at_least=1)
+    """Newest checkpoints whose data is kept, besides the best; manifests are kept for ever."""
