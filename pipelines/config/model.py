@@ -32,8 +32,6 @@ class Model(Section):
     """Biases in linear layers and LayerNorm."""
     rope_theta: float = setting(10000.0, above=0, fixed=True)
     """Base of the rotary frequencies."""
-    kernels: Literal["auto", "triton", "torch"] = setting("auto")
-    """Which implementation of attention runs; `auto` takes what fits the device."""
     linear: Literal["auto", "torch", "onednn"] = setting("auto")
     """Matrix products on CPUs: PyTorch's default, or oneDNN, which is faster on AMD; `auto` looks at the processor."""
 

@@ -1,0 +1,81 @@
+"""Multi-head self-attention with grouped heads, rotary positions and a key-value cache.
+
+Shapes: x (B, T, C); q (B, H, T, D); k and v (B, G, T, D) with C = H D. The arithmetic is in `triton_kernels.attention`.
+
+    layer = Attention(width=128, heads=4, kv_heads=2)
+    y = layer(x, rotation)                                    # (B, T, 128) -> (B, T, 128)
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from model.linear import Linear
+from triton_kernels.attention import attention
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""Cosine and sine of the rotary angles, each (B or 1, 1, T, D)."""
+
+
+@dataclass
+class LayerCache:
+    """Keys and values that one layer has computed, (B, G, capacity, D) each, filled up to `length`."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    length: int = 0
+
+    def extend(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds keys and values (B, G, T, D) and returns all so far. The capacity must suffice."""
+        end = self.length + k.shape[2]
+        self.keys[:, :, self.length : end] = k
+        self.values[:, :, self.length : end] = v
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+
+class Attention(nn.Module):
+    """Causal self-attention; fewer key and value heads than query heads make it grouped (Ainslie et al., 2023)."""
+
+    def __init__(
+        self, *, width: int, heads: int, kv_heads: int, bias: bool = False, dropout: float = 0.0, onednn: bool = False
+    ) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_size = heads, kv_heads, width // heads
+        self.qkv = Linear(width, (heads + 2 * kv_heads) * self.head_size, bias=bias, onednn=onednn)
+        self.out = Linear(width, width, bias=bias, onednn=onednn)
+        self.dropout = dropout
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotation: Rotation | None = None,
+        cache: LayerCache | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """(B, T, C) -> (B, T, C); `mask` (B, 1, T, S) hides padding on top of the causal order."""
+        batch, tokens, width = x.shape
+        heads = self.qkv(x).view(batch, tokens, -1, self.head_size).transpose(1, 2)  # (B, H + 2 G, T, D)
+        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        y = attention(q, k, v, causal=True, mask=mask, dropout=self.dropout if self.training else 0.0)
+        return self.out(y.transpose(1, 2).reshape(batch, tokens, width))  # type: ignore[no-any-return]
+
+
+def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Rotary positions (Su et al., 2021, eq. 34), in Llama's layout: the two halves of a head form the pairs."""
+    cos, sin = rotation
+    first, second = x.chunk(2, dim=-1)
+    return x * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
+
+
+def rotation_table(positions: torch.Tensor, head_size: int, theta: float) -> Rotation:
+    """Cosine and sine for positions (B or 1, T): angles position * theta^(-2 i / D), in fp32."""
+    exponent = torch.arange(0, head_size, 2, dtype=torch.float32, device=positions.device) / head_size
+    angles = positions[:, None, :, None].float() / theta**exponent
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()

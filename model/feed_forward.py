@@ -1,0 +1,38 @@
+"""The feed-forward of a block: GELU for GPT-2 (Hendrycks and Gimpel, 2016), SwiGLU for Llama (Shazeer, 2020).
+
+    block = SwiGLU(128, 384)
+    y = block(x)                                              # (B, T, 128) -> (B, T, 128)
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from model.linear import Linear
+
+
+class GELU(nn.Module):
+    """W2 gelu(W1 x)."""
+
+    def __init__(self, width: int, hidden: int, *, bias: bool = False, onednn: bool = False) -> None:
+        super().__init__()
+        self.up = Linear(width, hidden, bias=bias, onednn=onednn)
+        self.down = Linear(hidden, width, bias=bias, onednn=onednn)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
+
+
+class SwiGLU(nn.Module):
+    """W2 (silu(W1 x) * W3 x), without biases."""
+
+    def __init__(self, width: int, hidden: int, *, onednn: bool = False) -> None:
+        super().__init__()
+        self.gate = Linear(width, hidden, onednn=onednn)
+        self.up = Linear(width, hidden, onednn=onednn)
+        self.down = Linear(hidden, width, onednn=onednn)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]

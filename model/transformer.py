@@ -1,0 +1,124 @@
+"""A decoder-only transformer, in the flavour of GPT-2 (Radford et al., 2019) or of Llama (Touvron et al., 2023).
+
+Shapes: ids (B, T) -> logits (B, T, V), or with targets (B, T) -> the loss sum and the number of targets that count.
+
+    model = Decoder(config.model, vocabulary_size=4096)
+    loss_sum, counted = model(ids, targets)
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from model.attention import Attention, LayerCache, Rotation, rotation_table
+from model.feed_forward import GELU, SwiGLU
+from model.linear import Linear, linear, use_onednn
+from model.norm import LayerNorm, RMSNorm
+from model.shape import DecoderShape
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each on a normalised input and added to the stream (pre-norm)."""
+
+    def __init__(self, shape: DecoderShape, onednn: bool) -> None:
+        super().__init__()
+        self.norm1 = _norm(shape)
+        self.attention = Attention(
+            width=shape.width,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads or shape.heads,
+            bias=shape.bias,
+            dropout=shape.dropout,
+            onednn=onednn,
+        )
+        self.norm2 = _norm(shape)
+        self.feed_forward: nn.Module
+        if shape.flavour == "gpt2":
+            self.feed_forward = GELU(shape.width, hidden_width(shape), bias=shape.bias, onednn=onednn)
+        else:
+            self.feed_forward = SwiGLU(shape.width, hidden_width(shape), onednn=onednn)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(
+        self, x: torch.Tensor, rotation: Rotation | None, cache: LayerCache | None, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        x = x + self.dropout(self.attention(self.norm1(x), rotation, cache, mask))
+        return x + self.dropout(self.feed_forward(self.norm2(x)))
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, norm and a head that shares its weight with the embedding under `gpt2`."""
+
+    def __init__(self, shape: DecoderShape, vocabulary_size: int) -> None:
+        super().__init__()
+        self.shape, self.vocabulary_size = shape, vocabulary_size
+        self.onednn = use_onednn(shape.linear)
+        self.embedding = nn.Embedding(vocabulary_size, shape.width)
+        self.positions = nn.Embedding(shape.context, shape.width) if shape.flavour == "gpt2" else None
+        self.dropout = nn.Dropout(shape.dropout)
+        self.blocks = nn.ModuleList(Block(shape, self.onednn) for _ in range(shape.layers))
+        self.norm = _norm(shape)
+        self.head = Linear(shape.width, vocabulary_size, onednn=self.onednn) if shape.flavour == "llama" else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """N(0, 0.02) everywhere, and 0.02 / sqrt(2 layers) where a block adds to the stream (Radford et al., 2019, 2.3)."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                continue
+            adds_to_stream = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
+            nn.init.normal_(parameter, 0.0, 0.02 / math.sqrt(2 * self.shape.layers) if adds_to_stream else 0.02)
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum of the cross-entropies in nats over targets that are not -100, and how many those are."""
+        logits = self.logits(self.hidden(ids))
+        flat = targets.reshape(-1)
+        loss_sum = F.cross_entropy(logits.view(-1, self.vocabulary_size).float(), flat, ignore_index=-100, reduction="sum")
+        return loss_sum, (flat != -100).sum()
+
+    def hidden(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        caches: list[LayerCache] | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The normalised last hidden states (B, T, C) of ids (B, T); `positions` (B or 1, T) default to 0, 1, 2, ..."""
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        x = self.embedding(ids)
+        rotation = None
+        if self.positions is not None:
+            x = x + self.positions(positions)
+        else:
+            rotation = rotation_table(positions, self.shape.width // self.shape.heads, self.shape.rope_theta)
+        x = self.dropout(x)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, rotation, caches[layer] if caches else None, mask)
+        return self.norm(x)  # type: ignore[no-any-return]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(B, T, C) -> (B, T, V)."""
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        return linear(hidden, weight, onednn=self.onednn)
+
+    def flops_per_token(self) -> float:
+        """Operations to train on one token: 6 a matrix weight and 12 L C T for attention (Chowdhery et al., 2022, app. B)."""
+        matrices = sum(p.numel() for name, p in self.named_parameters() if p.dim() == 2 and "embedding" not in name)
+        matrices -= self.positions.weight.numel() if self.positions is not None else 0
+        head = self.vocabulary_size * self.shape.width if self.head is None else 0
+        return 6.0 * (matrices + head) + 12.0 * self.shape.layers * self.shape.width * self.shape.context
+
+
+def hidden_width(shape: DecoderShape) -> int:
+    """The feed-forward's width: as set, else 4 C (gpt2) or 8/3 C rounded up to a multiple of 64 (llama)."""
+    if shape.feed_forward:
+        return shape.feed_forward
+    return 4 * shape.width if shape.flavour == "gpt2" else -(-8 * shape.width // (3 * 64)) * 64
+
+
+def _norm(shape: DecoderShape) -> nn.Module:
+    return LayerNorm(shape.width, bias=shape.bias) if shape.flavour == "gpt2" else RMSNorm(shape.width)

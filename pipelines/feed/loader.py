@@ -1,0 +1,153 @@
+"""Steps of micro-batches, read by a thread ahead of the loop.
+
+    loader = Loader(plan, stream, task, rank=0, world=2)
+    for step in loader.steps(first=0, until=1000):
+        for batch in step.micro_batches:                      # inputs and targets (B, T) int64, on the device
+            ...
+    loader.waited                                             # seconds that the loop stood still for data
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from pipelines.feed.order import digest
+from pipelines.feed.plan import Plan
+from pipelines.feed.stream import TokenStream
+from pipelines.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward and backward takes: one slot, or several neighbouring ones."""
+
+    slot: int
+    """The first slot in it."""
+    inputs: torch.Tensor
+    """Ids, (B, T) int64."""
+    targets: torch.Tensor
+    """Ids to predict, (B, T) int64; -100 where the loss looks away."""
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same on a device; pinned memory is copied without waiting."""
+        if device.type == "cpu":
+            return self
+        return MicroBatch(self.slot, self.inputs.to(device, non_blocking=True), self.targets.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A worker's part of one optimiser update."""
+
+    number: int
+    """0 for the first step of the run."""
+    position: int
+    """Samples of the run before this step."""
+    samples: int
+    """Samples of the whole step, over all workers."""
+    micro_batches: list[MicroBatch]
+    """Empty only for a worker whose slots are all beyond the end of the last epoch."""
+    digest: int
+    """Sum modulo 2^64 over the (epoch, sample) pairs that this worker read; see `order.digest`."""
+
+
+@dataclass
+class Loader:
+    """Reads the planned samples of one worker, `prefetch` steps ahead in a thread."""
+
+    plan: Plan
+    stream: TokenStream
+    task: Task
+    rank: int = 0
+    world: int = 1
+    micro_batch_slots: int = 0
+    """Neighbouring slots in a micro-batch; 0: all of this worker's."""
+    prefetch: int = 4
+    """Steps kept ready."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    """Where micro-batches are wanted; for a GPU they are staged in pinned memory."""
+    waited: float = 0.0
+    """Seconds that the consumer has waited so far."""
+
+    def steps(self, first: int, until: float) -> Iterator[Step]:
+        """Steps `first`, `first` + 1, ... below `until` and within the plan's epochs. Errors of the reading thread come up here."""
+        last = min(until, self.plan.steps)
+        ready: queue.Queue[Step | BaseException | None] = queue.Queue(self.prefetch)
+        stopped = threading.Event()
+        thread = threading.Thread(target=self._read, args=(first, last, ready, stopped), name="loader", daemon=True)
+        thread.start()
+        try:
+            while True:
+                began = time.perf_counter()
+                item = ready.get()
+                self.waited += time.perf_counter() - began
+                if item is None:
+                    return
+                if isinstance(item, BaseException):
+                    raise item
+                batches = [batch.to(self.device) for batch in item.micro_batches]
+                yield Step(item.number, item.position, item.samples, batches, item.digest)
+        finally:
+            stopped.set()
+
+    def _read(self, first: int, last: float, ready: queue.Queue, stopped: threading.Event) -> None:
+        def hand_over(item: Step | BaseException | None) -> bool:
+            while not stopped.is_set():
+                try:
+                    ready.put(item, timeout=0.2)
+                except queue.Full:
+                    continue
+                return True
+            return False
+
+        try:
+            number = first
+            while number < last and hand_over(self.read_step(number)):
+                number += 1
+            hand_over(None)
+        except BaseException as error:
+            hand_over(error)
+
+    def read_step(self, number: int) -> Step:
+        """One step, in the calling thread and on the host."""
+        share = self.plan.share(self.rank, self.world)
+        group = self.micro_batch_slots or len(share)
+        batches, total = [], 0
+        for slot in share[::group]:
+            slots = range(slot, min(slot + group, share.stop))
+            positions = np.concatenate([self.plan.slot(number, each) for each in slots])
+            if not len(positions):
+                continue
+            samples = self.plan.order.at(positions)
+            total += digest(positions // self.plan.order.samples, samples)
+            batches.append(self._batch(slot, samples))
+        position = self.plan.position(number)
+        return Step(number, position, self.plan.position(number + 1) - position, batches, total % 2**64)
+
+    def _batch(self, slot: int, samples: np.ndarray) -> MicroBatch:
+        starts, length = self.task.window(samples)
+        inputs, targets = self.task.collate(*self.stream.windows(starts, length))
+        if self.device.type == "cuda":
+            inputs, targets = inputs.pin_memory(), targets.pin_memory()
+        return MicroBatch(slot, inputs, targets)
+
+
+def validation_batches(
+    stream: TokenStream, task: Task, *, samples: int, size: int, rank: int, world: int, device: torch.device
+) -> Iterator[MicroBatch]:
+    """This worker's part of `samples` samples spread evenly over the stream (0: all), in batches of at most `size`.
+
+    The batches are the same for any number of workers, only dealt out differently; `slot` numbers them over all workers.
+    """
+    available = task.samples(stream.tokens)
+    wanted = min(samples, available) if samples else available
+    chosen = np.arange(wanted, dtype=np.int64) * available // max(1, wanted)
+    for number in range(rank, -(-wanted // size), world):
+        starts, length = task.window(chosen[number * size : (number + 1) * size])
+        inputs, targets = task.collate(*stream.windows(starts, length))
+        yield MicroBatch(number, inputs, targets).to(device)

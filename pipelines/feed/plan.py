@@ -1,0 +1,60 @@
+"""What a step is made of: slots, fixed parts of the global batch that the workers share out among themselves.
+
+A slot's samples depend on the step alone, never on the number of workers; that number only decides who computes it. Position
+is one integer, so seeking to step 10^9 is a multiplication.
+
+    plan = Plan(Order(samples=100_000), slots=8, slot_size=4)
+    plan.slot(step=3, slot=0)                                 # 4 positions of the stream of epochs, int64
+    plan.share(rank=1, world=3)                               # the slots of one worker, range(2, 5)
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipelines.feed.order import Order
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Names the samples of every slot of every step."""
+
+    order: Order
+    """Which sample stands where."""
+    slots: int
+    """Slots in a step."""
+    slot_size: int
+    """Samples in a slot."""
+    epochs: float = math.inf
+    """Passes over the data after which the stream ends; the last step may be short or have empty slots."""
+
+    @property
+    def batch(self) -> int:
+        """Samples in a step."""
+        return self.slots * self.slot_size
+
+    @property
+    def steps(self) -> float:
+        """Steps in all epochs, the short one at the end included; infinite without a bound."""
+        return math.inf if math.isinf(self.epochs) else math.ceil(self.end / self.batch)
+
+    @property
+    def end(self) -> float:
+        """Positions in all epochs; infinite without a bound."""
+        return self.epochs if math.isinf(self.epochs) else round(self.epochs * self.order.samples)
+
+    def position(self, step: int) -> int:
+        """Samples before a step, which is also the position of its first one."""
+        return int(min(step * self.batch, self.end))
+
+    def slot(self, step: int, slot: int) -> np.ndarray:
+        """Positions (int64) of a slot's samples; fewer than `slot_size`, or none, only at the end of the last epoch."""
+        first = step * self.batch + slot * self.slot_size
+        return np.arange(first, max(first, min(first + self.slot_size, self.end)), dtype=np.int64)
+
+    def share(self, rank: int, world: int) -> range:
+        """The neighbouring slots that a worker computes; shares differ by one at most. Needs world <= slots."""
+        if not 0 <= rank < world <= self.slots:
+            raise ValueError(f"{self.slots} slots cannot be shared by {world} workers (rank {rank}): raise train.slots")
+        return range(rank * self.slots // world, (rank + 1) * self.slots // world)

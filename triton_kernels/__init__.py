@@ -1,0 +1,1 @@
+"""One file an operation: formula, reference, kernels, registration, public function, in that order."""
