@@ -1,0 +1,13 @@
+"""Text to ids and back: bytes, characters, a byte-level BPE trained on the data, or a ready `tokenizer.json`.
+
+Every tokenizer is a folder of small files, saved beside the prepared data and copied beside an exported model:
+
+    encoder = load_tokenizer(Folder.at("runs/.prepared/6f1c.../tokenizer"))
+    ids = encoder.encode("def main():")                       # uint32, (n,), without an end token
+    encoder.decode(ids.tolist())                              # "def main():"
+"""
+
+from pipelines.tokenizers.loading import load_tokenizer
+from pipelines.tokenizers.training import train_tokenizer
+
+__all__ = ["load_tokenizer", "train_tokenizer"]

@@ -1,0 +1,54 @@
+"""A tokenizer's folder: `tokenizer_kind.json` says which encoder, and stands last, so where it is the rest is complete.
+
+{"format": 1, "kind": "bytes"}                                           and nothing else
+{"format": 1, "kind": "characters", "characters": "eta oni..."}          and nothing else
+{"format": 1, "kind": "bpe", "encoder": "tiktoken", "end_token": "<|end|>"}   and tokenizer.json
+
+encoder = load_tokenizer(Folder.at("runs/.prepared/6f1c.../tokenizer"))
+"""
+
+import json
+from typing import Any
+
+from pipelines.files import Folder
+from pipelines.tokenizers.alphabets import ByteEncoder, CharacterEncoder
+from pipelines.tokenizers.byte_pairs import BytePairEncoder, byte_pairs
+from pipelines.tokenizers.ready import ReadyEncoder, parse, size
+
+KIND_FILE = "tokenizer_kind.json"
+READY_FILE = "tokenizer.json"
+FORMAT = 1
+
+AnyEncoder = ByteEncoder | CharacterEncoder | BytePairEncoder | ReadyEncoder
+
+
+def load_tokenizer(folder: Folder) -> AnyEncoder:
+    """The encoder saved in a folder.
+
+    Raises FileNotFoundError where there is none, ValueError where a file of it is of another format or broken.
+    """
+    kind = folder.read_json(KIND_FILE)
+    if kind.get("format") != FORMAT:
+        raise ValueError(f"{folder}/{KIND_FILE} has another format than {FORMAT}: prepare the data again")
+    content = folder.read(READY_FILE).decode() if "encoder" in kind else ""
+    return build_encoder(kind, content)
+
+
+def save_tokenizer(folder: Folder, kind: dict[str, Any], content: str = "") -> None:
+    """Writes the folder; `content` is the text of `tokenizer.json` for the kinds that have one."""
+    if content:
+        folder.put(READY_FILE, content)
+    folder.put_json(KIND_FILE, {"format": FORMAT, **kind})
+
+
+def build_encoder(kind: dict[str, Any], content: str) -> AnyEncoder:
+    """The encoder that a kind file and the text of `tokenizer.json` describe. Raises ValueError where they do not fit."""
+    if kind["kind"] == "bytes":
+        return ByteEncoder()
+    if kind["kind"] == "characters":
+        return CharacterEncoder(kind["characters"])
+    tokenizer = parse(content)
+    end_id = tokenizer.get_vocab(with_added_tokens=True)[kind["end_token"]]
+    if kind["encoder"] == "tokenizers":
+        return ReadyEncoder(content, end_id)
+    return BytePairEncoder(byte_pairs(json.loads(content), kind["end_token"]), end_id, size(tokenizer))
