@@ -1,0 +1,79 @@
+"""A node's processor, memory, disk and network while it trains, under the names that MLflow's own monitor uses.
+
+One thread a node (that of local rank 0) takes a reading every few seconds and hands it to the sender with its time; the
+training loop has no part in it. Percent, and megabytes of 10^6 bytes as in MLflow; network figures count from the start.
+With one node the names are `system/cpu_utilization_percentage` and so on; with several, `system/<node>/...`.
+
+    monitor = HostMonitor(sender, every_s=5.0)
+    monitor.on_start(facts); ...; monitor.on_end({})
+"""
+
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+from pipelines.observers.observer import Observer, RunFacts
+
+if TYPE_CHECKING:
+    from pipelines.record.sender import Sender
+
+
+class HostMonitor(Observer):
+    """Sends one entry of kind `system` every `every_s` seconds, from the start of the loop to its end."""
+
+    def __init__(self, sender: "Sender", every_s: float) -> None:
+        self._sender = sender
+        self._every_s = every_s
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def on_start(self, run: RunFacts) -> None:
+        if run.local_rank != 0:
+            return
+        prefix = f"system/{run.node}/" if run.nodes > 1 else "system/"
+        self._thread = threading.Thread(target=self._watch, args=(prefix,), name="host-monitor", daemon=True)
+        self._thread.start()
+
+    def on_error(self, error: BaseException) -> None:
+        self._end()
+
+    def on_end(self, summary: dict[str, Any]) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5.0)
+
+    def _watch(self, prefix: str) -> None:
+        import psutil
+
+        psutil.cpu_percent()  # the first reading has nothing to compare with and is always 0
+        network = psutil.net_io_counters()
+        sample = 0
+        while not self._ended.wait(self._every_s):
+            try:
+                values = host_reading(network)
+            except (OSError, psutil.Error):
+                continue  # a file of /proc can be gone for a moment; the next reading will do
+            self._sender.put("system", {prefix + name: value for name, value in values.items()}, step=sample)
+            sample += 1
+
+
+def host_reading(network_at_start: Any) -> dict[str, float]:
+    """One reading by MLflow's names without the prefix; `network_at_start` is what psutil counted at the start (or None)."""
+    import psutil
+
+    memory, disk, network = psutil.virtual_memory(), psutil.disk_usage(os.sep), psutil.net_io_counters()
+    reading = {
+        "cpu_utilization_percentage": psutil.cpu_percent(),
+        "system_memory_usage_megabytes": round(memory.used / 1e6, 1),
+        "system_memory_usage_percentage": round(memory.used / memory.total * 100, 1),
+        "disk_usage_percentage": disk.percent,
+        "disk_usage_megabytes": round(disk.used / 1e6, 1),
+        "disk_available_megabytes": round(disk.free / 1e6, 1),
+    }
+    if network is not None and network_at_start is not None:  # a container without a network has no counters
+        reading["network_receive_megabytes"] = round((network.bytes_recv - network_at_start.bytes_recv) / 1e6, 3)
+        reading["network_transmit_megabytes"] = round((network.bytes_sent - network_at_start.bytes_sent) / 1e6, 3)
+    return reading

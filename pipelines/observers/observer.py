@@ -1,0 +1,64 @@
+"""What may watch a training, and when it is called.
+
+The loop calls every observer in order; each overrides the hooks that it needs. `measured` and `summary` are dicts that pass
+through the observers: each may add figures, and the tracker, which comes last, sends them to the recorder.
+
+    class Loud(Observer):
+        def on_log(self, step, measured):
+            print(step, measured["train_loss"])
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What stays the same over one attempt, as one worker sees it."""
+
+    run: str
+    """The run's name."""
+    attempt: str
+    """The attempt's name."""
+    rank: int = 0
+    """This worker's number."""
+    world: int = 1
+    """Workers in the run."""
+    local_rank: int = 0
+    """This worker's number on its node."""
+    node: str = "localhost"
+    """The node's name."""
+    nodes: int = 1
+    """Nodes that hold workers; with several, each node's figures carry its name."""
+    device: str = "cpu"
+    """The device's name as PyTorch gives it (`NVIDIA H100 80GB HBM3`), or `cpu`."""
+    precision: str = "fp32"
+    """Precision of the matrix products, a key of `peaks.PEAKS`: `fp32`, `tf32` or `bf16`."""
+    tokens_per_step: int = 0
+    """Tokens (or whatever the task counts) in one step of all workers together."""
+    flops_per_token: float | None = None
+    """Floating-point operations of forward and backward for one token, where the model knows them."""
+    parameters: int = 0
+    """Trainable parameters."""
+
+
+class Observer:
+    """Watches a training. Every hook does nothing until a subclass overrides it."""
+
+    def on_start(self, run: RunFacts) -> None:
+        """Before the first step, after the model was built and the state loaded."""
+
+    def on_step(self, step: int) -> None:
+        """After each step, before anything waits for the device: do microseconds of work here."""
+
+    def on_log(self, step: int, measured: dict[str, float]) -> None:
+        """With the figures of an interval or of a validation, already the same on every worker."""
+
+    def on_checkpoint(self, step: int, path: str) -> None:
+        """When the checkpoint of `step` is complete at `path`."""
+
+    def on_error(self, error: BaseException) -> None:
+        """When the loop ends with an exception, which goes on its way afterwards."""
+
+    def on_end(self, summary: dict[str, Any]) -> None:
+        """After the last step, with the figures of the whole attempt."""

@@ -1,0 +1,44 @@
+"""The last observer: hands everything that was measured to the recorder, through a sender that never makes the loop wait.
+
+Rank 0 sends figures, checkpoints and the summary, which are the same on every worker; each worker sends its own error.
+
+    observers = [Throughput(), HostMonitor(sender, 5.0), RayMetrics(), Tracker(sender)]
+"""
+
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from pipelines.observers.observer import Observer, RunFacts
+
+if TYPE_CHECKING:
+    from pipelines.record.sender import Sender
+
+
+class Tracker(Observer):
+    """Puts what the hooks are given into `sender`. At the end it waits at most `flush_s` seconds for the last receipt."""
+
+    def __init__(self, sender: "Sender", flush_s: float = 10.0) -> None:
+        self._sender = sender
+        self._flush_s = flush_s
+        self._rank = 0
+
+    def on_start(self, run: RunFacts) -> None:
+        self._rank = run.rank
+
+    def on_log(self, step: int, measured: dict[str, float]) -> None:
+        if self._rank == 0:
+            self._sender.put("metrics", dict(measured), step=step)
+
+    def on_checkpoint(self, step: int, path: str) -> None:
+        if self._rank == 0:
+            self._sender.put("checkpoint", {"path": path}, step=step)
+
+    def on_error(self, error: BaseException) -> None:
+        text = "".join(traceback.format_exception(error))
+        self._sender.put("error", {"text": text, "rank": self._rank})
+        self._sender.flush(self._flush_s)
+
+    def on_end(self, summary: dict[str, Any]) -> None:
+        if self._rank == 0:
+            self._sender.put("summary", dict(summary))
+        self._sender.flush(self._flush_s)

@@ -1,0 +1,106 @@
+"""What a run ran on: commit, versions, hardware; written to `environment.json`, so that a result can be repeated.
+
+Memory in bytes. What cannot be found out (no git, no GPU, another operating system) is None or empty, never an error.
+
+    folder.put_json("environment.json", describe_environment())
+"""
+
+import os
+import platform
+import socket
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "triton", "ray", "mlflow", "numpy", "pyarrow", "datasets", "tokenizers", "deepspeed")
+
+
+def describe_environment() -> dict[str, Any]:
+    """Commit and changes of the source, versions, and the hardware of this machine."""
+    return {
+        "source": describe_source(Path(__file__).resolve().parents[2]),
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
+        "hardware": describe_hardware(),
+    }
+
+
+def describe_source(root: Path) -> dict[str, Any]:
+    """The `commit` of the working tree at `root`, and whether it is `dirty`; both None where there is no git or no tree."""
+    # Asked of any folder inside, git would answer for whatever tree happens to lie around an installed package.
+    if not (root / ".git").exists():
+        return {"commit": None, "dirty": None}
+    commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
+    changes = _output("git", "-C", str(root), "status", "--porcelain")
+    return {"commit": commit or None, "dirty": None if changes is None else bool(changes)}
+
+
+def describe_hardware() -> dict[str, Any]:
+    """Host, processor, cores that this process may use, memory in bytes, GPUs with their memory in bytes."""
+    import psutil
+
+    return {
+        "host": socket.gethostname(),
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpus": _gpus(),
+    }
+
+
+def _gpus() -> list[dict[str, Any]]:
+    """This machine's NVIDIA GPUs, asked of the driver: PyTorch would open a context on each."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # noqa: BLE001 - pynvml raises types of its own, and OSError where the library is broken
+        return []
+    try:
+        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return [
+            {
+                "name": _text(pynvml.nvmlDeviceGetName(handle)),
+                "memory_bytes": int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+                "driver": driver,
+            }
+            for handle in handles
+        ]
+    except pynvml.NVMLError:
+        return []
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _cpu_name() -> str | None:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

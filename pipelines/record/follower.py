@@ -1,0 +1,125 @@
+"""Has MLflow follow a run's journal, at its own pace: a tracking server that is away or hangs holds up nothing else.
+
+The journal is the truth; the mark in `mlflow.json` says how far MLflow has it. So going on after a crash, catching up after
+an outage and `runs.py replay` are one and the same: log every segment above the mark. MLflow is imported when the first
+measurement is in the journal, since its import (3 s of processor time) would otherwise slow the start of the training.
+
+    follower = Follower(run_folder, log, warn=print)
+    follower.add(segment, entries); follower.finish("finished", timeout_s=20.0)
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+
+from pipelines.files import Folder
+from pipelines.record.journal import Segment, read_segment, segments
+from pipelines.record.mlflow_log import MlflowLog
+from pipelines.record.sender import Entry
+
+SHORTEST_BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 30.0
+MOST_HELD = 64
+"""Segments held in memory, to save reading back what was just written; older ones are read from the journal."""
+
+
+def replay_hint(run_folder: Folder) -> str:
+    """The command that brings MLflow up to date with a run's journal."""
+    storage, _, run = run_folder.uri.rpartition("/")
+    return f"python ray_jobs/runs.py replay {run} --storage {storage}"
+
+
+class Follower:
+    """A thread that logs journal segments to MLflow, with growing pauses while that fails. `warn` is told once an outage."""
+
+    def __init__(self, run_folder: Folder, log: MlflowLog, warn: Callable[[str], None]) -> None:
+        self._folder, self._log, self._warn = run_folder, log, warn
+        self._held: OrderedDict[Segment, list[Entry]] = OrderedDict()
+        self._changed = threading.Condition()
+        self._wanted = False
+        self._status: str | None = None
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def run_id(self) -> str | None:
+        """The MLflow run's id, None before it was made."""
+        return self._log.run_id
+
+    @property
+    def link(self) -> str | None:
+        """Where a browser shows the run, None before it was made."""
+        return self._log.link
+
+    def add(self, segment: Segment, entries: list[Entry]) -> None:
+        """Says that a segment was written; the first with measurements starts the thread. Returns at once."""
+        with self._changed:
+            self._held[segment] = [entry for entry in entries if entry["kind"] != "event"]
+            if len(self._held) > MOST_HELD:
+                self._held.popitem(last=False)
+            self._wanted = True
+            self._changed.notify_all()
+        if any(entry["kind"] == "metrics" for entry in entries):
+            self._start()
+
+    def finish(self, status: str, timeout_s: float) -> bool:
+        """Has the rest logged and the MLflow run ended with `status`; whether that was done within `timeout_s` seconds."""
+        with self._changed:
+            self._status = status
+            self._wanted = True
+            self._done.clear()
+            self._changed.notify_all()
+        self._start()
+        return self._done.wait(timeout_s)
+
+    def catch_up(self) -> None:
+        """Logs every segment above the mark, here and now. Raises what MLflow or the storage raises."""
+        self._log.connect()
+        logged = self._log.mark["logged"]
+        for segment in segments(self._folder):
+            if segment.number > logged.get(segment.attempt, 0):
+                self._log_segment(segment)
+
+    def _log_segment(self, segment: Segment) -> None:
+        with self._changed:
+            entries = self._held.pop(segment, None)
+        try:
+            for problem in self._log.log(read_segment(self._folder, segment) if entries is None else entries):
+                self._warn(problem)
+        except BaseException:
+            with self._changed:
+                if entries is not None:
+                    self._held[segment] = entries
+            raise
+        self._log.note(segment.attempt, segment.number)
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._follow, name="mlflow", daemon=True)
+            self._thread.start()
+
+    def _follow(self) -> None:
+        pause = SHORTEST_BACKOFF_S
+        said = False
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._wanted)
+                self._wanted = False
+                status = self._status
+            try:
+                self.catch_up()
+                if status:
+                    self._log.finish(status)
+                    self._done.set()
+                pause, said = SHORTEST_BACKOFF_S, False
+            except Exception as error:  # noqa: BLE001 - MLflow, its database and its server raise whatever they like
+                if not said:
+                    self._warn(
+                        f"MLflow at {self._log.public_uri} cannot be reached; training goes on, and what it misses is "
+                        f"replayed when it is back ({type(error).__name__}: {str(error)[:200]})"
+                    )
+                    said = True
+                with self._changed:
+                    # An end that waits for us is worth another try at once, else the pause grows.
+                    self._changed.wait_for(lambda status=status: self._status != status, pause)
+                    self._wanted = True
+                pause = min(LONGEST_BACKOFF_S, 2 * pause) if not self._status else SHORTEST_BACKOFF_S

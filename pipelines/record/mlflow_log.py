@@ -1,0 +1,287 @@
+"""The MLflow side of a record: one run opened or reopened, and journal entries turned into its metrics, tags, artifacts.
+
+Nothing here retries; `follower` does. `mlflow.json` in the run's folder keeps the MLflow run's id and `logged`, the number of
+the last journal segment by attempt that MLflow has. Times are the entries' own, so that MLflow, whose metrics are unique by
+name, step, time and value, drops what it is sent twice after a crash between logging and noting it.
+
+    log = MlflowLog.at(run_folder, "my-run", Record(), storage, {"train.steps": 9}, {})
+    log.log(entries); log.finish("finished")
+"""
+
+import logging
+import os
+import re
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from pipelines.config.run import Record
+from pipelines.files import Folder
+from pipelines.record.sender import Entry
+from pipelines.record.summary import STATUSES
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Run
+
+MARK = "mlflow.json"
+ARTIFACTS = ("config.yaml", "environment.json", "summary.json", "curve.png", "sample.txt", "log.txt")
+"""Files of a run's folder that are logged at its end, where they are there."""
+UI_PORT = 5000
+METRICS_A_CALL = 1000  # MLflow's own limits: metrics, parameters and tags of one call, and the length of their texts
+PARAMETERS_A_CALL = 100
+LONGEST_PARAMETER = 6000
+LONGEST_TAG = 5000
+LONGEST_NAME = 250
+SCHEMA_TIMEOUT_S = 120.0
+TOKEN = "raystride.token"
+# Ours is the pause and the next try: MLflow's own would hold the thread for minutes while a server is away.
+ENVIRONMENT = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+
+
+class MlflowLog:
+    """One run in MLflow. Methods raise MlflowException, OSError or what the database's driver raises."""
+
+    def __init__(
+        self, folder: Folder, run: str, uri: str, settings: Record, parameters: dict[str, Any], tags: dict[str, str]
+    ) -> None:
+        self._folder, self._run, self.uri = folder, run, uri
+        self._experiment = settings.experiment
+        self._parameters, self._tags = parameters, tags
+        self._client: MlflowClient | None = None
+        self.mark: dict[str, Any] = {"token": secrets.token_hex(16), "logged": {}}
+        try:
+            kept = folder.read_json(MARK)
+            if kept.get("uri") == public(uri):
+                self.mark = kept
+        except (FileNotFoundError, ValueError):
+            pass
+
+    @classmethod
+    def at(
+        cls, folder: Folder, run: str, settings: Record, storage: Folder, parameters: dict[str, Any], tags: dict[str, str]
+    ) -> "MlflowLog | None":
+        """The log of a run, or None where MLflow is off: switched off, or no URI and a storage that holds no database."""
+        uri = settings.mlflow_uri or (database(storage) if storage.local else None)
+        return cls(folder, run, uri, settings, parameters, tags) if settings.mlflow and uri else None
+
+    @property
+    def run_id(self) -> str | None:
+        """The MLflow run's id, None before it was made."""
+        return self.mark.get("run_id")
+
+    @property
+    def public_uri(self) -> str:
+        """The tracking URI without credentials."""
+        return public(self.uri)
+
+    @property
+    def link(self) -> str | None:
+        """Where a browser shows the run: on the server, or for a database on a UI started at the usual port."""
+        return run_link(self.mark)
+
+    def connect(self) -> "tuple[MlflowClient, str]":
+        """The client and the run's id. The first call makes or reopens the run; after a failure it may be called again."""
+        if self._client is None:
+            self._client = self._open()
+        assert self.run_id is not None
+        return self._client, self.run_id
+
+    def log(self, entries: list[Entry]) -> list[str]:
+        """Logs entries in calls of at most 1000 metrics; what could not be logged and never will, as sentences."""
+        client, run_id = self.connect()
+        metrics, tags, problems = [], {}, []
+        for entry in entries:
+            if entry["kind"] in ("metrics", "system"):
+                metrics += list(self._metrics(entry, problems))
+            elif entry["kind"] == "artifact":
+                problems += self._log_artifact(entry["values"]["name"])
+            else:
+                tags |= _tags(entry)
+        for start in range(0, len(metrics), METRICS_A_CALL):
+            problems += self._log_metrics(metrics[start : start + METRICS_A_CALL])
+        for key, value in tags.items():
+            client.set_tag(run_id, key, value[:LONGEST_TAG])
+        return problems
+
+    def note(self, attempt: str, number: int) -> None:
+        """Keeps in the run's folder that MLflow has the attempt's segments up to `number`."""
+        self.mark["logged"][attempt] = max(number, self.mark["logged"].get(attempt, 0))
+        self._keep_mark()
+
+    def finish(self, status: str) -> None:
+        """Logs the usual files and ends the run with `status`, a key of `STATUSES`."""
+        client, run_id = self.connect()
+        for name in ARTIFACTS:
+            self._log_artifact(name)
+        client.set_terminated(run_id, STATUSES[status])
+
+    def _open(self) -> "MlflowClient":
+        os.environ.update({key: os.environ.get(key, value) for key, value in ENVIRONMENT.items()})
+        from mlflow import MlflowClient
+
+        for name in ("mlflow", "alembic"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        with schema_lock(self.uri):
+            client = MlflowClient(self.uri)
+            experiment = self._experiment_id(client)
+        run = self._find_run(client, experiment)
+        if run is None:
+            self.mark = {"token": self.mark["token"], "uri": public(self.uri), "experiment_id": experiment, "logged": {}}
+            self._keep_mark()  # before the run is made, so that a crash between the two leaves no second run
+            run = client.create_run(experiment, tags={TOKEN: self.mark["token"]}, run_name=self._run)
+        self.mark |= {"run_id": run.info.run_id, "experiment_id": run.info.experiment_id}
+        self._keep_mark()
+        client.update_run(run.info.run_id, status="RUNNING")
+        self._log_settings(client, run)
+        return client
+
+    def _keep_mark(self) -> None:
+        self._folder.put_json(MARK, self.mark)
+
+    def _experiment_id(self, client: "MlflowClient") -> str:
+        found = client.get_experiment_by_name(self._experiment)
+        if found is not None and found.lifecycle_stage == "deleted":
+            client.restore_experiment(found.experiment_id)
+        if found is not None:
+            return str(found.experiment_id)
+        place = artifact_place(self.uri)
+        return str(client.create_experiment(self._experiment, artifact_location=place))
+
+    def _find_run(self, client: "MlflowClient", experiment: str) -> "Run | None":
+        """The run of an earlier attempt, or one made just before a crash could note its id."""
+        found = client.search_runs([experiment], f"tags.`{TOKEN}` = '{self.mark['token']}'", max_results=1)
+        return found[0] if found else None
+
+    def _log_settings(self, client: "MlflowClient", run: "Run") -> None:
+        """Parameters once; one that a resumed run changed cannot be overwritten in MLflow, so it becomes a tag."""
+        from mlflow.entities import Param, RunTag
+
+        fresh, tags = [], dict(self._tags)
+        for key, value in self._parameters.items():
+            text, known = str(value)[:LONGEST_PARAMETER], run.data.params.get(metric_name(key))
+            if known is None:
+                fresh.append(Param(metric_name(key), text))
+            elif known != text:
+                tags[f"resumed.{key}"] = text
+        for start in range(0, len(fresh), PARAMETERS_A_CALL):
+            client.log_batch(run.info.run_id, params=fresh[start : start + PARAMETERS_A_CALL])
+        client.log_batch(run.info.run_id, tags=[RunTag(key, value[:LONGEST_TAG]) for key, value in tags.items()])
+
+    def _metrics(self, entry: Entry, problems: list[str]) -> "Iterator[Metric]":
+        from mlflow.entities import Metric
+
+        for key, value in entry["values"].items():
+            try:
+                number = float(value)
+            except (TypeError, ValueError):
+                problems.append(f"`{key}` is {value!r} at step {entry['step']}, no number, and is not in MLflow")
+                continue
+            # MLflow stores infinity as 1.8e308, which flattens every curve; as NaN it shows that something broke.
+            number = float("nan") if number in (float("inf"), float("-inf")) else number
+            yield Metric(metric_name(key), number, round(float(entry["time"]) * 1000), int(entry["step"] or 0))
+
+    def _log_metrics(self, metrics: "list[Metric]") -> list[str]:
+        from mlflow.exceptions import MlflowException
+
+        client, run_id = self.connect()
+        try:
+            client.log_batch(run_id, metrics)
+            return []
+        except MlflowException as error:
+            refused = error.error_code == "INVALID_PARAMETER_VALUE"
+            if not refused or client.get_run(run_id).info.lifecycle_stage == "deleted":
+                raise
+            if len(metrics) == 1:
+                return [f"MLflow refuses `{metrics[0].key}` at step {metrics[0].step}: {error.message}"]
+        # One bad value must hold up nothing else: halve until it stands alone.
+        half = len(metrics) // 2
+        return self._log_metrics(metrics[:half]) + self._log_metrics(metrics[half:])
+
+    def _log_artifact(self, name: str) -> list[str]:
+        client, run_id = self.connect()
+        if not self._folder.exists(name):
+            return [f"artifact {name} is not in {self._folder}"]
+        place = os.path.dirname(name) or None
+        if self._folder.local:
+            client.log_artifact(run_id, str(self._folder.local / name), place)
+            return []
+        with tempfile.TemporaryDirectory() as scratch:
+            copy = Path(scratch) / os.path.basename(name)
+            self._folder.download(name, copy)
+            client.log_artifact(run_id, str(copy), place)
+        return []
+
+
+def database(storage: Folder) -> str:
+    """The URI of the database beside the runs of a local storage."""
+    return f"sqlite:///{storage.local}/mlflow.db"
+
+
+def artifact_place(uri: str) -> str | None:
+    """Where a database's experiments keep artifacts: `mlartifacts` beside it; None for a server, which has its own place."""
+    return str(Path(uri.removeprefix("sqlite:///")).parent / "mlartifacts") if uri.startswith("sqlite:///") else None
+
+
+def public(uri: str) -> str:
+    """The URI without a user's name and password, as it may be written down."""
+    parts = urlsplit(uri)
+    return uri.replace(f"{parts.netloc}", parts.netloc.rpartition("@")[2], 1) if "@" in parts.netloc else uri
+
+
+def run_link(mark: dict[str, Any], port: int = UI_PORT) -> str | None:
+    """The page of the MLflow run that an `mlflow.json` names, on its server or on a UI at loopback's `port`."""
+    if "run_id" not in mark:
+        return None
+    server = mark["uri"].rstrip("/") if mark["uri"].startswith("http") else f"http://127.0.0.1:{port}"
+    return f"{server}/#/experiments/{mark['experiment_id']}/runs/{mark['run_id']}"
+
+
+def metric_name(key: str) -> str:
+    """The key in characters that MLflow takes everywhere, as a clean relative path."""
+    parts = [re.sub(r"[^\w.\-: ]", "_", part, flags=re.ASCII).replace(":", "_") for part in key.split("/")]
+    return "/".join(part for part in parts if part.strip(". "))[:LONGEST_NAME] or "unnamed"
+
+
+@contextmanager
+def schema_lock(uri: str) -> "Iterator[None]":
+    """Keeps two processes from making one SQLite file's tables at once, on which one would die. Raises TimeoutError."""
+    if not uri.startswith("sqlite:///"):
+        yield
+        return
+    import fcntl
+
+    path = Path(uri.removeprefix("sqlite:///") + ".lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        deadline = time.monotonic() + SCHEMA_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"another process holds {path} for {SCHEMA_TIMEOUT_S:.0f} s") from None
+                time.sleep(0.1)
+        yield
+
+
+def _tags(entry: Entry) -> dict[str, str]:
+    values = entry["values"]
+    if entry["kind"] == "tags":
+        return {metric_name(key): str(value) for key, value in values.items()}
+    if entry["kind"] == "checkpoint":
+        return {"raystride.checkpoint": str(values["path"])}
+    if entry["kind"] == "error":
+        return {"raystride.error": str(values["text"])[-LONGEST_TAG:]}
+    return {}

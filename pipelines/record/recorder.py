@@ -1,0 +1,178 @@
+"""The one writer of a run's record: takes entries from all senders, keeps the journal, has MLflow follow it, sums up.
+
+A plain class with a thread. `launch` makes it an actor on the driver's node, with threads enough for `state` to answer while
+`finish` works; inline it is used as it is. Only what lies in the journal on disk is acknowledged, so killing the recorder
+loses nothing: its successor reads the journal, and the senders send the rest again.
+
+    recorder = Recorder(folder, run="r", attempt="a1", settings=Record(), storage=storage, parameters={}, tags={}, total_steps=9)
+    sender = Sender(recorder.receive, "rank0")
+    ...; sender.flush(10.0); summary = recorder.finish("finished")
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pipelines.config.run import Record
+from pipelines.files import Folder
+from pipelines.record.follower import Follower, replay_hint
+from pipelines.record.journal import Journal, join
+from pipelines.record.mlflow_log import MlflowLog
+from pipelines.record.sender import Entry
+from pipelines.record.state import State
+from pipelines.record.summary import build_summary
+
+SHORTEST_S, LONGEST_S = 1.0, 10.0
+SEGMENTS_AT_FULL_PACE = 300
+"""Segments come each second at first and then ever less often, so that a run of a day has thousands and not a hundred."""
+URGENT = frozenset({"checkpoint", "error", "summary", "artifact"})
+MOST_WAITING = 500_000
+"""Entries held for a storage that does not take them; beyond that senders keep theirs."""
+MLFLOW_END_S = 20.0
+"""Seconds that the end of a run waits for a tracking server that is slow or away."""
+
+
+class Recorder:
+    """The record of one attempt of one run. `total_steps` is where the run ends, None if that is not known.
+
+    Raises OSError where the run's folder cannot be read; later errors are warnings in `state()`.
+    """
+
+    def __init__(
+        self,
+        run_folder: Folder,
+        run: str,
+        attempt: str,
+        settings: Record,
+        storage: Folder,
+        parameters: dict[str, Any],
+        tags: dict[str, str],
+        total_steps: int | None = None,
+    ) -> None:
+        self._folder, self._run, self._attempt = run_folder, run, attempt
+        self._journal = Journal(run_folder, attempt)
+        self._state = State(total_steps)
+        self._durable: dict[str, int] = {}
+        for entry in self._journal.entries():  # of a recorder of this attempt that died
+            self._durable[entry["sender"]] = max(entry["sequence"], self._durable.get(entry["sender"], 0))
+            self._state.see(entry)
+        self._received = dict(self._durable)
+        self._waiting: list[Entry] = []
+        self._lock = threading.Lock()  # guards the four above; never held over I/O
+        self._writing = threading.Lock()
+        self._started = time.monotonic()
+        self._wake = threading.Event()
+        self._ended = False
+        log = MlflowLog.at(run_folder, run, settings, storage, parameters, tags | {"raystride.attempt": attempt})
+        self._follower = Follower(run_folder, log, self._warn) if log else None
+        if settings.mlflow and log is None:
+            self._warn(
+                f"record.mlflow_uri is not set and {storage} is remote, where no database can lie: the run is not logged to "
+                "MLflow. Give a tracking server with --record.mlflow_uri, or --record.mlflow false"
+            )
+        self._thread = threading.Thread(target=self._keep_writing, name="recorder", daemon=True)
+        self._thread.start()
+
+    def receive(self, sender: str, entries: list[Entry]) -> int:
+        """Takes a sender's entries, in order; the highest of its sequence numbers that is in the journal. Never raises."""
+        urgent = False
+        with self._lock:
+            for entry in entries:
+                try:
+                    urgent |= self._take(sender, entry)
+                except (KeyError, TypeError, ValueError, AttributeError) as error:
+                    self._state.warn(f"{sender} sent an entry that cannot be read ({error!r})")
+            durable = self._durable.get(sender, 0)
+        if urgent:
+            self._wake.set()
+        return durable
+
+    def state(self) -> dict[str, Any]:
+        """The newest figures, for the progress line: those of `State.shown`, and `mlflow`, the run's link (or None)."""
+        with self._lock:
+            shown = self._state.shown()
+        return shown | {"mlflow": self._follower.link if self._follower else None}
+
+    def finish(
+        self, status: str, summary: dict[str, Any] | None = None, artifacts: list[str] | None = None
+    ) -> dict[str, Any]:
+        """Ends the record: journal joined, MLflow caught up (in bounded time), `summary.json` written. The summary.
+
+        `status` is `finished`, `stopped` or `failed`; `summary` overrides what the senders gave; `artifacts` names files in
+        the run's folder to log besides the usual ones. Raises ValueError for another status. A second call changes nothing
+        but the summary.
+        """
+        with self._lock:
+            newest, given = dict(self._state.newest), self._state.summary | (summary or {})
+            given.setdefault("steps", self._state.step)
+        result = build_summary(self._run, status, newest, given)
+        for name in artifacts or ():
+            self.receive("recorder", [self._own_entry("artifact", {"name": name})])
+        self._end_writing()
+        self._try(lambda: join(self._folder), "the joined journal")
+        result["mlflow_run_id"] = self._follower.run_id if self._follower else None
+        self._try(lambda: self._folder.put_json("summary.json", result), "summary.json")
+        if self._follower:
+            if not self._follower.finish(status, MLFLOW_END_S):
+                self._warn(f"MLflow lacks the end of this run, which is safe in its journal: {replay_hint(self._folder)}")
+            if self._follower.run_id != result["mlflow_run_id"]:
+                result["mlflow_run_id"] = self._follower.run_id
+                self._try(lambda: self._folder.put_json("summary.json", result), "summary.json")
+        with self._lock:
+            self._state.status = status
+        return result
+
+    def _take(self, sender: str, entry: Entry) -> bool:
+        """Queues an entry unless it is known; whether it should be written at once. The lock is held."""
+        sequence = int(entry["sequence"])
+        if sequence <= self._received.get(sender, 0) or len(self._waiting) >= MOST_WAITING:
+            return False
+        self._received[sender] = sequence
+        self._waiting.append({"attempt": self._attempt, "sender": sender, **entry})
+        self._state.see(entry)
+        return entry["kind"] in URGENT
+
+    def _own_entry(self, kind: str, values: dict[str, Any]) -> Entry:
+        with self._lock:
+            sequence = self._received.get("recorder", 0) + 1
+        return {"sequence": sequence, "kind": kind, "time": time.time(), "step": None, "values": values}
+
+    def _keep_writing(self) -> None:
+        while not self._ended:
+            pace = (time.monotonic() - self._started) / SEGMENTS_AT_FULL_PACE
+            self._wake.wait(min(LONGEST_S, max(SHORTEST_S, pace)))
+            self._wake.clear()
+            self._try(self._write, "the journal")
+
+    def _write(self) -> None:
+        """Writes what waits as one segment, and only then counts it as recorded."""
+        with self._writing:
+            with self._lock:
+                batch = list(self._waiting)
+            if not batch:
+                return
+            segment = self._journal.append(batch)
+            with self._lock:
+                del self._waiting[: len(batch)]
+                for entry in batch:
+                    self._durable[entry["sender"]] = entry["sequence"]
+        if self._follower:
+            self._follower.add(segment, batch)
+
+    def _end_writing(self) -> None:
+        self._ended = True
+        self._wake.set()
+        self._thread.join(timeout=30.0)
+        self._try(self._write, "the journal")
+
+    def _try(self, action: Callable[[], object], what: str) -> None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - every storage raises types of its own
+            # A full disk or an object store that is away must not end a training: senders keep what is not written.
+            self._warn(f"{what} could not be written to {self._folder} ({type(error).__name__}: {error})")
+
+    def _warn(self, text: str) -> None:
+        with self._lock:
+            self._state.warn(text)

@@ -1,0 +1,128 @@
+"""A process's end of the wire to the recorder: takes entries in microseconds, delivers each until it is acknowledged.
+
+An entry is a dict: `sequence` (1, 2, ... by this sender), `kind`, `time` (seconds since 1970), `step` (or None), `values`.
+A thread posts what waits about every half second. What is acknowledged is on the recorder's disk; all else is kept and
+posted again, after errors with a growing pause. The recorder drops what it knows, so each entry is recorded exactly once.
+
+    sender = Sender(recorder.receive, "rank0")                       # under Ray: a function that calls the actor
+    sender.put("metrics", {"train_loss": 2.31}, step=10)
+    sender.flush(10.0)
+"""
+
+import itertools
+import secrets
+import threading
+import time as clock
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Entry = dict[str, Any]
+Post = Callable[[str, list[Entry]], int]
+"""Takes a sender's name and entries in order; returns the highest sequence number that is recorded for good. May raise."""
+
+FIRST_DELAY_S = 0.05
+INTERVAL_S = 0.5
+LONGEST_BACKOFF_S = 10.0
+MOST_IN_A_POST = 5_000
+MOST_WAITING = 200_000
+"""Entries kept for a recorder that does not answer, some 100 MB; beyond that the older metrics are thinned."""
+
+
+class Sender:
+    """Delivers entries through `post`. Safe to use from several threads; `close` (or the process's end) stops it.
+
+    To `name` it adds random digits, so that a restarted process is not mistaken for the one before, whose numbers it reuses.
+    """
+
+    def __init__(self, post: Post, name: str, most_waiting: int = MOST_WAITING) -> None:
+        self.name = f"{name}.{secrets.token_hex(4)}"
+        self._post = post
+        self._most_waiting = most_waiting
+        self._waiting: deque[Entry] = deque()
+        self._sequence = itertools.count(1)
+        self._changed = threading.Condition()  # never held while posting
+        self._put_any = False
+        self._hurry = 0  # callers of flush
+        self._closed = False
+        self._thread = threading.Thread(target=self._deliver, name=f"sender-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, kind: str, values: Mapping[str, Any], step: int | None = None, time: float | None = None) -> None:
+        """Queues an entry and returns at once. `time` is in seconds since 1970; when not given, now."""
+        entry: Entry = {"kind": kind, "time": clock.time() if time is None else time, "step": step, "values": values}
+        with self._changed:
+            self._append(entry)
+            if len(self._waiting) > self._most_waiting:
+                self._thin()
+            if not self._put_any:  # the thread sleeps until the first entry, then looks by itself
+                self._put_any = True
+                self._changed.notify_all()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until all that was put is acknowledged, at most `timeout_s` seconds; whether it is."""
+        with self._changed:
+            self._hurry += 1
+            self._changed.notify_all()
+            try:
+                return self._changed.wait_for(lambda: not self._waiting, timeout_s)
+            finally:
+                self._hurry -= 1
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Flushes and ends the thread; whether everything was acknowledged."""
+        delivered = self.flush(timeout_s)
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(timeout=1.0)
+        return delivered
+
+    def _append(self, entry: Entry) -> None:
+        entry["sequence"] = next(self._sequence)
+        self._waiting.append(entry)
+
+    def _thin(self) -> None:
+        """Drops every second of the older half's measurements; events, checkpoints and errors all stay."""
+        older = [self._waiting.popleft() for _ in range(len(self._waiting) // 2)]
+        kept, drop = [], False
+        for entry in older:
+            if entry["kind"] in ("metrics", "system"):
+                drop = not drop
+                if drop:
+                    continue
+            kept.append(entry)
+        self._waiting.extendleft(reversed(kept))
+        text = f"{self.name}: the recorder did not answer, so {len(older) - len(kept)} older measurements were left out"
+        self._append({"kind": "event", "time": clock.time(), "step": None, "values": {"name": "thinned", "text": text}})
+
+    def _deliver(self) -> None:
+        pause = FIRST_DELAY_S
+        while self._sleep(pause):
+            with self._changed:
+                batch = list(itertools.islice(self._waiting, MOST_IN_A_POST))
+            if not batch:
+                pause = INTERVAL_S
+                continue
+            try:
+                acknowledged = self._post(self.name, batch)
+            except Exception:  # noqa: BLE001
+                # Whatever the way to the recorder does (a dead actor, a timeout), the training goes on and we try again.
+                pause = min(LONGEST_BACKOFF_S, 2 * max(pause, INTERVAL_S))
+                continue
+            pause = INTERVAL_S
+            with self._changed:
+                while self._waiting and self._waiting[0]["sequence"] <= acknowledged:
+                    self._waiting.popleft()
+                if not self._waiting:
+                    self._changed.notify_all()
+
+    def _sleep(self, pause: float) -> bool:
+        """Waits for the first entry if there was none yet, then for `pause`; shortly during a flush. False when closed."""
+        with self._changed:
+            if not self._put_any:
+                self._changed.wait_for(lambda: self._put_any or self._closed)
+            self._changed.wait_for(lambda: self._hurry or self._closed, pause)
+            if self._hurry and not self._closed:
+                self._changed.wait_for(lambda: self._closed, FIRST_DELAY_S)
+            return not self._closed

@@ -1,0 +1,72 @@
+"""What the driver shows of a running training, kept up to date entry by entry.
+
+state = State(steps=1000)
+state.see({"kind": "metrics", "step": 10, "time": 1.0, "values": {"train_loss": 2.3}})
+state.shown()["loss"]                                    # 2.3
+"""
+
+from collections import deque
+from typing import Any
+
+from pipelines.record.sender import Entry
+
+WINDOW = 64
+"""Measurements over which the time left is estimated, so that a slow start is soon forgotten."""
+MOST_WARNINGS = 20
+
+
+class State:
+    """The newest figures of an attempt; `steps` is the number of steps at which the run ends, if that is known."""
+
+    def __init__(self, steps: int | None) -> None:
+        self.steps = steps
+        self.step: int | None = None
+        self.phase: str | None = None
+        self.status = "running"
+        self.newest: dict[str, Any] = {}
+        self.summary: dict[str, Any] = {}
+        self.warnings: list[str] = []
+        self._times: deque[tuple[float, int]] = deque(maxlen=WINDOW)
+
+    def see(self, entry: Entry) -> None:
+        """Takes in one entry. Raises KeyError, TypeError or ValueError where it is no proper entry."""
+        kind, values = entry["kind"], entry["values"]
+        if kind == "metrics":
+            self.newest.update(values)
+            if entry["step"] is not None:
+                self.step = int(entry["step"])
+                self._times.append((float(entry["time"]), self.step))
+            self.phase = None  # figures arrive: what was waited for is over
+        elif kind == "summary":
+            self.summary.update(values)
+        elif kind == "event" and values["name"] == "phase":
+            self.phase = str(values["text"])
+        elif kind == "event" and values["name"] in ("warning", "thinned"):
+            self.warn(str(values["text"]))
+
+    def warn(self, text: str) -> None:
+        """Adds a warning, once."""
+        if text not in self.warnings and len(self.warnings) < MOST_WARNINGS:
+            self.warnings.append(text)
+
+    def shown(self) -> dict[str, Any]:
+        """The figures for the progress line: `eta` in seconds, None where a figure is not known (yet)."""
+        return {
+            "status": self.status,
+            "phase": self.phase,
+            "step": self.step,
+            "steps": self.steps,
+            "loss": self.newest.get("train_loss"),
+            "val_loss": self.newest.get("val_loss"),
+            "tokens_per_second": self.newest.get("tokens_per_second"),
+            "eta": self._eta(),
+            "warnings": list(self.warnings),
+        }
+
+    def _eta(self) -> float | None:
+        if not self.steps or self.step is None or len(self._times) < 2:
+            return None
+        (first, low), (last, high) = self._times[0], self._times[-1]
+        if high <= low:
+            return None
+        return max(0, self.steps - self.step) * (last - first) / (high - low)

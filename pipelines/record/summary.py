@@ -1,0 +1,45 @@
+"""What `summary.json` holds: the figures of a finished run for programs, every key always there, null where unknown.
+
+Rates are per second, durations in seconds, memory in bytes. Non-finite figures are the strings "NaN" and "Infinity".
+
+    summary = build_summary(run="my-run", status="finished", newest={"train_loss": 1.9}, given={"steps": 500})
+"""
+
+from typing import Any
+
+from pipelines.record.journal import plain
+
+SUMMARY_KEYS = (
+    "run",
+    "status",
+    "steps",
+    "samples_seen",
+    "tokens_seen",
+    "train_loss",
+    "val_loss",
+    "metrics",
+    "tokens_per_second",
+    "mfu",
+    "step_seconds_p50",
+    "step_seconds_p95",
+    "data_wait_share",
+    "seconds_to_first_step",
+    "peak_memory_bytes",
+    "parameters_sha256",
+    "resumed_from",
+    "mlflow_run_id",
+)
+
+STATUSES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+"""How a run can end, and what MLflow calls it."""
+
+
+def build_summary(run: str, status: str, newest: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The summary from what the loop gave at its end and, where it gave nothing (it died), from the newest measurements.
+
+    Raises ValueError for a status that is none of `STATUSES`.
+    """
+    if status not in STATUSES:
+        raise ValueError(f"status is {status!r}: it must be one of {', '.join(STATUSES)}")
+    summary = {key: newest.get(key) for key in SUMMARY_KEYS} | {"metrics": {}} | given
+    return dict(plain(summary | {"run": run, "status": status}))
