@@ -97,7 +97,7 @@ class Throughput(Observer):
 
 def peak_memory_bytes() -> int:
     """The most memory that this process held so far: on its GPU by PyTorch's count, else resident in main memory."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated()
+    if torch.cuda.is_available() and (held := torch.cuda.max_memory_allocated()):
+        return held
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB, macOS in bytes

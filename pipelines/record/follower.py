@@ -92,6 +92,9 @@ class Follower:
             raise
         self._log.note(segment.attempt, segment.number)
 
+    def _is_ending(self) -> bool:
+        return self._status is not None
+
     def _start(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._follow, name="mlflow", daemon=True)
@@ -119,7 +122,10 @@ class Follower:
                     )
                     said = True
                 with self._changed:
-                    # An end that waits for us is worth another try at once, else the pause grows.
-                    self._changed.wait_for(lambda status=status: self._status != status, pause)
+                    # An end that waits for us is worth another try at once, and a short pause after that.
+                    if status is None and self._status is None:
+                        self._changed.wait_for(self._is_ending, pause)
+                        pause = min(LONGEST_BACKOFF_S, 2 * pause)
+                    else:
+                        self._changed.wait(SHORTEST_BACKOFF_S)
                     self._wanted = True
-                pause = min(LONGEST_BACKOFF_S, 2 * pause) if not self._status else SHORTEST_BACKOFF_S

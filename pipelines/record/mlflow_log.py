@@ -59,7 +59,7 @@ class MlflowLog:
         self._experiment = settings.experiment
         self._parameters, self._tags = parameters, tags
         self._client: MlflowClient | None = None
-        self.mark: dict[str, Any] = {"token": secrets.token_hex(16), "logged": {}}
+        self.mark: dict[str, Any] = {"logged": {}}
         try:
             kept = folder.read_json(MARK)
             if kept.get("uri") == public(uri):
@@ -100,7 +100,9 @@ class MlflowLog:
     def log(self, entries: list[Entry]) -> list[str]:
         """Logs entries in calls of at most 1000 metrics; what could not be logged and never will, as sentences."""
         client, run_id = self.connect()
-        metrics, tags, problems = [], {}, []
+        metrics: list[Metric] = []
+        tags: dict[str, str] = {}
+        problems: list[str] = []
         for entry in entries:
             if entry["kind"] in ("metrics", "system"):
                 metrics += list(self._metrics(entry, problems))
@@ -134,12 +136,7 @@ class MlflowLog:
             logging.getLogger(name).setLevel(logging.ERROR)
         with schema_lock(self.uri):
             client = MlflowClient(self.uri)
-            experiment = self._experiment_id(client)
-        run = self._find_run(client, experiment)
-        if run is None:
-            self.mark = {"token": self.mark["token"], "uri": public(self.uri), "experiment_id": experiment, "logged": {}}
-            self._keep_mark()  # before the run is made, so that a crash between the two leaves no second run
-            run = client.create_run(experiment, tags={TOKEN: self.mark["token"]}, run_name=self._run)
+            run = self._find_run(client) or self._make_run(client)
         self.mark |= {"run_id": run.info.run_id, "experiment_id": run.info.experiment_id}
         self._keep_mark()
         client.update_run(run.info.run_id, status="RUNNING")
@@ -149,19 +146,46 @@ class MlflowLog:
     def _keep_mark(self) -> None:
         self._folder.put_json(MARK, self.mark)
 
-    def _experiment_id(self, client: "MlflowClient") -> str:
-        found = client.get_experiment_by_name(self._experiment)
-        if found is not None and found.lifecycle_stage == "deleted":
-            client.restore_experiment(found.experiment_id)
-        if found is not None:
-            return str(found.experiment_id)
-        place = artifact_place(self.uri)
-        return str(client.create_experiment(self._experiment, artifact_location=place))
+    def _find_run(self, client: "MlflowClient") -> "Run | None":
+        """The run of an earlier attempt, or one made just before a crash could note its id; None where MLflow lost it."""
+        from mlflow.exceptions import MlflowException
 
-    def _find_run(self, client: "MlflowClient", experiment: str) -> "Run | None":
-        """The run of an earlier attempt, or one made just before a crash could note its id."""
-        found = client.search_runs([experiment], f"tags.`{TOKEN}` = '{self.mark['token']}'", max_results=1)
+        if "run_id" in self.mark:
+            try:
+                run = client.get_run(self.mark["run_id"])
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
+                return None
+            if run.info.lifecycle_stage == "deleted":
+                client.restore_run(run.info.run_id)
+            return run
+        if "experiment_id" not in self.mark:
+            return None
+        found = client.search_runs([self.mark["experiment_id"]], f"tags.`{TOKEN}` = '{self.mark['token']}'", max_results=1)
         return found[0] if found else None
+
+    def _make_run(self, client: "MlflowClient") -> "Run":
+        experiment = self._experiment_id(client)
+        # Noted before the run is made, so that a crash between the two leaves no second run.
+        self.mark = {"token": secrets.token_hex(16), "uri": public(self.uri), "experiment_id": experiment, "logged": {}}
+        self._keep_mark()
+        return client.create_run(experiment, tags={TOKEN: self.mark["token"]}, run_name=self._run)
+
+    def _experiment_id(self, client: "MlflowClient") -> str:
+        from mlflow.exceptions import MlflowException
+
+        found = client.get_experiment_by_name(self._experiment)
+        if found is None:
+            try:
+                return str(client.create_experiment(self._experiment, artifact_location=artifact_place(self.uri)))
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another run of ours was faster
+                    raise
+            return self._experiment_id(client)
+        if found.lifecycle_stage == "deleted":
+            client.restore_experiment(found.experiment_id)
+        return str(found.experiment_id)
 
     def _log_settings(self, client: "MlflowClient", run: "Run") -> None:
         """Parameters once; one that a resumed run changed cannot be overwritten in MLflow, so it becomes a tag."""

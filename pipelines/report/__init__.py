@@ -1,0 +1,11 @@
+"""What a person sees of a run: its loss curve in the terminal and as a picture, and a job's closing screen.
+
+points, validation = loss_points(read_entries(run_folder))
+print(text_curve(points, validation))
+print(closing_screen(summary, run_folder, text_curve(points, validation), sample="..."))
+"""
+
+from pipelines.report.closing import closing_screen
+from pipelines.report.curve import curve_picture, loss_points, text_curve
+
+__all__ = ["closing_screen", "curve_picture", "loss_points", "text_curve"]

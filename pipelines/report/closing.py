@@ -1,0 +1,88 @@
+"""The last screen of every job: the curve, a sample, the key figures, and three lines on where to look and what to do next.
+
+print(closing_screen(summary, run_folder, text_curve(points, validation), sample="def main():"))
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from pipelines.files import Folder
+
+SAMPLE_LINES = 12
+LINE = 100
+
+
+def closing_screen(
+    summary: dict[str, Any],
+    run_folder: Folder,
+    curve: str = "",
+    sample: str = "",
+    link: str | None = None,
+    next_job: str = "",
+) -> str:
+    """The text that a job ends with; its last three lines are always: results, MLflow, next.
+
+    `summary` holds the keys of `summary.json`; `link` is the run's page on a tracking server, where there is one; `next_job`
+    is the command to suggest, when not given the one that fits the run's status.
+    """
+    parts = [part for part in (curve, _sample(sample), _figures(summary)) if part]
+    return "\n\n".join([*parts, "\n".join(_last_lines(summary, run_folder, link, next_job))])
+
+
+def _last_lines(summary: dict[str, Any], run_folder: Folder, link: str | None, next_job: str) -> list[str]:
+    storage, _, run = run_folder.uri.rpartition("/")
+    place = f"--run {run} --storage {storage}"
+    if summary.get("mlflow_run_id") is None:
+        tracking = "not logged there"
+    elif link and not link.startswith("http://127.0.0.1"):
+        tracking = link
+    else:
+        tracking = f"python -m pipelines.record.ui --storage {storage}" + (f"   then {link}" if link else "")
+    if not next_job:
+        again = f"python ray_jobs/train.py {place}"
+        next_job = (
+            f"python ray_jobs/generate.py {place}" if summary.get("status") == "finished" else f"{again}   (resumes it)"
+        )
+    return [f"results  {run_folder}", f"mlflow   {tracking}", f"next     {next_job}"]
+
+
+def _sample(text: str) -> str:
+    """The first lines of a sample, set off by a bar at the left."""
+    lines = text.strip("\n").splitlines()
+    if not "".join(lines).strip():
+        return ""
+    # What a model writes may hold control characters, which must not reach the terminal.
+    shown = ["".join(c if c.isprintable() or c == "\t" else "�" for c in line)[:LINE] for line in lines[:SAMPLE_LINES]]
+    return "\n".join(["sample", *(f"  │ {line}" for line in shown), *(["  │ ..."] if len(lines) > SAMPLE_LINES else [])])
+
+
+FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("status", "status", str),
+    ("steps", "steps", lambda value: f"{value:,}"),
+    ("train_loss", "training loss", lambda value: f"{value:.4f}"),
+    ("val_loss", "validation loss", lambda value: f"{value:.4f}"),
+    ("tokens_seen", "tokens seen", lambda value: f"{value:,}"),
+    ("tokens_per_second", "tokens/s", lambda value: f"{value:,.0f}"),
+    ("mfu", "MFU", lambda value: f"{value:.1%}"),
+    ("step_seconds_p50", "step, median", lambda value: f"{value * 1000:.1f} ms"),
+    ("step_seconds_p95", "step, 95 %", lambda value: f"{value * 1000:.1f} ms"),
+    ("data_wait_share", "waiting for data", lambda value: f"{value:.1%}"),
+    ("seconds_to_first_step", "first step after", lambda value: f"{value:.1f} s"),
+    ("peak_memory_bytes", "peak memory", lambda value: f"{value / 2**30:.2f} GiB"),
+    ("resumed_from", "resumed from", str),
+)
+
+
+def _figures(summary: dict[str, Any]) -> str:
+    """The known figures, two a line."""
+    known = {label: _shown(form, summary[key]) for key, label, form in FIGURES if summary.get(key) is not None}
+    known |= {name: _shown(lambda value: f"{value:.4g}", value) for name, value in (summary.get("metrics") or {}).items()}
+    cells = [f"{label:<17}{value:<18}" for label, value in known.items()]
+    return "\n".join("  ".join(cells[i : i + 2]).rstrip() for i in range(0, len(cells), 2))
+
+
+def _shown(form: Callable[[Any], str], value: Any) -> str:
+    try:
+        return form(value)
+    except (TypeError, ValueError):  # a figure that is not finite is a string in the summary
+        return str(value)

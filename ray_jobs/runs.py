@@ -1,0 +1,248 @@
+"""Lists, shows, prunes runs, and brings MLflow up to date with a run's journal.
+
+    python ray_jobs/runs.py list --storage runs
+    python ray_jobs/runs.py prune my-run --keep 1            # shows what it frees; --all removes the whole run
+    python ray_jobs/runs.py replay my-run                    # after MLflow was away
+
+Exit codes: 0 done, 1 MLflow still cannot be reached, 2 no such run or one that may not be touched.
+"""
+
+import argparse
+import sys
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started as a script, from any folder
+
+from pipelines.config.run import Record
+from pipelines.files import Folder
+from pipelines.record.follower import Follower
+from pipelines.record.journal import join, read_entries
+from pipelines.record.mlflow_log import MARK, MlflowLog
+from pipelines.report import closing_screen, loss_points, text_curve
+
+
+class Refused(Exception):
+    """What was asked for cannot be done; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its folder tells it; figures are None where the run did not get that far."""
+
+    name: str
+    folder: Folder
+    summary: dict[str, Any]
+    running: bool
+
+    @property
+    def status(self) -> str:
+        """`running`, how it ended, or `interrupted` where it ended without saying so."""
+        return "running" if self.running else str(self.summary.get("status") or "interrupted")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command; the exit code."""
+    given = _parser().parse_args(arguments)
+    storage = Folder.at(given.storage)
+    try:
+        return int(given.action(storage, given) or 0)
+    except Refused as refusal:
+        print(refusal, file=sys.stderr)
+        return 2
+
+
+def list_runs(storage: Folder, given: argparse.Namespace) -> None:
+    """Prints a table of all runs, the newest last."""
+    from rich.console import Console
+    from rich.table import Table
+
+    runs = sorted((find_run(storage, name) for name in run_names(storage)), key=lambda run: _when(run.folder) or "")
+    if not runs:
+        print(f"no runs in {storage}")
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("run", "status", "steps", "loss", "val loss", "tokens/s", "when"):
+        table.add_column(title, justify="left" if title in ("run", "status", "when") else "right", no_wrap=True)
+    for run in runs:
+        figures = (("steps", ",d"), ("train_loss", ".4f"), ("val_loss", ".4f"), ("tokens_per_second", ",.0f"))
+        cells = [_figure(run.summary.get(key), form) for key, form in figures]
+        table.add_row(run.name, run.status, *cells, _when(run.folder) or "-")
+    # Where nobody looks at a terminal, names must not be cut to 80 columns.
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def show_run(storage: Folder, given: argparse.Namespace) -> None:
+    """Prints a run's curve, sample, figures and where it lies."""
+    run = find_run(storage, given.run)
+    curve = text_curve(*loss_points(read_entries(run.folder)))
+    sample = run.folder.read("sample.txt").decode(errors="replace") if run.folder.exists("sample.txt") else ""
+    mark = run.folder.read_json(MARK) if run.folder.exists(MARK) else {}
+    summary = run.summary | {"status": run.status, "mlflow_run_id": mark.get("run_id")}
+    print(closing_screen(summary, run.folder, curve, sample))
+
+
+def prune_run(storage: Folder, given: argparse.Namespace) -> None:
+    """Removes old checkpoints' data, never their manifests; with `--all` the run's whole folder."""
+    run = find_run(storage, given.run)
+    if run.running:
+        owner = run.folder.read_json("owner.json")
+        raise Refused(f"{run.name} is owned by process {owner['pid']} on {owner['host']}: stop it first")
+    if given.all:
+        freed = size(run.folder)
+        run.folder.remove()
+        print(f"removed {run.folder}: {_bytes(freed)} freed")
+        return
+    checkpoints = run.folder / "checkpoints"
+    steps = [name for name in checkpoints.names() if name.startswith("step-")]
+    with_data = [step for step in steps if _data_folders(checkpoints / step)]
+    hinted = {_hint(checkpoints, name) for name in ("best", "last")}
+    kept = set(with_data[-given.keep :]) | hinted
+    freed = 0
+    for step in with_data:
+        if step in kept:
+            continue
+        for attempt in _data_folders(checkpoints / step):
+            freed += size(checkpoints / step / attempt)
+            (checkpoints / step).remove(attempt)
+        print(f"removed the data of {step}")
+    print(f"{_bytes(freed)} freed; {len([step for step in with_data if step in kept])} checkpoints left in {run.folder}")
+
+
+def replay_run(storage: Folder, given: argparse.Namespace) -> int:
+    """Logs to MLflow what it lacks of a run's journal, and how the run ended."""
+    run = find_run(storage, given.run)
+    if run.running:
+        raise Refused(f"{run.name} is running, and replays by itself as soon as MLflow answers")
+    mark = run.folder.read_json(MARK) if run.folder.exists(MARK) else {}
+    settings = Record(mlflow_uri=given.mlflow_uri or mark.get("uri"), experiment=given.experiment)
+    log = MlflowLog.at(run.folder, run.name, settings, storage, {}, {})
+    if log is None:
+        raise Refused(f"--mlflow-uri is not given, and {storage} holds no database: name the tracking server")
+    join(run.folder)
+    try:
+        Follower(run.folder, log, warn=print).catch_up()
+        log.finish(run.summary.get("status") or "stopped")
+    except Exception as error:  # noqa: BLE001 - MLflow, its database and its server raise whatever they like
+        print(f"MLflow at {log.public_uri} cannot be reached ({type(error).__name__}: {error})", file=sys.stderr)
+        return 1
+    print(f"MLflow has all of {run.name}, run {log.run_id}")
+    return 0
+
+
+def run_names(storage: Folder) -> list[str]:
+    """Names of the folders of a storage that hold a run."""
+    marks = ("config.yaml", "journal", "summary.json", "checkpoints", "owner.json")
+    names = [name for name in storage.names() if not name.startswith(".")]
+    return [name for name in names if set((storage / name).names()) & set(marks)]
+
+
+def find_run(storage: Folder, name: str) -> Run:
+    """The run of that name. Raises Refused where there is none."""
+    if name not in run_names(storage):
+        known = ", ".join(run_names(storage)[-10:]) or "none"
+        raise Refused(f"there is no run {name!r} in {storage} (there is: {known})")
+    folder = storage / name
+    try:
+        summary = folder.read_json("summary.json")
+    except (FileNotFoundError, ValueError):
+        summary = {}
+    return Run(name, folder, summary, is_owned(folder))
+
+
+def is_owned(folder: Folder) -> bool:
+    """Whether a living process owns the run. One on another host counts as living: its death cannot be seen from here."""
+    import socket
+
+    import psutil
+
+    try:
+        owner = folder.read_json("owner.json")
+    except (FileNotFoundError, ValueError):
+        return False
+    if owner.get("host") != socket.gethostname():
+        return True
+    try:
+        # A process number is used again; only together with its start does it name a process.
+        started = psutil.Process(int(owner["pid"])).create_time()
+    except (psutil.NoSuchProcess, KeyError, ValueError):
+        return False
+    return abs(started - float(owner.get("start", started))) < 2.0
+
+
+def size(folder: Folder) -> int:
+    """Bytes of all files below a folder."""
+    if folder.local:
+        return sum(path.stat().st_size for path in folder.local.rglob("*") if path.is_file())
+    from pyarrow.fs import FileSelector
+
+    from pipelines.files import filesystem
+
+    system, path = filesystem(folder.uri)
+    found = system.get_file_info(FileSelector(path, recursive=True, allow_not_found=True))
+    return sum(info.size or 0 for info in found)
+
+
+def _data_folders(step: Folder) -> list[str]:
+    """A checkpoint's data, a folder for each attempt that saved it."""
+    return [name for name in step.names() if not name.endswith(".json")]
+
+
+def _hint(checkpoints: Folder, name: str) -> str | None:
+    """The step that the file `best` or `last` names."""
+    try:
+        return checkpoints.read(name).decode().strip()
+    except FileNotFoundError:
+        return None
+
+
+def _when(folder: Folder) -> str | None:
+    """When the run's newest journal segment (or summary) was written, where the storage is local."""
+    if folder.local is None:
+        return None
+    files = [*(folder.local / "journal").glob("*.jsonl"), *folder.local.glob("*.json"), *folder.local.glob("*.yaml")]
+    return max((datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M") for path in files), default=None)
+
+
+def _figure(value: Any, form: str) -> str:
+    return "-" if value is None else format(value, form) if isinstance(value, int | float) else str(value)
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB"
+
+
+def _at_least_one(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python ray_jobs/runs.py", description="Lists, shows, prunes and replays runs.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, action: Any, text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text)
+        if name != "list":
+            made.add_argument("run", metavar="RUN", help="the run's name")
+        made.add_argument("--storage", default="runs", help="folder or URI that the runs lie in")
+        made.set_defaults(action=action)
+        return made
+
+    command("list", list_runs, "a table of all runs")
+    command("show", show_run, "a run's curve, figures and place")
+    prune = command("prune", prune_run, "remove old checkpoints' data; their manifests stay")
+    what = prune.add_mutually_exclusive_group()
+    what.add_argument("--keep", type=_at_least_one, default=1, help="newest checkpoints to keep, besides `best` and `last`")
+    what.add_argument("--all", action="store_true", help="remove the run with all that it holds")
+    replay = command("replay", replay_run, "log to MLflow what it lacks of a run's journal")
+    replay.add_argument("--mlflow-uri", help="tracking server; when not given, the one that the run was logged to")
+    replay.add_argument("--experiment", default=Record().experiment, help="experiment, where the run is not in MLflow yet")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
