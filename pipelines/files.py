@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import uuid
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -142,6 +142,15 @@ class Folder:
         system, path = self._remote(name)
         return bool(system.get_file_info(path).type)
 
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None where there is none."""
+        if self.local:
+            path = self.local / name
+            return path.stat().st_size if path.is_file() else None
+        system, path_inside = self._remote(name)
+        size: int | None = system.get_file_info(path_inside).size
+        return size
+
     def names(self) -> list[str]:
         """Names of the files and folders directly inside, sorted; temporary ones left out. Empty where there is no folder."""
         if self.local:
@@ -170,6 +179,14 @@ class Folder:
             system.delete_dir(path)
         elif kind == FileType.File:
             system.delete_file(path)
+
+    def remove_temporary(self, before: float) -> None:
+        """Removes what killed writers left here and below, last changed before a time in seconds since 1970."""
+        if self.local:
+            for path in self.local.rglob("*.tmp-*"):
+                with suppress(FileNotFoundError):
+                    if path.stat().st_mtime < before:
+                        path.unlink()
 
     def sha256(self, name: str) -> str:
         """The SHA-256 of a file, as 64 hexadecimal digits, read in pieces."""

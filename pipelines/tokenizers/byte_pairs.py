@@ -64,7 +64,9 @@ def byte_pairs(tokenizer: dict[str, Any], end_token: str) -> dict[bytes, int]:
         raise NotBytePairs("its vocabulary has tokens that are no bytes")
     ranks = {bytes(letters[letter] for letter in token): i for token, i in tokens.items()}
     missing = 256 - sum(bytes([byte]) in ranks for byte in range(256))
-    raise NotBytePairs(f"its vocabulary lacks {missing} of the 256 bytes" if missing else ranks)
+    if missing:
+        raise NotBytePairs(f"its vocabulary lacks {missing} of the 256 bytes")
+    return ranks
 
 
 def _byte_letters() -> dict[str, int]:

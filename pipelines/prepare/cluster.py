@@ -1,0 +1,133 @@
+"""The stages of a preparation on Ray Data: one read task a part, tokenised and written in the same task.
+
+Read, map and write fuse into one operator, so text and ids stay inside a process and only records travel. Ray Data wraps
+what a task raises; the caller gets the DataError itself.
+
+    for record in run_parts(job, parts): ...                  # ray.init was called before
+    run_alone(function, argument)                             # one plain task
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import ray
+from ray.data import DataContext
+from ray.data._internal.execution.interfaces import TaskContext
+from ray.data.block import Block, BlockMetadata
+from ray.data.datasource import Datasink, Datasource, ReadTask, WriteResult
+
+from pipelines.prepare.faults import DataError
+from pipelines.prepare.pieces import Part
+from pipelines.prepare.stages import Job, read_part, tokenise, write_part
+
+_BLOCK_BYTES = 8 << 20
+
+Result = TypeVar("Result")
+
+
+class _Parts(Datasource):  # type: ignore[misc]
+    """A read task a part."""
+
+    def __init__(self, job: Job, parts: list[Part]) -> None:
+        super().__init__()
+        self._job, self._parts = job, parts
+
+    def estimate_inmemory_data_size(self) -> int:
+        return sum(part.bytes for part in self._parts)
+
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: DataContext | None = None
+    ) -> list[ReadTask]:
+        def task(part: Part) -> ReadTask:
+            metadata = BlockMetadata(num_rows=None, size_bytes=part.bytes, input_files=None, exec_stats=None)
+            return ReadTask(partial(read_part, self._job, part), metadata)
+
+        return [task(part) for part in self._parts]
+
+
+class _Shards(Datasink[dict[str, Any]]):  # type: ignore[misc]
+    """Writes the shards of the part whose tables a task has."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.records: list[dict[str, Any]] = []
+
+    def write(self, blocks: Iterable[Block], ctx: TaskContext) -> dict[str, Any]:
+        return write_part(self._job, blocks)
+
+    def on_write_complete(self, write_result: WriteResult[dict[str, Any]]) -> None:
+        self.records = list(write_result.write_returns)
+
+
+def run_parts(job: Job, parts: list[Part]) -> list[dict[str, Any]]:
+    """Prepares the parts on the cluster; their records. Raises DataError as a stage raised it."""
+    sink = _Shards(job)
+    with _quiet_context(), _unwrapped():
+        texts = ray.data.read_datasource(_Parts(job, parts), override_num_blocks=len(parts))
+        texts.map_batches(_Tokenise(job), batch_size=None, batch_format="pyarrow", zero_copy_batch=True).write_datasink(sink)
+    return sink.records
+
+
+class _Tokenise:
+    """The second stage as an object, since Ray Data names operators after what it maps."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.__name__ = "tokenise"
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        return tokenise(self._job, table)
+
+
+def run_alone(function: Callable[..., Result], *arguments: Any) -> Result:
+    """The function's result, computed in one task. Raises DataError, SettingError as it does."""
+    with _unwrapped():
+        result: Result = ray.get(ray.remote(function).options(max_retries=1).remote(*arguments))
+        return result
+
+
+@contextmanager
+def _quiet_context() -> Iterator[None]:
+    """Ray Data in the order of the parts, with small blocks, and without a word of its own."""
+    logger = logging.getLogger("ray.data")
+    level, before = logger.level, DataContext.get_current()
+    context = before.copy()
+    context.enable_progress_bars = False
+    context.execution_options.preserve_order = True
+    context.execution_options.verbose_progress = False
+    context.target_max_block_size = _BLOCK_BYTES
+    logger.setLevel(logging.CRITICAL)
+    DataContext._set_current(context)
+    try:
+        yield
+    finally:
+        DataContext._set_current(before)
+        logger.setLevel(level)
+
+
+@contextmanager
+def _unwrapped() -> Iterator[None]:
+    """Raises the ValueError of ours that is inside what Ray raises."""
+    try:
+        yield
+    except Exception as error:
+        inner = _inner(error)
+        if inner is None:
+            raise
+        raise type(inner)(str(inner)) from None
+
+
+def _inner(error: BaseException | None) -> ValueError | None:
+    from pipelines.config import SettingError
+
+    seen = set()
+    while error is not None and id(error) not in seen:
+        if type(error) in (DataError, SettingError):
+            return error
+        seen.add(id(error))
+        error = getattr(error, "cause", None) or error.__cause__
+    return None

@@ -1,0 +1,63 @@
+"""What can be wrong with data: one document or file (a Fault), and the error that ends a preparation.
+
+A reader yields a Fault where a document should have been. Under `data.on_error skip` it is counted; else it is raised:
+
+    Fault("books/7.txt", "is not UTF-8: byte 0xff at 1203")
+    raise DataError("books/7.txt: is not UTF-8: byte 0xff at 1203; mend it, or ... --data.on_error skip")
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+_REMEDY = "mend or remove it, or leave out what cannot be read with --data.on_error skip"
+
+
+class DataError(ValueError):
+    """The data cannot be prepared. The message names the file or setting, the reason and the remedy."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One file or document that cannot be read."""
+
+    place: str
+    """The file, and where in it."""
+    reason: str
+    """What is wrong, as the rest of a sentence about the file."""
+    remedy: str = _REMEDY
+    """What the user can do."""
+
+    def error(self) -> DataError:
+        """The error that it becomes when nothing may be skipped."""
+        return DataError(f"{self.place}: {self.reason}; {self.remedy}")
+
+
+class Faulty(Exception):
+    """Carries a Fault out of the depth of a reader."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault)
+        self.fault = fault
+
+
+@contextmanager
+def faults_of(place: str) -> Iterator[None]:
+    """Turns what file systems and parsers raise about `place` into Faulty."""
+    from pyarrow import ArrowException
+
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise Faulty(Fault(place, "is gone")) from error
+    except PermissionError as error:
+        raise Faulty(Fault(place, "may not be read (permission denied)")) from error
+    except (OSError, EOFError, ArrowException) as error:
+        text = str(error).strip().splitlines() or [type(error).__name__]
+        raise Faulty(Fault(place, f"is truncated or broken: {text[0]}")) from error
+
+
+def not_utf8(place: str, error: UnicodeDecodeError, offset: int = 0) -> Fault:
+    """The fault of a text whose bytes, which begin at `offset` of their file, are not UTF-8."""
+    at = offset + error.start
+    return Fault(place, f"is not UTF-8: byte 0x{error.object[error.start]:02x} at {at}")

@@ -1,0 +1,96 @@
+"""Hugging Face datasets: a folder written by `save_to_disk`, a folder that `load_dataset` reads, or a name on the hub.
+
+A configuration follows the name after a colon. Rows are read from the memory-mapped Arrow files that `datasets` keeps.
+
+    reader = HuggingFaceReader("wikitext:wikitext-2-raw-v1", "train", "text")
+    reader.slices(reader.file(), 32 << 20)                    # ranges of rows
+    reader.read(Slice(file, 0, 1000, 0))                      # their documents
+"""
+
+import io
+from collections.abc import Iterator
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+from pipelines.files import Folder
+from pipelines.prepare.faults import DataError, Fault, Faulty
+from pipelines.prepare.pieces import File, Piece, Slice
+from pipelines.prepare.rows import document, no_column
+
+_ROWS = 256
+_SAVED = ("state.json", "dataset_dict.json")
+
+
+def saved_dataset(folder: Folder) -> bool:
+    """Whether a folder was written by `save_to_disk`."""
+    return any(folder.exists(name) for name in _SAVED)
+
+
+@dataclass(frozen=True)
+class HuggingFaceReader:
+    """A split of a Hugging Face dataset. Units are rows."""
+
+    source: str
+    """Name on the hub with an optional `:configuration`, or absolute path of a folder."""
+    split: str
+    column: str
+
+    def file(self) -> File:
+        """What stands for the dataset where other sources have files. Raises DataError where it cannot be loaded."""
+        dataset = self._dataset()
+        return File(self.source, f"{self.split}-{dataset._fingerprint}", dataset.data.nbytes or 0)
+
+    def slices(self, file: File, target: int) -> list[Slice]:
+        """Ranges of rows; all rows are taken to be equally long."""
+        rows = len(self._dataset())
+        count = max(1, min(rows, round(file.size / target)))
+        edges = [rows * i // count for i in range(count + 1)]
+        return [Slice(file, a, b, file.size // count) for a, b in pairwise(edges)]
+
+    def measure(self, piece: Slice) -> int:
+        """Rows of the split."""
+        return len(self._dataset())
+
+    def seam(self, file: File, offset: int) -> int:
+        """Any row."""
+        return offset
+
+    def read(self, piece: Slice) -> Iterator[Piece | Fault]:
+        """The documents of the rows in the slice."""
+        dataset = self._dataset()
+        if self.column not in dataset.column_names:
+            raise Faulty(no_column(self.source, self.column, dataset.column_names))
+        texts, stop = dataset.select_columns([self.column]).with_format("arrow"), piece.stop or 0
+        for first in range(piece.start, stop, _ROWS):
+            values = texts[first : min(first + _ROWS, stop)][self.column].to_pylist()
+            for row, value in enumerate(values, first + 1):
+                yield from document(value, f"{self.source}, split {self.split}, row {row}", self.column)
+
+    def _dataset(self) -> Any:
+        return _load(self.source, self.split)
+
+
+@lru_cache(maxsize=4)
+def _load(source: str, split: str) -> Any:
+    """The split, memory-mapped. Raises DataError. Kept, since every slice that a process reads asks for it."""
+    import datasets
+
+    local = source.startswith("/") or "://" in source
+    try:
+        with redirect_stderr(io.StringIO()):  # its progress bars; errors are raised
+            if local and saved_dataset(Folder.at(source)):
+                found = datasets.load_from_disk(source)
+                if not isinstance(found, datasets.DatasetDict):
+                    return found
+            else:
+                name, _, configuration = (source, "", "") if local else source.partition(":")
+                found = datasets.load_dataset(name, configuration or None)
+    except Exception as error:  # datasets raises dozens of classes, most of them bare
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(f"data.source {source!r} cannot be loaded as a Hugging Face dataset: {reason}") from error
+    if split not in found:
+        raise DataError(f"data.split is {split!r}: {source} has {', '.join(map(str, found))}")
+    return found[split]

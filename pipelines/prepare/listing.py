@@ -1,0 +1,85 @@
+"""The files that a path, glob, folder or URI stands for, in the order of their names, with what fingerprints them.
+
+list_files("corpus/**/*.txt")                             # [File(uri=..., name="a/1.txt", size=..., stamp=...)]
+list_files("s3://bucket/books")                           # a folder: every file below it, hidden ones left out
+list_files("missing.txt")                                 # DataError
+"""
+
+import os
+import re
+from typing import TYPE_CHECKING
+
+from pipelines.files import absolute, filesystem
+from pipelines.prepare.faults import DataError
+from pipelines.prepare.pieces import File
+
+if TYPE_CHECKING:
+    from pyarrow.fs import FileInfo, FileSystem
+
+
+def list_files(place: str) -> list[File]:
+    """The files at a path, glob, folder or URI. Raises DataError where there are none."""
+    uri = absolute(place)
+    system, path = _reach(uri)
+    info = system.get_file_info(path)
+    prefix = uri.removesuffix(path)  # what turns a path inside the file system into a URI again
+    kind = info.type.name
+    if kind == "File":
+        return [_file(info, prefix, os.path.dirname(path))]
+    if kind == "Directory":
+        files = [_file(found, prefix, path) for found in _below(system, path, recursive=True)]
+        if not files:
+            raise DataError(f"data.source {place!r} is a folder without files: put the data there, or name another place")
+        return files
+    if re.search(r"[*?\[]", path):
+        return _matching(system, prefix, path, place)
+    raise DataError(f"data.source {place!r} does not exist ({uri}): name a file, a folder, a glob or a URI that does")
+
+
+def place_exists(place: str) -> bool:
+    """Whether a path or URI, or a glob, can be meant: it exists or looks like nothing else."""
+    if "://" in place or re.search(r"[*?\[]", place):
+        return True
+    return os.path.exists(absolute(place))
+
+
+def _reach(uri: str) -> "tuple[FileSystem, str]":
+    try:
+        return filesystem(uri)
+    except (ValueError, ImportError, OSError) as error:
+        raise DataError(f"data.source {uri!r} cannot be reached: {error}") from error
+
+
+def _below(system: "FileSystem", path: str, *, recursive: bool) -> "list[FileInfo]":
+    from pyarrow.fs import FileSelector
+
+    found = system.get_file_info(FileSelector(path, allow_not_found=True, recursive=recursive))
+    files = [info for info in found if info.type.name == "File" and not _hidden(info.path, path)]
+    return sorted(files, key=lambda info: str(info.path))
+
+
+def _hidden(path: str, base: str) -> bool:
+    parts = os.path.relpath(path, base).split("/")
+    return any(part.startswith(".") or part == "__pycache__" for part in parts)
+
+
+def _matching(system: "FileSystem", prefix: str, pattern: str, place: str) -> list[File]:
+    parts = pattern.split("/")
+    first = next(i for i, part in enumerate(parts) if re.search(r"[*?\[]", part))
+    base, rest = "/".join(parts[:first]) or "/", "/".join(parts[first:])
+    wanted = re.compile(_regex(rest))
+    found = _below(system, base, recursive="/" in rest or "**" in rest)
+    files = [_file(info, prefix, base) for info in found if wanted.fullmatch(os.path.relpath(info.path, base))]
+    if not files:
+        raise DataError(f"data.source {place!r} matches no file: mend the pattern (`**/` stands for any folders)")
+    return files
+
+
+def _regex(glob: str) -> str:
+    steps = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    tokens = re.findall(r"\*\*/|\*\*|\*|\?|\[[^\]]+\]|.", glob)
+    return "".join(steps.get(t) or (t.replace("[!", "[^") if t[0] == "[" and len(t) > 1 else re.escape(t)) for t in tokens)
+
+
+def _file(info: "FileInfo", prefix: str, base: str) -> File:
+    return File(f"{prefix}{info.path}", os.path.relpath(info.path, base), info.size or 0, info.mtime_ns or 0)

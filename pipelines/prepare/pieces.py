@@ -1,0 +1,94 @@
+"""What a source is made of: files, slices of files, parts (the unit of work), and the pieces of text that come out.
+
+A reader knows one format. It says which slices a file has, and reads one of them, whichever process it is in:
+
+    for piece in reader.read(Slice(file, 0, 33_554_432, 33_554_432)):
+        piece.text, piece.begins, piece.ends                  # a document, or a stretch of a long one
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from pipelines.prepare.faults import Fault
+
+PIECE = 1 << 20
+"""Bytes of text that are handled at once; a longer document comes as several pieces where its format allows."""
+
+HEAD = 4096
+"""Characters of a document whose hash says whether it validates."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a source."""
+
+    uri: str
+    """Absolute path or URI."""
+    name: str
+    """Path relative to the source, the same wherever the source lies."""
+    size: int
+    """Bytes on disk."""
+    stamp: int = 0
+    """Time of the last change in nanoseconds; 0 where the file system has none."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A stretch of a file, in the units of its reader: bytes of (decompressed) text, or rows."""
+
+    file: File
+    start: int
+    """First unit."""
+    stop: int | None
+    """Unit after the last; None: to the end, wherever that is (a compressed file's length is known once it is read)."""
+    bytes: int
+    """Bytes of text in it, roughly; parts are made equal by them."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one task prepares: slices of neighbouring files. It gives at most one shard a split."""
+
+    number: int
+    slices: tuple[Slice, ...]
+    split: str | None
+    """`train` or `validation`; None: the hash of each document decides."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of text, roughly."""
+        return sum(part.bytes for part in self.slices)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A document, or a stretch of one that is long."""
+
+    text: str
+    begins: bool = True
+    """Whether the document begins here."""
+    ends: bool = True
+    """Whether it ends here."""
+    head: str | None = None
+    """Its document's first HEAD characters; None: those of `text`."""
+
+
+class Reader(Protocol):
+    """One format. Frozen and small, since it travels to the workers."""
+
+    def slices(self, file: File, target: int) -> list[Slice]:
+        """The file in stretches of about `target` bytes of text, where the format allows. Raises Faulty."""
+        ...
+
+    def measure(self, piece: Slice) -> int:
+        """Units in a slice whose stop is not known. Raises Faulty."""
+        ...
+
+    def seam(self, file: File, offset: int) -> int:
+        """The first place from `offset` on where the file may be cut in two. Raises Faulty."""
+        ...
+
+    def read(self, piece: Slice) -> Iterator[Piece | Fault]:
+        """The pieces of a slice in order. Raises Faulty where the rest of the slice cannot be read."""
+        ...

@@ -1,0 +1,188 @@
+"""Raw data to a prepared folder, once: `<storage>/.prepared/<fingerprint>/` with shards, tokenizer and manifest.
+
+A finished preparation is reused at once; an interrupted one goes on at its next part, and gives the same bytes.
+
+    prepared = prepare(config, Folder.at("runs"), task)       # on_ray=False: in this process, without Ray
+    prepared.manifest.tokens("train"), prepared.reused        # 3_217_004, False
+    encoder = load_tokenizer(prepared.folder / "tokenizer")
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pipelines.config import Config
+from pipelines.files import Folder
+from pipelines.prepare.faults import DataError
+from pipelines.prepare.fingerprint import fingerprint_of, open_sources
+from pipelines.prepare.manifest import FILE, Manifest, Shard
+from pipelines.prepare.parts import divide, spread_sample
+from pipelines.prepare.pieces import Part
+from pipelines.prepare.progress import shown
+from pipelines.prepare.shards import same_file
+from pipelines.prepare.sources import Source
+from pipelines.prepare.stages import SPLITS, Job, id_type, read_part, tokenise, write_part
+from pipelines.tasks.task import Encoder, Task
+from pipelines.tokenizers import load_tokenizer, train_tokenizer
+
+Echo = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Data that is ready to train on."""
+
+    folder: Folder
+    """`<storage>/.prepared/<fingerprint>`, with the tokenizer in `tokenizer/`."""
+    manifest: Manifest
+    reused: bool
+    """Whether an earlier preparation was found whole."""
+
+
+def prepare(config: Config, storage: Folder, task: Task, *, on_ray: bool = True, echo: Echo = print) -> Prepared:
+    """Prepares `config.data` under `storage`, or finds it prepared. With `on_ray`, ray.init was called before.
+
+    Raises DataError where the data cannot be used and SettingError where the tokenizer's settings cannot.
+    """
+    source, validation = open_sources(config)
+    digest = fingerprint_of(config, source, validation)
+    folder = storage / ".prepared" / digest
+    if (manifest := finished(folder)) is not None:
+        echo(f"data: {_counts(manifest)}, prepared before ({folder})")
+        return Prepared(folder, manifest, reused=True)
+    started = time.time()
+    parts = divide(source, validation, config.data)
+    encoder = _tokenizer(config, source, parts, folder, on_ray, echo)
+    readers = {"train": source.reader, "validation": (validation or source).reader}
+    job = Job(folder, readers, task, config.data.validation_fraction, config.data.on_error == "skip")
+    records = _run(job, parts, on_ray, echo)
+    manifest = _manifest(config, digest, source, encoder, records)
+    _check(config, manifest)
+    manifest.save(folder)
+    folder.remove("parts")
+    folder.remove_temporary(before=started)
+    _report(manifest, records, folder, time.time() - started, echo)
+    return Prepared(folder, manifest, reused=False)
+
+
+def finished(folder: Folder) -> Manifest | None:
+    """The manifest of a folder whose preparation is whole: every shard is there with its size. Else None."""
+    try:
+        manifest = Manifest.load(folder)
+    except (FileNotFoundError, ValueError):
+        return None
+    shards = [shard for some in manifest.splits.values() for shard in some]
+    return manifest if all(folder.size(shard.file) == shard.bytes for shard in shards) else None
+
+
+def _tokenizer(config: Config, source: Source, parts: tuple[Part, ...], folder: Folder, on_ray: bool, echo: Echo) -> Encoder:
+    """The tokenizer of the prepared folder, made in one task unless an interrupted preparation left it."""
+    try:
+        return load_tokenizer(folder / "tokenizer")
+    except (FileNotFoundError, ValueError):
+        pass
+    if on_ray and config.tokenizer.kind != "bytes":
+        from pipelines.prepare.cluster import run_alone
+
+        lines = run_alone(_train, config, source, parts, folder / "tokenizer")
+    else:
+        lines = _train(config, source, parts, folder / "tokenizer")
+    for line in lines:
+        echo(line)
+    return load_tokenizer(folder / "tokenizer")
+
+
+def _train(config: Config, source: Source, parts: tuple[Part, ...], folder: Folder) -> list[str]:
+    slices = [
+        piece for part in parts if part.split != "validation" or config.data.validation == "tail" for piece in part.slices
+    ]
+    sample = 2**63 if config.tokenizer.kind == "characters" else int(config.tokenizer.training_mib * 2**20)
+    lines: list[str] = []
+    train_tokenizer(config.tokenizer, spread_sample(source, slices, sample), folder, lines.append)
+    return lines
+
+
+def _run(job: Job, parts: tuple[Part, ...], on_ray: bool, echo: Echo) -> list[dict[str, Any]]:
+    """The records of all parts, in order: those of an interrupted preparation, and those made now."""
+    done = _done(job.folder)
+    left = [part for part in parts if part.number not in done]
+    if done:
+        echo(f"data: going on with a preparation that was interrupted, {len(done)} of {len(parts)} parts are done")
+    with shown(job.folder, left, echo):
+        if not left:
+            made = []
+        elif on_ray:
+            from pipelines.prepare.cluster import run_parts
+
+            made = run_parts(job, left)
+        else:
+            made = [write_part(job, (tokenise(job, table) for table in read_part(job, part))) for part in left]
+    records = done | {record["part"]: record for record in made}
+    return [records[part.number] for part in parts]
+
+
+def _done(folder: Folder) -> dict[int, dict[str, Any]]:
+    """Records, by part, of parts whose shards are still as they were written."""
+    records = {}
+    for name in (folder / "parts").names():
+        try:
+            record = (folder / "parts").read_json(name)
+            if all(same_file(folder, shard) for shard in record["shards"].values() if shard):
+                records[record["part"]] = record
+        except (OSError, ValueError, KeyError):
+            continue  # prepared again
+    return records
+
+
+def _manifest(config: Config, digest: str, source: Source, encoder: Encoder, records: list[dict[str, Any]]) -> Manifest:
+    skipped = [fault for record in records for fault in record["faults"]]
+    unnamed = sum(record["skipped"] for record in records) - len(skipped)
+    if unnamed:
+        skipped.append({"place": config.data.source, "reason": f"and {unnamed} more documents"})
+    shards = {split: [Shard(**shard) for record in records if (shard := record["shards"][split])] for split in SPLITS}
+    return Manifest(
+        fingerprint=digest,
+        id_type=str(id_type(encoder)),
+        vocabulary_size=encoder.vocabulary_size,
+        end_id=encoder.end_id,
+        splits=shards,
+        source={"kind": source.kind, "name": config.data.source, "files": len(source.files)}
+        | {"bytes": sum(file.size for file in source.files)},
+        skipped=skipped,
+    )
+
+
+def _check(config: Config, manifest: Manifest) -> None:
+    """Raises DataError where a split has nothing."""
+    data = config.data
+    train, validation = (manifest.tokens(split) for split in SPLITS)
+    if not train and not validation:
+        raise DataError(f"data.source {data.source!r} holds no documents: name one that does")
+    if train and validation:
+        return
+    empty = "validation" if train else "training"
+    if data.validation == "source":
+        name = data.validation_source if train else data.source
+        raise DataError(f"no document for {empty}: {name!r} holds none, name another source")
+    share = f"data.validation {data.validation} with data.validation_fraction {data.validation_fraction}"
+    other = "larger" if train else "smaller"
+    remedy = f"use --data.validation tail, or a {other} --data.validation_fraction"
+    if data.validation == "tail":
+        remedy = f"use a {other} --data.validation_fraction"
+    count = manifest.documents("train") + manifest.documents("validation")
+    raise DataError(f"no document for {empty}: {share} leaves none of {count}; {remedy}, or name a --data.validation_source")
+
+
+def _report(manifest: Manifest, records: list[dict[str, Any]], folder: Folder, seconds: float, echo: Echo) -> None:
+    if count := sum(record["skipped"] for record in records):
+        first = manifest.skipped[0]
+        echo(
+            f"data: {count} files or documents skipped, the first {first['place']}: {first['reason']}; all in {folder}/{FILE}"
+        )
+    echo(f"data: {_counts(manifest)}, prepared in {seconds:.1f} s ({folder})")
+
+
+def _counts(manifest: Manifest) -> str:
+    tokens = " and ".join(f"{manifest.tokens(split):,} {split}" for split in SPLITS)
+    return f"{tokens} tokens of {manifest.vocabulary_size:,} kinds"

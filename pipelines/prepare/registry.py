@@ -1,0 +1,76 @@
+"""How a function becomes a source, and how its documents are read.
+
+@register_source("poems", version="2")                    # in pipelines/prepare/registered.py
+def poems() -> Iterator[str]: ...
+RegisteredReader("poems").read(...)                       # what --data.source poems makes of it
+"""
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from pipelines.prepare.faults import Fault, Faulty
+from pipelines.prepare.pieces import File, Piece, Slice
+from pipelines.prepare.rows import document
+
+Documents = Callable[[], Iterator[str]]
+
+REGISTERED: dict[str, tuple[Documents, str]] = {}
+"""Registered functions by name, each with its version."""
+
+
+def register_source(name: str, version: str = "") -> Callable[[Documents], Documents]:
+    """Makes `--data.source NAME` read the documents that the function yields. Raises ValueError for a name used twice.
+
+    A prepared source is reused while the function's code and `version` stay the same: raise `version` when only the data changed.
+    """
+
+    def register(function: Documents) -> Documents:
+        if name in REGISTERED or name == "python":
+            raise ValueError(f"the source {name!r} is registered twice: give one of them another name")
+        REGISTERED[name] = (function, version)
+        return function
+
+    return register
+
+
+@dataclass(frozen=True)
+class RegisteredReader:
+    """The documents of a registered function. Units are documents; only the function can find them, so there is one slice."""
+
+    source: str
+
+    def file(self) -> File:
+        """What stands for the function where other sources have files; its name changes with code and version."""
+        function, version = REGISTERED[self.source]
+        code = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
+        return File(f"registered source {self.source}", f"{self.source}-{code}-{version}", 0)
+
+    def slices(self, file: File, target: int) -> list[Slice]:
+        """One slice of unknown length."""
+        return [Slice(file, 0, None, 0)]
+
+    def measure(self, piece: Slice) -> int:
+        """Documents, counted by running through them."""
+        return sum(1 for _ in self._documents())
+
+    def seam(self, file: File, offset: int) -> int:
+        """Any document."""
+        return offset
+
+    def read(self, piece: Slice) -> Iterator[Piece | Fault]:
+        """The documents of the slice."""
+        for number, value in enumerate(islice(self._documents(), piece.start, piece.stop), piece.start + 1):
+            yield from document(value, f"registered source {self.source}, document {number}", "what it yields")
+
+    def _documents(self) -> Iterator[str]:
+        # pipelines.prepare.registered fills the registry, here and in every worker.
+        import pipelines.prepare.registered  # noqa: F401
+
+        try:
+            yield from REGISTERED[self.source][0]()
+        except Exception as error:
+            name = f"registered source {self.source}"
+            raise Faulty(Fault(name, f"raised {type(error).__name__}: {error}", "mend the function")) from error

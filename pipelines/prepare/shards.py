@@ -1,0 +1,139 @@
+"""Shards: Arrow IPC files of one uncompressed record batch, so that all ids of a file lie side by side and can be mapped.
+
+    row = what a shard holds of a document
+    ids: large_list<uint16 | uint32>   document: uint64   begins: bool   ends: bool   loss_mask: large_list<uint8>, optional
+
+`document` counts the documents of one part, from 0: part and document together name a document. Ids are gathered in an
+unnamed temporary file, so that a shard may be larger than memory.
+
+    writer = ShardWriter(pa.uint16())
+    writer.add(table)                                         # rows of one split, see pipelines.prepare.stages
+    shard = writer.finish(folder, "train/00003.arrow")        # None: nothing was added
+"""
+
+import hashlib
+import tempfile
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pyarrow as pa
+
+from pipelines.files import Folder
+from pipelines.prepare.manifest import Shard
+
+
+class ShardWriter:
+    """Gathers the rows of one shard, then writes it whole or not at all."""
+
+    def __init__(self, id_type: pa.DataType) -> None:
+        self._id_type = id_type
+        self._ids = tempfile.TemporaryFile()
+        self._mask: IO[bytes] | None = None
+        self._tokens = 0
+        self._offsets: list[int] = []
+        self._documents: list[int] = []
+        self._begins: list[bool] = []
+        self._ends: list[bool] = []
+
+    def add(self, table: pa.Table) -> None:
+        """Appends rows (document, begins, ends, ids, loss_mask); one that goes on with the last row's document joins it."""
+        ids, masks = table["ids"].combine_chunks(), table["loss_mask"].combine_chunks()
+        lengths = ids.value_lengths().to_pylist()
+        columns = [table[name].to_pylist() for name in ("document", "begins", "ends")]
+        at = self._tokens
+        for length, document, begins, ends in zip(lengths, *columns, strict=True):
+            if self._documents and document == self._documents[-1]:
+                self._ends[-1] = ends
+            else:
+                self._offsets.append(at)
+                self._documents.append(document)
+                self._begins.append(begins)
+                self._ends.append(ends)
+            at += length
+        if masks.null_count < len(masks):
+            self._add_mask(masks, lengths)
+        elif self._mask is not None:
+            np.ones(at - self._tokens, np.uint8).tofile(self._mask)
+        ids.flatten().to_numpy().tofile(self._ids)
+        self._tokens = at
+
+    def _add_mask(self, masks: pa.Array, lengths: list[int]) -> None:
+        if self._mask is None:
+            self._mask = tempfile.TemporaryFile()
+            np.ones(self._tokens, np.uint8).tofile(self._mask)
+        for mask, length in zip(masks, lengths, strict=True):
+            values = mask.values.to_numpy() if mask.is_valid else np.ones(length, np.uint8)
+            values.tofile(self._mask)
+
+    def finish(self, folder: Folder, name: str) -> Shard | None:
+        """Writes the shard atomically and says where its ids lie. Raises OSError where what was written reads otherwise."""
+        with self._ids, self._mask or tempfile.TemporaryFile():
+            if not self._tokens:
+                return None
+            batch = self._batch()
+            with folder.writer(name) as stream:
+                with pa.ipc.new_file(stream, batch.schema) as out:
+                    out.write_batch(batch)
+                stream.flush()
+                path = Path(stream.name)
+                offsets = _offsets(path, batch)
+                digest = _sha256(path)
+                size = path.stat().st_size
+        return Shard(
+            file=name,
+            tokens=self._tokens,
+            documents=sum(self._begins),
+            bytes=size,
+            sha256=digest,
+            ids_offset=offsets["ids"],
+            mask_offset=offsets.get("loss_mask"),
+        )
+
+    def _batch(self) -> pa.RecordBatch:
+        offsets = pa.py_buffer(np.asarray([*self._offsets, self._tokens], np.int64))
+        columns = {
+            "ids": self._lists(self._ids, self._id_type, offsets),
+            "document": pa.array(self._documents, pa.uint64()),
+            "begins": pa.array(self._begins, pa.bool_()),
+            "ends": pa.array(self._ends, pa.bool_()),
+        }
+        if self._mask is not None:
+            columns["loss_mask"] = self._lists(self._mask, pa.uint8(), offsets)
+        return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
+
+    def _lists(self, spool: IO[bytes], of: pa.DataType, offsets: pa.Buffer) -> pa.Array:
+        spool.flush()
+        values = np.memmap(spool, of.to_pandas_dtype(), "r", shape=(self._tokens,))
+        flat = pa.Array.from_buffers(of, self._tokens, [None, pa.py_buffer(values)])
+        return pa.Array.from_buffers(pa.large_list(of), len(self._offsets), [None, offsets], children=[flat])
+
+
+def _offsets(path: Path, batch: pa.RecordBatch) -> dict[str, int]:
+    """Bytes at which the flat values of each list column begin in a shard, checked by reading them with numpy alone."""
+    found = {}
+    with pa.memory_map(str(path)) as source:
+        start = source.read_buffer(1).address
+        source.seek(0)
+        written = pa.ipc.open_file(source).get_batch(0)
+        for name in set(batch.schema.names) & {"ids", "loss_mask"}:
+            values = written.column(name).values
+            found[name] = values.buffers()[1].address - start
+            meant = batch.column(name).values.to_numpy()
+            there = np.memmap(path, meant.dtype, "r", found[name], meant.shape)
+            if not np.array_equal(there, meant):
+                raise OSError(f"{path}: the {name} that were written read otherwise: check the disk and prepare again")
+    return found
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def same_file(folder: Folder, shard: dict[str, Any]) -> bool:
+    """Whether a shard of an interrupted preparation is there as it was written."""
+    try:
+        return folder.sha256(shard["file"]) == shard["sha256"]
+    except OSError:
+        return False

@@ -1,0 +1,171 @@
+"""What is done with a part, in three stages that pass Arrow tables: read, tokenise, write. With Ray Data or without.
+
+read_part      part → (part, document, begins, ends, validation, text, fault_place, fault_reason), some MiB a table
+tokenise       the same with ids (large_list of the id type) and loss_mask (large_list<uint8> or null) for text
+write_part     a part's tables → its shards and, last, parts/00003.json
+
+record = write_part(job, (tokenise(job, table) for table in read_part(job, part)))
+record["shards"]                                          # {"train": {...}, "validation": None}
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipelines.files import Folder
+from pipelines.prepare.faults import Fault, Faulty
+from pipelines.prepare.pieces import HEAD, Part, Piece, Reader
+from pipelines.prepare.shards import ShardWriter
+from pipelines.tasks.task import Encoder, Task
+from pipelines.tokenizers import load_tokenizer
+
+SPLITS = ("train", "validation")
+
+_TABLE_BYTES = 2 << 20
+_TABLE_ROWS = 8192
+_FAULTS_NAMED = 100
+
+_TEXT = pa.schema(
+    {
+        "part": pa.uint32(),
+        "document": pa.uint64(),
+        "begins": pa.bool_(),
+        "ends": pa.bool_(),
+        "validation": pa.bool_(),
+        "text": pa.large_string(),
+        "fault_place": pa.string(),
+        "fault_reason": pa.string(),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every part of a preparation has in common. Small: it travels with each task."""
+
+    folder: Folder
+    """The prepared folder."""
+    readers: dict[str, Reader]
+    """By split; `train` also reads what a hash divides."""
+    task: Task
+    validation_fraction: float
+    skip: bool
+    """Whether faults are counted instead of raised."""
+
+    @property
+    def encoder(self) -> Encoder:
+        """The tokenizer, loaded once a process."""
+        return _encoder(self.folder / "tokenizer")
+
+
+@lru_cache(maxsize=2)
+def _encoder(folder: Folder) -> Encoder:
+    return load_tokenizer(folder)
+
+
+def validates(head: str, fraction: float) -> bool:
+    """Whether the document with these first HEAD characters validates, whatever other documents there are."""
+    digest = blake2b(head.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest) < fraction * 2**64
+
+
+def read_part(job: Job, part: Part) -> Iterator[pa.Table]:
+    """The part's pieces in order, then an empty row that says that it is whole. Raises DataError unless faults are skipped."""
+    rows: list[tuple[Any, ...]] = []
+    size, document = 0, -1
+    for item in _items(job, part):
+        if isinstance(item, Fault):
+            if not job.skip:
+                raise item.error()
+            rows.append((part.number, None, None, None, None, None, item.place, item.reason))
+            continue
+        document += item.begins or document < 0
+        validation = part.split == "validation"
+        if part.split is None:
+            validation = validates(item.text[:HEAD] if item.head is None else item.head, job.validation_fraction)
+        rows.append((part.number, document, item.begins, item.ends, validation, item.text, None, None))
+        size += len(item.text)
+        if size >= _TABLE_BYTES or len(rows) >= _TABLE_ROWS:
+            yield _table(rows)
+            rows, size = [], 0
+    rows.append((part.number, None, None, None, None, None, None, None))
+    yield _table(rows)
+
+
+def _items(job: Job, part: Part) -> Iterator[Piece | Fault]:
+    reader = job.readers[part.split or "train"]
+    for piece in part.slices:
+        try:
+            yield from reader.read(piece)
+        except Faulty as faulty:
+            yield faulty.fault
+
+
+def _table(rows: list[tuple[Any, ...]]) -> pa.Table:
+    columns = [pa.array(values, kind) for values, kind in zip(zip(*rows, strict=True), _TEXT.types, strict=True)]
+    return pa.Table.from_arrays(columns, schema=_TEXT)
+
+
+def tokenise(job: Job, table: pa.Table) -> pa.Table:
+    """The table with the ids of each text instead of the text. An unfinished document's stretch gets no end token."""
+    encoder = job.encoder
+    ids: list[np.ndarray] = []
+    masks: list[np.ndarray | None] = []
+    for text, ends in zip(table["text"].to_pylist(), table["ends"].to_pylist(), strict=True):
+        document, mask = _encode(job.task, encoder, text, ends)
+        ids.append(document)
+        masks.append(mask)
+    kind = id_type(encoder)
+    dtype = kind.to_pandas_dtype()
+    values = np.concatenate(ids).astype(dtype)
+    offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
+    lists = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values, kind))
+    mask_column = pa.array(masks, pa.large_list(pa.uint8()))
+    return table.drop_columns(["text"]).append_column("ids", lists).append_column("loss_mask", mask_column)
+
+
+def _encode(task: Task, encoder: Encoder, text: str | None, ends: bool) -> tuple[np.ndarray, np.ndarray | None]:
+    if text is None:
+        return np.empty(0, np.uint32), None
+    ids, mask = task.encode(text, encoder)
+    if not ends and len(ids) and ids[-1] == encoder.end_id:
+        return ids[:-1], None if mask is None else mask[:-1]
+    return ids, None if mask is None else mask.astype(np.uint8)
+
+
+def id_type(encoder: Encoder) -> pa.DataType:
+    """The smallest type that holds every id."""
+    return pa.uint16() if encoder.vocabulary_size <= 2**16 else pa.uint32()
+
+
+def write_part(job: Job, tables: Iterable[pa.Table]) -> dict[str, Any]:
+    """Writes a part's shards, then its record, which is returned: part, shards by split, faults, and how many there were."""
+    writers: dict[str, ShardWriter] = {}
+    faults: list[dict[str, str]] = []
+    skipped, number, whole = 0, -1, False
+    for table in tables:
+        number = table["part"][0].as_py()
+        for split, chosen in zip(SPLITS, (pc.invert(table["validation"]), table["validation"]), strict=True):
+            rows = table.filter(chosen)  # a null, as faults and the last row have, is in neither
+            if rows.num_rows:
+                writer = writers.setdefault(split, ShardWriter(table.schema.field("ids").type.value_type))
+                writer.add(rows)
+        faulty = table.filter(pc.is_valid(table["fault_place"]))
+        skipped += faulty.num_rows
+        pairs = zip(faulty["fault_place"].to_pylist(), faulty["fault_reason"].to_pylist(), strict=True)
+        faults += [{"place": place, "reason": reason} for place, reason in pairs][: _FAULTS_NAMED - len(faults)]
+        last = table.slice(table.num_rows - 1)
+        whole = not (last["document"][0].is_valid or last["fault_place"][0].is_valid)
+    if not whole:
+        raise RuntimeError(f"part {number} ended before its last row: this is a defect of Raystride, please report it")
+    shards = {split: writer.finish(job.folder, f"{split}/{number:05d}.arrow") for split, writer in writers.items()}
+    written = {split: asdict(shard) if (shard := shards.get(split)) else None for split in SPLITS}
+    record = {"part": number, "shards": written, "faults": faults, "skipped": skipped}
+    (job.folder / "parts").put_json(f"{number:05d}.json", record)
+    return record

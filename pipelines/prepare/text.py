@@ -1,0 +1,133 @@
+"""Text files: each file is a document. Large ones are cut into byte ranges, and every range into pieces of a mebibyte.
+
+A cut lies at a line's end between two visible ASCII characters where there is one near: BPE patterns cut there as well, so
+the ids are those of the uncut text. Otherwise at any newline, at a blank, or between two characters.
+
+    reader = TextReader()
+    for piece in reader.read(Slice(file, 0, file.size, file.size)): ...
+    cut(b"one\\ntwo\\n\\nthree") == 4                            # not 9: "\\n\\n" may be one token
+"""
+
+import codecs
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from pipelines.prepare.faults import Fault, Faulty, not_utf8
+from pipelines.prepare.pieces import HEAD, PIECE, File, Piece, Slice
+from pipelines.prepare.streams import ByteRange, compressed, length, open_range
+
+_WINDOW = 1 << 16
+_VISIBLE = frozenset(range(33, 127))
+
+
+@dataclass(frozen=True)
+class TextReader:
+    """Plain text. Units are bytes, of the decompressed text where a file is compressed."""
+
+    skip: bool = False
+    """Whether a range that is not UTF-8 is left out as a whole, which takes a look at it before any of it is yielded."""
+
+    def slices(self, file: File, target: int) -> list[Slice]:
+        """Byte ranges of about `target` bytes; a compressed file is one slice of unknown length."""
+        if compressed(file.name):
+            return [Slice(file, 0, None, file.size)]
+        count = max(1, round(file.size / target))
+        edges = [0, *(self._edge(file, file.size * i // count) for i in range(1, count)), file.size]
+        return [Slice(file, a, b, b - a) for a, b in pairwise(edges) if b > a or count == 1]
+
+    def _edge(self, file: File, offset: int) -> int:
+        start = max(0, offset - _WINDOW)
+        with open_range(file, start, offset) as stream:
+            return start + cut(stream.read(_WINDOW))
+
+    def measure(self, piece: Slice) -> int:
+        """Bytes of the decompressed text."""
+        return length(piece.file) - piece.start
+
+    def seam(self, file: File, offset: int) -> int:
+        """The next character's first byte."""
+        with open_range(file, offset) as stream:
+            following = stream.read(4)
+        return offset + next((i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
+
+    def read(self, piece: Slice) -> Iterator[Piece | Fault]:
+        """The text in pieces of about PIECE bytes."""
+        file = piece.file
+        ends = piece.stop is None or (not compressed(file.name) and piece.stop == file.size)
+        if self.skip and (fault := self._check(piece)):
+            yield fault
+            if ends and piece.start:
+                yield Piece("", begins=False)  # the document's earlier ranges must not run into the next document
+            return
+        head = self._head(file) if piece.start else None
+        place, at = file.uri, piece.start
+        with open_range(file, piece.start, piece.stop) as stream:
+            for data, last in _with_last(_blocks(stream)):
+                try:
+                    text = data.decode()
+                except UnicodeDecodeError as error:
+                    raise Faulty(not_utf8(place, error, at)) from error
+                head = text[:HEAD] if head is None else head
+                yield Piece(text, at == 0, last and ends, head)
+                at += len(data)
+        if at == 0:
+            yield Fault(place, "is empty")
+
+    def _head(self, file: File) -> str:
+        with open_range(file) as stream:
+            return stream.read(4 * HEAD).decode(errors="ignore")[:HEAD]
+
+    def _check(self, piece: Slice) -> Fault | None:
+        decoder, at = codecs.getincrementaldecoder("utf-8")(), piece.start
+        try:
+            with open_range(piece.file, piece.start, piece.stop) as stream:
+                while data := stream.read(PIECE):
+                    decoder.decode(data)
+                    at += len(data)
+                decoder.decode(b"", final=True)
+        except UnicodeDecodeError as error:
+            return Fault(piece.file.uri, f"is not UTF-8 after byte {at}: {error.reason}")
+        except Faulty as faulty:
+            return faulty.fault
+        return None
+
+
+def cut(data: bytes) -> int:
+    """Where to cut some bytes of UTF-8, as late as possible; their length where nothing else is possible."""
+    low = max(0, len(data) - _WINDOW)
+    for blank, behind in ((b"\n", 1), (b" ", 0)):  # a newline belongs to what it ends, a blank to the word after it
+        at = data.rfind(blank, low + 1, len(data) - 1)
+        newest = at
+        while at > 0:
+            if data[at - 1] in _VISIBLE and data[at + 1] in _VISIBLE:
+                return at + behind
+            at = data.rfind(blank, low + 1, at)
+        if newest > 0:
+            return newest + behind
+    at = len(data)
+    while at > 1 and data[at - 1] & 0xC0 == 0x80:
+        at -= 1
+    # `at - 1` is now the first byte of the last character, which may be incomplete.
+    return at - 1 if at > 1 and data[at - 1] >= 0x80 else len(data)
+
+
+def _blocks(stream: ByteRange) -> Iterator[bytes]:
+    rest = b""
+    while data := stream.read(PIECE):
+        data = rest + data
+        at = cut(data) if len(data) >= PIECE else len(data)
+        yield data[:at]
+        rest = data[at:]
+    if rest:
+        yield rest
+
+
+def _with_last(blocks: Iterator[bytes]) -> Iterator[tuple[bytes, bool]]:
+    held: bytes | None = None
+    for block in blocks:
+        if held is not None:
+            yield held, False
+        held = block
+    if held is not None:
+        yield held, True
