@@ -9,6 +9,7 @@ checked when the section is made, whether that happens from YAML, from a flag or
         "Optimiser updates in the whole run."
 """
 
+import math
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -55,11 +56,14 @@ class Section:
             raise self.error(key, f"must be one of {', '.join(map(str, choices))}")
         if isinstance(value, tuple):
             for part in value:
-                self._check_range(key, part, limits)
-        elif value is not None and not isinstance(value, str):
+                if isinstance(part, int | float):
+                    self._check_range(key, part, limits)
+        elif isinstance(value, int | float):
             self._check_range(key, value, limits)
 
     def _check_range(self, key: str, value: float, limits: dict[str, float | None]) -> None:
+        if not math.isfinite(value):
+            raise self.error(key, "must be a finite number")
         low, high, above, below = (limits[k] for k in ("at_least", "at_most", "above", "below"))
         if (low is not None and value < low) or (above is not None and value <= above):
             raise self.error(key, f"must be {'at least' if low is not None else 'above'} {_first(low, above)}")

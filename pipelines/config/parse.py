@@ -1,0 +1,176 @@
+"""Settings from YAML and flags, by jsonargparse: YAML first, flags over it, both checked before anything starts.
+
+    parsed = parse(Config, ["--config", "configs/lm_python.yaml", "--train.steps", "500"], program="train.py")
+    parsed.settings.train.steps                               # 500
+    parsed.preset                                             # "lm_python"
+"""
+
+import difflib
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import yaml
+
+from pipelines.config.section import SettingError
+
+T = TypeVar("T")
+SHORT_FORMS = {"--launch": "--launch.mode"}
+"""Flags of whole sections that stand for one of their settings."""
+
+
+@dataclass(frozen=True)
+class Parsed(Generic[T]):
+    """What the command line said."""
+
+    settings: T
+    preset: str
+    """Name of the YAML file without its ending; `run` where there was none."""
+
+
+def parse(cls: type[T], arguments: Sequence[str], *, program: str, description: str = "") -> Parsed[T]:
+    """Reads settings of a dataclass. `--help` and `--print_config` print and leave.
+
+    Raises SettingError for an unknown key (naming the nearest), a wrong value, or a file that cannot be read.
+    """
+    import jsonargparse
+
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    given = [SHORT_FORMS[a] if a in SHORT_FORMS and _is_word(arguments, i) else a for i, a in enumerate(arguments)]
+    known = set(_keys(cls))
+    _check_flags(given, known)
+    files = _config_files(given)
+    for file in files:
+        _check_file(file, known)
+    parser = jsonargparse.ArgumentParser(prog=program, description=description, exit_on_error=False)
+    parser.add_argument("--config", action="config", help="YAML file of settings; later ones and flags go over earlier ones.")
+    parser.add_class_arguments(cls, as_group=False)
+    try:
+        parsed = parser.instantiate(parser.parse_args(given)) if given else parser.instantiate(parser.get_defaults())
+    except SettingError:
+        raise
+    except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
+        raise _as_setting_error(cls, error) from None
+    values = {item.name: getattr(parsed, item.name) for item in fields(cls)}  # type: ignore[arg-type]
+    return Parsed(cls(**values), Path(files[-1]).stem if files else "run")
+
+
+def to_yaml(settings: Any) -> str:
+    """The settings as YAML that `--config` reads."""
+    from dataclasses import asdict
+
+    return yaml.safe_dump(_plain(asdict(settings)), sort_keys=False, allow_unicode=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def from_yaml(cls: type[T], text: str) -> T:
+    """Settings from YAML as `to_yaml` wrote it. Keys that this version does not know are left out."""
+    return _build(cls, yaml.safe_load(text) or {})
+
+
+def _build(cls: Any, content: dict[str, Any]) -> Any:
+    values: dict[str, Any] = {}
+    for item in fields(cls):
+        if item.name in content:
+            value = content[item.name]
+            nested = isinstance(item.type, type) and is_dataclass(item.type)
+            values[item.name] = _build(item.type, value) if nested else tuple(value) if isinstance(value, list) else value
+    return cls(**values)
+
+
+def _keys(cls: Any, prefix: str = "") -> Iterator[str]:
+    for item in fields(cls):
+        yield f"{prefix}{item.name}"
+        if isinstance(item.type, type) and is_dataclass(item.type):
+            yield from _keys(item.type, f"{prefix}{item.name}.")
+
+
+def _is_word(arguments: Sequence[str], index: int) -> bool:
+    """Whether a flag is followed by a plain word and not by a file or JSON for the whole section."""
+    return index + 1 < len(arguments) and arguments[index + 1].isalpha()
+
+
+def _check_flags(arguments: Sequence[str], known: set[str]) -> None:
+    own = {"config", "print_config", "help"}
+    for argument in arguments:
+        if argument.startswith("--"):
+            key = argument[2:].split("=")[0]
+            if key not in known | own:
+                raise SettingError(f"there is no setting --{key}{_nearest(key, known)}")
+
+
+def _config_files(arguments: Sequence[str]) -> list[str]:
+    files = [value for flag, value in zip(arguments, arguments[1:], strict=False) if flag == "--config"]
+    return files + [a.removeprefix("--config=") for a in arguments if a.startswith("--config=")]
+
+
+def _check_file(file: str, known: set[str]) -> None:
+    try:
+        content = yaml.safe_load(Path(file).read_text())
+    except FileNotFoundError:
+        presets = sorted(str(path) for path in Path("configs").glob("*.yaml"))
+        there = f"; there are {', '.join(presets)}" if presets else ""
+        raise SettingError(f"--config {file}: there is no such file{there}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SettingError(f"--config {file} cannot be read: {error}") from None
+    if content is not None and not isinstance(content, dict):
+        raise SettingError(f"--config {file} must hold settings by name, not {type(content).__name__}")
+    for key in _file_keys(content or {}):
+        if key not in known:
+            raise SettingError(f"{file}: there is no setting {key}{_nearest(key, known)}")
+
+
+def _file_keys(content: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in content.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from _file_keys(value, f"{prefix}{key}.")
+
+
+def _nearest(key: str, known: set[str]) -> str:
+    last = key.rsplit(".", 1)[-1]
+    same_name = [name for name in known if name.rsplit(".", 1)[-1] == last]
+    found = same_name or difflib.get_close_matches(key, known, 1, 0.5)
+    return f"; did you mean {sorted(found)[0]}?" if found else "; --help lists all"
+
+
+def _as_setting_error(cls: Any, error: Exception) -> SettingError:
+    """jsonargparse's report in the words of our own errors: the setting, the value, what is allowed."""
+    text = " ".join(line.strip(" -") for line in str(error).splitlines() if line.strip())
+    key, value = re.search(r'key "([\w.]+)"', text), re.search(r"(?:Got|Given) value: (.*)$", text)
+    if key and value:
+        return SettingError(f"{key[1]} is {value[1]!r}: it must be {_described(_annotation(cls, key[1]))}")
+    return SettingError(text)
+
+
+def _annotation(cls: Any, key: str) -> Any:
+    """The type of a setting by its full name."""
+    for part in key.split("."):
+        cls = get_type_hints(cls)[part]
+    return cls
+
+
+def _described(annotation: Any) -> str:
+    """What a type allows, in words."""
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "nothing"}
+    if annotation in words:
+        return words[annotation]
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(map(str, get_args(annotation)))
+    if get_origin(annotation) is tuple:
+        return "a list such as [" + ", ".join("..." if a is Ellipsis else _described(a) for a in get_args(annotation)) + "]"
+    return " or ".join(_described(part) for part in get_args(annotation))
+
+
+def fail(error: Exception) -> "int":
+    """Prints an error of settings or data on one line and gives the exit code for it."""
+    print(f"error: {error}", file=sys.stderr)
+    return 2

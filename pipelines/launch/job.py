@@ -1,0 +1,47 @@
+"""What a worker is told: everything that the driver resolved, in one object that travels to every rank.
+
+    job = Job(config=config, run="my-run", attempt="20261121-101500-3f2a", ...)
+    summary = run_worker(job, Place(rank=0, world=2), post, stopping)
+"""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipelines.config import Config
+from pipelines.files import Folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One attempt of a run, resolved."""
+
+    config: Config
+    """The settings as given."""
+    run: str
+    """The run's name."""
+    attempt: str
+    """The attempt's name: when it started, and four random digits."""
+    folder: Folder
+    """The run's folder."""
+    prepared: Folder
+    """The prepared data."""
+    device: str
+    """`cpu` or `cuda`."""
+    threads: int
+    """Threads of a worker on CPUs."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What every checkpoint's manifest says of where it was made: versions, commit."""
+    started_at: float = field(default_factory=time.time)
+    """When the job's process began, in seconds since 1970."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Which worker of how many, and where."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    nodes: int = 1
+    node: str = "localhost"

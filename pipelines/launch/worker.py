@@ -1,0 +1,230 @@
+"""One worker from its job to its summary: the build lines, in the order in which things depend on each other.
+
+    summary = run_worker(job, Place(rank=0, world=1), recorder.receive, stopping=lambda: False)
+"""
+
+import math
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipelines.config import Config
+from pipelines.feed.cache import NodeCache
+from pipelines.feed.loader import Loader, validation_batches
+from pipelines.feed.order import Order
+from pipelines.feed.plan import Plan
+from pipelines.feed.stream import TokenStream
+from pipelines.launch.job import Job, Place
+from pipelines.observers import Observer, RunFacts
+from pipelines.observers.first_step import FirstStep
+from pipelines.observers.host_monitor import HostMonitor
+from pipelines.observers.ray_metrics import RayMetrics
+from pipelines.observers.throughput import Throughput
+from pipelines.observers.tracker import Tracker
+from pipelines.prepare.manifest import Manifest
+from pipelines.record.sender import Post, Sender
+from pipelines.strategies import Strategy, build_strategy
+from pipelines.tasks import Task, build_task
+from pipelines.train.checkpoint import Checkpoints
+from pipelines.train.fingerprint import parameters_sha256
+from pipelines.train.loop import Ending, Training
+from pipelines.train.optimizer import build_optimizer
+from pipelines.train.state import TrainState
+from pipelines.train.step import StepRules
+from pipelines.train.validation import validate
+
+
+def run_worker(job: Job, place: Place, post: Post, stopping: Callable[[], bool]) -> dict[str, Any]:
+    """Trains this rank's part; returns the summary of the run as this rank knows it. Raises what the training raises."""
+    sender = Sender(post, f"rank{place.rank}")
+    observers: list[Observer] = [Throughput(), FirstStep(job.started_at)]
+    observers += [HostMonitor(sender, job.config.record.system_every_s), RayMetrics(), Tracker(sender)]
+    say = partial(_say, sender, place)
+    try:
+        training = build_training(job, place, observers, stopping, say)
+        for observer in observers:
+            observer.on_start(_facts(job, place, training))
+        resumed_from = training.state.step or None
+        ending, metrics = training.run()
+        summary = _summary(job, training, ending, metrics) | {"resumed_from": resumed_from}
+        if place.rank == 0 and ending is not Ending.STOPPED:
+            _write_sample(job, training.model)
+        for observer in observers:
+            observer.on_end(summary)
+        return summary
+    except BaseException as error:
+        for observer in observers:
+            observer.on_error(error)
+        raise
+    finally:
+        sender.close()
+
+
+def build_training(
+    job: Job, place: Place, observers: list[Observer], stopping: Callable[[], bool], say: Callable[[str], None]
+) -> Training:
+    """Everything that a training needs, at the position of the newest checkpoint."""
+    config, world, rank = job.config, place.world, place.rank
+    device = _use_device(job, place)
+    manifest = Manifest.load(job.prepared)
+    task = build_task(config)
+    strategy = build_strategy(
+        config.scaling.strategy, device=device, rank=rank, world=world, bucket_mib=config.scaling.bucket_mib
+    )
+    torch.manual_seed(config.seed)
+    model, optimizer = strategy.prepare(task.build_model(manifest.vocabulary_size), partial(build_optimizer, config.optimizer))
+
+    checkpoints = _checkpoints(job, place, say)
+    found = checkpoints.newest()
+    if found:
+        checkpoints.load(found, model, optimizer)
+        say(f"resumed from step {found.step}")
+    state = found.state if found else TrainState()
+
+    cache = NodeCache(Path(os.environ.get("RAYSTRIDE_CACHE", "~/.cache/raystride")).expanduser(), _bytes(config.data.cache_gib))
+    train, held_out = (TokenStream(job.prepared, manifest, split, cache) for split in ("train", "validation"))
+    loader = Loader(
+        plan=build_plan(config, task.samples(train.tokens)),
+        stream=train,
+        task=task,
+        rank=rank,
+        world=world,
+        micro_batch_slots=config.train.micro_batch_slots,
+        prefetch=config.data.prefetch,
+        device=device,
+    )
+    rules = StepRules(
+        seed=config.seed,
+        nominal_targets=config.train.batch * config.model.context,
+        clip_norm=config.train.clip_norm,
+        precision=config.train.precision,
+    )
+    return Training(
+        config=config,
+        strategy=strategy,
+        model=model,
+        optimizer=optimizer,
+        loader=loader,
+        state=state,
+        rules=rules,
+        validate=_validation(config, strategy, model, rules, task, held_out),
+        checkpoints=checkpoints if config.checkpoint.every else None,
+        header={"run": job.run, **job.facts, "data": manifest.fingerprint},
+        watchers=observers,
+        stopping=stopping,
+    )
+
+
+def build_plan(config: Config, samples: int) -> Plan:
+    """The plan of a run over so many training samples."""
+    data, train = config.data, config.train
+    order = Order(samples, config.seed, data.shuffle, data.shuffle_block, data.shuffle_window)
+    return Plan(order, train.slots, train.slot_size, train.epochs or math.inf)
+
+
+def _use_device(job: Job, place: Place) -> torch.device:
+    """Sets threads, determinism and device of this process, and joins the process group where there are several workers."""
+    if job.config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        # The default would fill every fresh tensor with NaN, which only finds bugs and costs a pass over memory.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if job.device == "cuda":
+        device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = False
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(job.threads)
+    if place.world > 1 and not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo"
+        dist.init_process_group(backend, rank=place.rank, world_size=place.world, timeout=timedelta(minutes=30))
+    return device
+
+
+def _checkpoints(job: Job, place: Place, say: Callable[[str], None]) -> Checkpoints:
+    group = dist.new_group(backend="gloo") if place.world > 1 else None
+    tokenizer = job.prepared / "tokenizer"
+    extra = {f"tokenizer/{name}": tokenizer.read(name) for name in tokenizer.names()} if place.rank == 0 else {}
+    keep = job.config.checkpoint.keep
+    return Checkpoints(job.folder / "checkpoints", job.attempt, keep=keep, group=group, say=say, extra=extra)
+
+
+def _validation(
+    config: Config, strategy: Strategy, model: torch.nn.Module, rules: StepRules, task: Task, stream: TokenStream
+) -> Callable[[], dict[str, float]]:
+    """Measures the validation samples in batches of a slot's size, which surely fits in memory."""
+    size = config.train.slot_size
+    available = task.samples(stream.tokens)
+    samples = min(config.validation.samples or available, available)
+
+    def measure() -> dict[str, float]:
+        batches = validation_batches(
+            stream, task, samples=samples, size=size, rank=strategy.rank, world=strategy.world, device=strategy.device
+        )
+        return validate(strategy, model, rules, task, batches, -(-samples // size))
+
+    return measure
+
+
+def _facts(job: Job, place: Place, training: Training) -> RunFacts:
+    """What observers are told of this worker."""
+    model = training.model
+    flops = model.flops_per_token() if hasattr(model, "flops_per_token") else None
+    return RunFacts(
+        run=job.run,
+        attempt=job.attempt,
+        rank=place.rank,
+        world=place.world,
+        local_rank=place.local_rank,
+        node=place.node,
+        nodes=place.nodes,
+        device=torch.cuda.get_device_name() if job.device == "cuda" else "cpu",
+        precision=job.config.train.precision,
+        tokens_per_step=training.rules.nominal_targets,
+        flops_per_token=flops,
+        parameters=sum(p.numel() for p in model.parameters()),
+    )
+
+
+def _summary(job: Job, training: Training, ending: Ending, metrics: dict[str, float]) -> dict[str, Any]:
+    state = training.state
+    return {
+        "ending": str(ending),
+        "steps": state.step,
+        "samples_seen": state.position,
+        "tokens_seen": state.tokens_seen,
+        "train_loss": state.train_loss,
+        "val_loss": state.val_loss,
+        "metrics": metrics,
+        "parameters_sha256": parameters_sha256(training.model),
+        "workers": training.strategy.world,
+        "complete": state.step >= training.total_steps or ending is Ending.EARLY,
+    }
+
+
+def _write_sample(job: Job, model: torch.nn.Module) -> None:
+    """Writes what the trained model says after the prompt into the run's folder."""
+    from model.transformer import Decoder
+    from pipelines.evaluate.writing import write_text
+    from pipelines.tokenizers import load_tokenizer
+
+    settings = job.config.sample
+    if settings.tokens and isinstance(model, Decoder):
+        text = "".join(write_text(model, load_tokenizer(job.prepared / "tokenizer"), settings))
+        job.folder.put("sample.txt", settings.prompt + text + "\n")
+
+
+def _say(sender: Sender, place: Place, text: str) -> None:
+    if place.rank == 0:
+        sender.put("event", {"name": "warning" if "passed over" in text else "note", "text": text})
+
+
+def _bytes(gib: float) -> int:
+    return int(gib * 2**30)

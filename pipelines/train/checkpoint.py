@@ -1,0 +1,213 @@
+"""Checkpoints: saved in the background, found and verified at the start of an attempt, pruned as they age.
+
+The newest valid manifest is the truth. `last` and `best` are hints for people; old checkpoints lose their data but keep their
+manifests, so that the whole history of what was fed can be audited.
+
+    checkpoints = Checkpoints(run / "checkpoints", attempt, keep=3, group=group)
+    checkpoints.save(model, optimizer, state, header)         # returns when parameters are copied
+    found = checkpoints.newest()                              # step and manifest, or None
+    checkpoints.load(found, model, optimizer)
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipelines.files import Folder
+from pipelines.train.state import TrainState
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that is whole."""
+
+    step: int
+    folder: Folder
+    manifest: dict[str, Any]
+
+    @property
+    def state(self) -> TrainState:
+        """The loop's state as it was saved."""
+        return TrainState.from_json(self.manifest["state"])
+
+
+class Checkpoints:
+    """The checkpoints of a run, as one rank sees them. `group` is a process group of their own, None for one worker.
+
+    A save goes on beside the training; its collectives on the training's own group would interleave with the gradients'.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        attempt: str,
+        *,
+        keep: int,
+        group: dist.ProcessGroup | None = None,
+        say: Say = print,
+        extra: dict[str, bytes] | None = None,
+    ) -> None:
+        self.folder, self.attempt, self.keep, self.group, self.say = folder, attempt, keep, group, say
+        self.extra = extra or {}
+        """Small files, by name, that every checkpoint holds: the tokenizer, the settings."""
+        self.rank = dist.get_rank() if group else 0
+        self.world = dist.get_world_size() if group else 1
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState, header: dict[str, Any], *, best: bool
+    ) -> None:
+        """Copies everything now and writes it in a thread. Waits first for the save before, and raises what that one met."""
+        self.wait()
+        tensors = {name: _copy(tensor) for name, tensor in named_tensors(model, optimizer).items()}
+        content = {
+            **header,
+            "world": self.world,
+            "step": state.step,
+            "parent_step": state.parent_step,
+            "state": state.to_json(),
+        }
+        arguments = (tensors, self.path(state.step), content, state.step, state.fed_digest, best)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=False)
+        self._thread.start()
+        state.parent_step, state.fed_digest = state.step, 0
+
+    def path(self, step: int) -> Folder:
+        """Where the checkpoint of a step lies."""
+        return self.folder / step_name(step)
+
+    def wait(self) -> None:
+        """Waits for a save that is under way. Raises what it met."""
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+        if self._error:
+            error, self._error = self._error, None
+            raise error
+
+    def _write(
+        self, tensors: dict[str, torch.Tensor], folder: Folder, header: dict[str, Any], step: int, fed: int, best: bool
+    ) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        from pipelines.train.storage import CheckpointWriter
+
+        try:
+            writer = CheckpointWriter(folder, self.attempt, self.rank, header, fed, self.extra)
+            dcp.save(tensors, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
+            if self.rank == 0:
+                self.folder.put("last", f"{step_name(step)}\n")
+                if best:
+                    self.folder.put("best", f"{step_name(step)}\n")
+                self._prune()
+        except BaseException as error:
+            self._error = error
+
+    def _prune(self) -> None:
+        """Removes data, never manifests, of all but the newest `keep` and the best, and what attempts that died left behind."""
+        best = self.folder.read("best").decode().strip() if self.folder.exists("best") else ""
+        whole = self.steps()
+        keep = {*whole[-self.keep :], best}
+        for name in (name for name in self.folder.names() if name.startswith("step-")):
+            folder = self.folder / name
+            owner = folder.read_json("MANIFEST.json")["attempt"] if name in keep else None
+            for inside in folder.names():
+                if inside not in ("MANIFEST.json", owner):
+                    folder.remove(inside)
+            if name not in whole:
+                folder.remove()
+
+    def steps(self) -> list[str]:
+        """Names of the checkpoints that have a manifest, oldest first."""
+        names = [name for name in self.folder.names() if name.startswith("step-")]
+        return sorted(name for name in names if self.folder.exists(f"{name}/MANIFEST.json"))
+
+    def newest(self) -> Found | None:
+        """The newest checkpoint that is whole; those that are not are named and passed over. All ranks get the same."""
+        for name in reversed(self.steps()):
+            problem, manifest = self._problem(self.folder / name)
+            if problem is None:
+                return Found(manifest["step"], self.folder / name, manifest)
+            if self.rank == 0:
+                self.say(f"checkpoint {name} is passed over: {problem}")
+        return None
+
+    def _problem(self, folder: Folder) -> tuple[str | None, dict[str, Any]]:
+        """What is wrong with a checkpoint; the ranks share out the files and tell each other."""
+        from pipelines.train.storage import FORMAT, check_file
+
+        try:
+            manifest = folder.read_json("MANIFEST.json")
+            if manifest["format"] != FORMAT:
+                return f"its format is {manifest['format']}, this version reads {FORMAT}", {}
+            files = sorted(manifest["files"].items())[self.rank :: self.world]
+            problem = next(filter(None, (check_file(folder, name, stated) for name, stated in files)), None)
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            problem, manifest = f"its manifest cannot be read ({error})", {}
+        if self.group:
+            problems: list[str | None] = [None] * self.world
+            dist.all_gather_object(problems, problem, group=self.group)
+            problem = next(filter(None, problems), None)
+        return problem, manifest
+
+    def load(self, found: Found, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Fills the model and, where given, the optimiser, whatever number of workers wrote the checkpoint."""
+        import torch.distributed.checkpoint as dcp
+
+        from pipelines.train.storage import CheckpointReader
+
+        wanted: dict[str, torch.Tensor] = {f"model.{name}": p.detach() for name, p in _parameters(model).items()}
+        if optimizer is not None:
+            for name, entry in found.manifest["tensors"].items():
+                if name.startswith("optimizer."):
+                    wanted[name] = torch.zeros(entry["size"], dtype=getattr(torch, entry["dtype"]))
+        reader = CheckpointReader(found.folder, found.manifest)
+        dcp.load(wanted, storage_reader=reader, process_group=self.group, no_dist=self.group is None)
+        if optimizer is not None:
+            _load_optimizer(optimizer, model, wanted)
+
+
+def step_name(step: int) -> str:
+    """The folder of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """All that a checkpoint holds, by name: `model.<parameter>` and `optimizer.<parameter>.<state>`; tied ones once."""
+    parameters = _parameters(model)
+    tensors: dict[str, torch.Tensor] = {f"model.{name}": p.detach() for name, p in parameters.items()}
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"optimizer.{name}.{key}"] = value
+    return tensors
+
+
+def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(model.named_parameters())
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    content = optimizer.state_dict()
+    names = {id(parameter): name for name, parameter in _parameters(model).items()}
+    members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    content["state"] = {}
+    for index, parameter in enumerate(members):
+        prefix = f"optimizer.{names[id(parameter)]}."
+        state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        if state:
+            content["state"][index] = state
+    optimizer.load_state_dict(content)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host that the next update does not touch."""
+    return tensor.detach().to("cpu", copy=True)

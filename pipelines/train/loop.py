@@ -1,0 +1,219 @@
+"""The one train loop. Whatever is not the gradient watches from outside (`observers`), and may be absent.
+
+Every rank runs it and decides alike, because all that it decides by (step, metrics, the wish to stop) is the same on every
+rank: summed with the gradients, or over all workers.
+
+    training = Training(config=config, task=task, strategy=strategy, model=model, ...)
+    ending, metrics = training.run()                          # Ending.DONE, {"val_loss": 1.88, ...}
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from pipelines.config import Config
+from pipelines.feed.loader import Loader, Step
+from pipelines.strategies import Strategy
+from pipelines.train.agreement import Agreement
+from pipelines.train.checkpoint import Checkpoints
+from pipelines.train.optimizer import learning_rate, set_learning_rate
+from pipelines.train.state import TrainState
+from pipelines.train.step import TARGETS, StepResult, StepRules, train_step
+
+
+class Ending(StrEnum):
+    """Why a loop came to its end."""
+
+    DONE = "done"
+    STOPPED = "stopped"
+    OUT_OF_TIME = "out_of_time"
+    EARLY = "stopped_early"
+
+
+class Diverged(ArithmeticError):
+    """The loss is no longer a number."""
+
+
+class Watcher(Protocol):
+    """The hooks that the loop calls; `pipelines.observers.Observer` documents them."""
+
+    def on_step(self, step: int) -> None: ...  # noqa: D102
+    def on_pause(self, seconds: float) -> None: ...  # noqa: D102
+    def on_log(self, step: int, measured: dict[str, float]) -> None: ...  # noqa: D102
+    def on_checkpoint(self, step: int, path: str) -> None: ...  # noqa: D102
+
+
+@dataclass
+class Training:
+    """A training that is ready to run: built, loaded, at its position."""
+
+    config: Config
+    strategy: Strategy
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loader: Loader
+    state: TrainState
+    rules: StepRules
+    validate: Callable[[], dict[str, float]]
+    """Metrics over the validation samples; all ranks call it together."""
+    checkpoints: Checkpoints | None
+    """None: no checkpoints are wanted."""
+    header: dict[str, Any]
+    """What every checkpoint's manifest says of the run."""
+    watchers: Sequence[Watcher] = ()
+    stopping: Callable[[], bool] = lambda: False
+    """Whether someone asked this worker to end."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The newest validation's."""
+
+    def __post_init__(self) -> None:
+        train = self.config.train
+        self.total_steps = min(train.steps or math.inf, self.loader.plan.steps)
+        self._agreement = Agreement(self.strategy.device)
+        self._sums = torch.zeros(2, dtype=torch.float64, device=self.strategy.device)
+        self._began = self._interval_began = time.perf_counter()
+        self._totals = self._logged = [0.0, 0.0]
+        self._waited = 0.0
+        self._seconds_before, self._tokens_before = self.state.seconds, self.state.tokens_seen
+        self._validated_at = self._saved_at = -1
+
+    def run(self) -> tuple[Ending, dict[str, float]]:
+        """Trains to the end, saves, and says why it ended. Raises Diverged, and whatever a step or a save raises."""
+        exhausted = self._out_of_patience()
+        ending = Ending.EARLY if exhausted else Ending.DONE
+        until = self.state.step if exhausted else self.total_steps
+        for step in self.loader.steps(self.state.step, until):
+            set_learning_rate(self.optimizer, self._learning_rate(step.number))
+            result = train_step(self.strategy, self.model, self.optimizer, step, self.rules, self._wishes())
+            self._after(step, result)
+            if reason := self._reason_to_end(result):
+                ending = reason
+                break
+        self._finish(ending)
+        return ending, self.metrics
+
+    def _after(self, step: Step, result: StepResult) -> None:
+        """Everything that may follow an update: counting, logging, validation, a checkpoint."""
+        self.state.advance(step)
+        self._sums += result.measured[: TARGETS + 1]
+        self._watch("on_step", self.state.step)
+        if self._due(self.config.train.log_every):
+            self._log(result)
+        improved = self._validate() if self._due(self.config.validation.every) else False
+        if self.checkpoints and (improved or self._due(self.config.checkpoint.every)):
+            self._save(best=improved)
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.state.step % every == 0
+
+    def _learning_rate(self, step: int) -> float:
+        total = self.total_steps if math.isfinite(self.total_steps) else 0
+        return learning_rate(self.config.optimizer, step, int(total), self.config.model.width)
+
+    def _wishes(self) -> tuple[float, float]:
+        """Whether this worker wants to end: because someone asked, because its time is over."""
+        hours = self.config.train.hours
+        late = hours > 0 and time.perf_counter() - self._began > 3600 * hours
+        return float(self.stopping()), float(late)
+
+    def _reason_to_end(self, result: StepResult) -> Ending | None:
+        """The same answer on every rank: the wishes that were summed in the step before, or too many bad validations."""
+        asked, late = self._agreement.previous(result.measured)
+        if asked:
+            return Ending.STOPPED
+        if late:
+            return Ending.OUT_OF_TIME
+        return Ending.EARLY if self._out_of_patience() else None
+
+    def _out_of_patience(self) -> bool:
+        patience = self.config.validation.patience
+        return patience > 0 and self.state.worse_validations >= patience
+
+    def _collect(self) -> None:
+        """Brings the state's counters up to this step, which waits for the device."""
+        self._totals = self._sums.tolist()
+        self.state.tokens_seen = self._tokens_before + round(self._totals[TARGETS])
+        self.state.seconds = self._seconds_before + time.perf_counter() - self._began
+
+    def _interval_loss(self) -> float | None:
+        """Mean loss of the steps since the last call; None where no target counted."""
+        self._collect()
+        loss, targets = (now - then for now, then in zip(self._totals, self._logged, strict=True))
+        self._logged = self._totals
+        if targets:
+            self.state.train_loss = loss / targets
+        return self.state.train_loss if targets else None
+
+    def _log(self, result: StepResult) -> None:
+        loss = self._interval_loss()
+        if loss is not None and not math.isfinite(loss):
+            raise Diverged(
+                f"the loss is {loss} in the steps up to {self.state.step}: lower optimizer.learning_rate "
+                f"({self.config.optimizer.learning_rate}), lengthen optimizer.warmup_steps or set train.clip_norm"
+            )
+        now = time.perf_counter()
+        measured = {
+            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "gradient_norm": float(result.gradient_norm),
+            "epoch": self.state.position / self.loader.plan.order.samples,
+            "tokens_seen": float(self.state.tokens_seen),
+            "data_wait_share": (self.loader.waited - self._waited) / max(1e-9, now - self._interval_began),
+        }
+        if loss is not None:
+            measured["train_loss"] = loss
+        self._interval_began, self._waited = now, self.loader.waited
+        self._watch("on_log", self.state.step, measured)
+
+    def _validate(self) -> bool:
+        """Measures the validation samples; returns whether the chosen metric is better than ever."""
+        began = time.perf_counter()
+        self.metrics = self.validate()
+        self._validated_at = self.state.step
+        self.state.val_loss = self.metrics.get("val_loss")
+        chosen = self.config.validation
+        if chosen.metric not in self.metrics:
+            raise chosen.error("metric", f"must be one of {', '.join(sorted(self.metrics))}")
+        value = self.metrics[chosen.metric]
+        best = self.state.best
+        improved = best is None or (value < best if chosen.direction == "min" else value > best)
+        if improved:
+            self.state.best, self.state.best_step, self.state.worse_validations = value, self.state.step, 0
+        else:
+            self.state.worse_validations += 1
+        self._watch("on_log", self.state.step, dict(self.metrics))
+        self._pause(began)
+        return improved
+
+    def _save(self, *, best: bool) -> None:
+        assert self.checkpoints is not None
+        began = time.perf_counter()
+        self._collect()
+        self.checkpoints.save(self.model, self.optimizer, self.state, self.header, best=best)
+        self._saved_at = self.state.step
+        self._watch("on_checkpoint", self.state.step, str(self.checkpoints.path(self.state.step)))
+        self._pause(began)
+
+    def _finish(self, ending: Ending) -> None:
+        """Validates and saves where the last step has not been yet, and waits until it is written."""
+        self._interval_loss()
+        improved = False
+        finished = ending is not Ending.STOPPED
+        if finished and self._validated_at != self.state.step:
+            improved = self._validate()
+        if self.checkpoints:
+            if self._saved_at != self.state.step or improved:
+                self._save(best=improved)
+            self.checkpoints.wait()
+
+    def _pause(self, began: float) -> None:
+        self._watch("on_pause", time.perf_counter() - began)
+
+    def _watch(self, hook: str, *arguments: Any) -> None:
+        for watcher in self.watchers:
+            getattr(watcher, hook)(*arguments)

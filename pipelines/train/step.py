@@ -1,0 +1,100 @@
+"""One optimiser update: forward and backward of this worker's micro-batches, the sum over workers, clipping, the update.
+
+Each micro-batch's loss sum is divided by the nominal number of targets in a step, which every worker knows beforehand. The
+number that really counted (masks, a short last step) is summed with the gradients, and the factor nominal / actual joins the
+clipping coefficient. So the gradient is the exact mean over the targets of all workers, with no exchange before the backward.
+
+    measured = train_step(strategy, model, optimizer, step, context, stop=(0.0, 0.0))
+    measured[LOSS] / measured[TARGETS]                        # the step's mean loss; stays on the device
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from pipelines.feed.loader import Step
+from pipelines.feed.order import mix64
+from pipelines.strategies import Strategy
+
+LOSS, TARGETS, STOP, OUT_OF_TIME = range(4)
+"""Where in the measured vector (fp32, 4) the loss sum, the targets, and the numbers of workers that ask to end are."""
+
+
+@dataclass(frozen=True)
+class StepRules:
+    """What is the same for every step of a run."""
+
+    seed: int
+    """Seed of dropout, with step and slot."""
+    nominal_targets: int
+    """Targets of a full step in which every token counts: slots x slot size x context."""
+    clip_norm: float
+    """Largest norm of the gradient; 0: none."""
+    precision: str
+    """`fp32` or `bf16`."""
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
+        """The context in which the model runs."""
+        return torch.autocast(device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext()
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step leaves on the device."""
+
+    measured: torch.Tensor
+    """Sums over all workers, fp32 (4): see LOSS, TARGETS, STOP, OUT_OF_TIME."""
+    gradient_norm: torch.Tensor
+    """Euclidean norm of the mean gradient before clipping, a scalar."""
+
+
+def train_step(
+    strategy: Strategy,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: Step,
+    rules: StepRules,
+    stop: tuple[float, float] = (0.0, 0.0),
+) -> StepResult:
+    """Runs a step. `stop` is this worker's wish to end (by signal, by the clock), which the others learn in the sum."""
+    device = strategy.device
+    strategy.begin()
+    measured = torch.zeros(4, device=device)
+    if any(stop):
+        measured[STOP], measured[OUT_OF_TIME] = stop
+    for number, batch in enumerate(step.micro_batches):
+        torch.manual_seed(micro_batch_seed(rules.seed, step.number, batch.slot))
+        with rules.autocast(device):
+            loss_sum, counted = model(batch.inputs, batch.targets)
+        measured[LOSS] += loss_sum.detach()
+        measured[TARGETS] += counted
+        strategy.backward(loss_sum / rules.nominal_targets, measured, last=number == len(step.micro_batches) - 1)
+    measured = strategy.reduce(measured)
+    norm = scale_gradients(strategy.gradients(), rules.nominal_targets / measured[TARGETS].clamp(min=1), rules.clip_norm)
+    optimizer.step()
+    # The vector lies in a bucket that the next step clears, so the loop gets a copy.
+    return StepResult(measured.clone(), norm)
+
+
+def scale_gradients(gradients: list[torch.Tensor], factor: torch.Tensor, clip_norm: float) -> torch.Tensor:
+    """Multiplies gradients in place by `factor` and, where their norm is then above `clip_norm`, down to it.
+
+    Returns the norm after the factor and before clipping (Pascanu et al., 2013). Nothing leaves the device.
+    """
+    if not gradients:
+        return torch.zeros((), device=factor.device)
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))) * factor
+    coefficient = factor * (clip_norm / (norm + 1e-6)).clamp(max=1.0) if clip_norm else factor
+    torch._foreach_mul_(gradients, coefficient)
+    return norm
+
+
+def micro_batch_seed(seed: int, step: int, slot: int) -> int:
+    """The seed of dropout: a function of what is computed, not of how often a generator was asked, so it needs no saving."""
+    mixed = mix64(np.array([seed], np.uint64))
+    for part in (step, slot):
+        mixed = mix64(mixed ^ np.uint64(part))
+    return int(mixed[0] >> np.uint64(1))

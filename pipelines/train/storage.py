@@ -1,0 +1,228 @@
+"""The files of one checkpoint: raw little-endian tensor bytes, a file a rank, and a JSON manifest committed last.
+
+PyTorch Distributed Checkpoint plans who writes which piece of which tensor and how pieces are put together on another number
+of workers; its stock storage pickles. Here nothing is pickled, so nothing that is loaded can run code: the manifest is JSON,
+and a tensor is the bytes between two offsets of a file whose SHA-256 the manifest states.
+
+    step-00000500/
+      MANIFEST.json                     the last thing written: without it there is no checkpoint
+      <attempt>/rank-0.bin ...          bytes of tensors;  tokenizer/... and other small files
+
+    dcp.save(tensors, storage_writer=CheckpointWriter(folder, attempt, header))
+    dcp.load(tensors, storage_reader=CheckpointReader(folder, manifest))
+"""
+
+import hashlib
+import mmap
+import os
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from pipelines.files import Folder
+
+MANIFEST = "MANIFEST.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where a piece of a tensor lies."""
+
+    file: str
+    offset: int
+    bytes: int
+    sha256: str = field(default="", compare=False)
+    """Of the whole file."""
+    file_bytes: int = field(default=0, compare=False)
+
+
+class CheckpointWriter(StorageWriter):  # type: ignore[misc]
+    """Writes one checkpoint into `folder`; every rank makes one. The coordinator's `header` becomes part of the manifest."""
+
+    def __init__(
+        self, folder: Folder, attempt: str, rank: int, header: dict[str, Any], fed_digest: int, extra: dict[str, bytes]
+    ) -> None:
+        self.folder, self.attempt, self.rank, self.header = folder, attempt, rank, header
+        self.fed_digest, self.extra = fed_digest, extra
+        self.fed: dict[str, str] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """One writer writes one checkpoint."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """The folder is given to the writer itself."""
+        return checkpoint_id is None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Folders appear with their first file."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Tells the coordinator what this rank fed since the checkpoint before."""
+        return replace(plan, storage_data=(self.rank, self.fed_digest))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Collects the digests of all ranks."""
+        self.fed = {str(rank): f"{digest:016x}" for rank, digest in (plan.storage_data for plan in plans)}
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
+        """Writes this rank's pieces into one file, hashing them on the way."""
+        name = f"{self.attempt}/rank-{self.rank}.bin"
+        digest, offset, placed = hashlib.sha256(), 0, []
+        if plan.items:
+            with self.folder.writer(name) as stream:
+                for item in plan.items:
+                    data = _bytes_of(planner.resolve_data(item))
+                    stream.write(data)
+                    digest.update(data)
+                    placed.append((item.index, Piece(name, offset, len(data))))
+                    offset += len(data)
+        sha256 = digest.hexdigest()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(
+            [
+                WriteResult(index, piece.bytes, replace(piece, sha256=sha256, file_bytes=offset))
+                for index, piece in placed
+            ]
+        )
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commits: small files, then the manifest, in one atomic put."""
+        written = [result for rank in results for result in rank]
+        pieces = {result.index: result.storage_data for result in written}
+        files = {piece.file: {"bytes": piece.file_bytes, "sha256": piece.sha256} for piece in pieces.values()}
+        for name, content in self.extra.items():
+            path = f"{self.attempt}/{name}"
+            self.folder.put(path, content)
+            files[path] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        tensors = {name: _tensor_to_json(name, entry, pieces) for name, entry in metadata.state_dict_metadata.items()}
+        self.folder.put_json(
+            MANIFEST,
+            {
+                "format": FORMAT,
+                "attempt": self.attempt,
+                **self.header,
+                "fed": self.fed,
+                "files": files,
+                "tensors": tensors,
+            },
+        )
+
+
+class CheckpointReader(StorageReader):  # type: ignore[misc]
+    """Reads tensors of a checkpoint whose manifest is given."""
+
+    def __init__(self, folder: Folder, manifest: dict[str, Any]) -> None:
+        self.folder, self.manifest = folder, manifest
+        self.pieces: dict[MetadataIndex, Piece] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """One reader reads one checkpoint."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """The folder is given to the reader itself."""
+        return checkpoint_id is None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Sizes, types and pieces of all tensors, from the manifest's JSON."""
+        metadata = Metadata(state_dict_metadata={})
+        for name, entry in self.manifest["tensors"].items():
+            chunks = []
+            for chunk in entry["chunks"]:
+                offsets = torch.Size(chunk["offsets"])
+                chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk["sizes"])))
+                self.pieces[MetadataIndex(name, offsets)] = Piece(chunk["file"], chunk["offset"], chunk["bytes"])
+            properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
+            metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, torch.Size(entry["size"]), chunks)
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """All is in the manifest already."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """As planned."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """As planned."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
+        """Copies the pieces that this rank needs into its tensors."""
+        with tempfile.TemporaryDirectory() as scratch:
+            mapped: dict[str, mmap.mmap] = {}
+            for item in plan.items:
+                entry = self.manifest["tensors"][item.storage_index.fqn]
+                piece = self.pieces[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)]
+                if piece.file not in mapped:
+                    mapped[piece.file] = _map(self.folder, piece.file, Path(scratch))
+                chunk = next(c for c in entry["chunks"] if torch.Size(c["offsets"]) == item.storage_index.offset)
+                source = _tensor_of(mapped[piece.file], piece, getattr(torch, entry["dtype"]), chunk["sizes"])
+                for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    source = source.narrow(dimension, start, length)
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(source)
+                planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+def check_file(folder: Folder, name: str, stated: dict[str, Any]) -> str | None:
+    """What is wrong with a file of a checkpoint, or None: missing, of another size, of another hash."""
+    if not folder.exists(name):
+        return f"{name} is missing"
+    if folder.sha256(name) != stated["sha256"]:
+        return f"{name} differs from the manifest's SHA-256"
+    return None
+
+
+def _tensor_to_json(name: str, entry: Any, pieces: dict[MetadataIndex, Piece]) -> dict[str, Any]:
+    if not isinstance(entry, TensorStorageMetadata):
+        raise TypeError(f"{name} is no tensor: what a checkpoint holds besides tensors belongs into its header")
+    chunks = []
+    for chunk in entry.chunks:
+        piece = pieces[MetadataIndex(name, chunk.offsets)]
+        place = {"file": piece.file, "offset": piece.offset, "bytes": piece.bytes}
+        chunks.append({"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), **place})
+    dtype = str(entry.properties.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "size": list(entry.size), "chunks": chunks}
+
+
+def _bytes_of(tensor: Any) -> memoryview:
+    """A tensor's bytes, on the host, in row-major order."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+
+
+def _map(folder: Folder, name: str, scratch: Path) -> mmap.mmap:
+    path = folder.local / name if folder.local else scratch / hashlib.sha256(name.encode()).hexdigest()
+    if not folder.local:
+        folder.download(name, path)
+    with path.open("rb") as stream:
+        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def _tensor_of(mapped: mmap.mmap, piece: Piece, dtype: torch.dtype, sizes: list[int]) -> torch.Tensor:
+    if not piece.bytes:
+        return torch.empty(sizes, dtype=dtype)
+    raw = torch.frombuffer(mapped, dtype=torch.uint8, offset=piece.offset, count=piece.bytes)
+    # A piece may begin at any byte; a view of another type needs its own alignment.
+    return (raw.clone() if piece.offset % 16 else raw).view(dtype).reshape(sizes)
