@@ -51,6 +51,9 @@ class Observer:
     def on_step(self, step: int) -> None:
         """After each step, before anything waits for the device: do microseconds of work here."""
 
+    def on_pause(self, seconds: float) -> None:
+        """After seconds of the loop that were no training: a validation, waiting for a checkpoint."""
+
     def on_log(self, step: int, measured: dict[str, float]) -> None:
         """With the figures of an interval or of a validation, already the same on every worker."""
 

@@ -1,21 +1,19 @@
 """How fast a training goes: tokens a second, seconds a step, model FLOP/s utilisation, peak memory.
 
 The clock runs from the end of one step to the end of the next, waiting for data included. What is not training (validation,
-waiting for a checkpoint) is left out by wrapping it in `paused()`. The first step, which compiles and warms up, only starts
+waiting for a checkpoint) is told through `on_pause` and left out. The first step, which compiles and warms up, only starts
 the clock. The figures come from the host's clock alone: nothing here waits for the device, so single steps of a GPU run
 ahead of it, and only intervals that end with the loop's own wait (every logging step) are exact.
 
     throughput = Throughput()
-    with throughput.paused():
-        validate()
+    throughput.on_start(facts)
+    throughput.on_step(1); throughput.on_step(2); throughput.on_log(2, measured)
 """
 
 import random
 import resource
 import sys
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -48,14 +46,8 @@ class Throughput(Observer):
         self._run = run
         self._peak = peak_flops(run.device, run.precision)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Stops the clock for the block's duration, which is no training time."""
-        start = perf_counter()
-        try:
-            yield
-        finally:
-            self._paused += perf_counter() - start
+    def on_pause(self, seconds: float) -> None:
+        self._paused += seconds
 
     def on_step(self, step: int) -> None:
         now = perf_counter()

@@ -99,7 +99,7 @@ class Recorder:
     ) -> dict[str, Any]:
         """Ends the record: journal joined, MLflow caught up (in bounded time), `summary.json` written. The summary.
 
-        `status` is `finished`, `stopped` or `failed`; `summary` overrides what the senders gave; `artifacts` names files in
+        `status` is one of `STATUSES`; `summary` overrides what the senders gave; `artifacts` names files in
         the run's folder to log besides the usual ones. Raises ValueError for another status. A second call changes nothing
         but the summary.
         """

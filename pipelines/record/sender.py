@@ -23,7 +23,8 @@ Post = Callable[[str, list[Entry]], int]
 
 FIRST_DELAY_S = 0.05
 INTERVAL_S = 0.5
-LONGEST_BACKOFF_S = 10.0
+BACKOFF = 20
+"""Longest pause after errors, in intervals."""
 MOST_IN_A_POST = 5_000
 MOST_WAITING = 200_000
 """Entries kept for a recorder that does not answer, some 100 MB; beyond that the older metrics are thinned."""
@@ -35,10 +36,11 @@ class Sender:
     To `name` it adds random digits, so that a restarted process is not mistaken for the one before, whose numbers it reuses.
     """
 
-    def __init__(self, post: Post, name: str, most_waiting: int = MOST_WAITING) -> None:
+    def __init__(self, post: Post, name: str, most_waiting: int = MOST_WAITING, interval_s: float = INTERVAL_S) -> None:
         self.name = f"{name}.{secrets.token_hex(4)}"
         self._post = post
         self._most_waiting = most_waiting
+        self._interval_s = interval_s
         self._waiting: deque[Entry] = deque()
         self._sequence = itertools.count(1)
         self._changed = threading.Condition()  # never held while posting
@@ -97,20 +99,20 @@ class Sender:
         self._append({"kind": "event", "time": clock.time(), "step": None, "values": {"name": "thinned", "text": text}})
 
     def _deliver(self) -> None:
-        pause = FIRST_DELAY_S
+        pause = min(FIRST_DELAY_S, self._interval_s)
         while self._sleep(pause):
             with self._changed:
                 batch = list(itertools.islice(self._waiting, MOST_IN_A_POST))
             if not batch:
-                pause = INTERVAL_S
+                pause = self._interval_s
                 continue
             try:
                 acknowledged = self._post(self.name, batch)
             except Exception:  # noqa: BLE001
                 # Whatever the way to the recorder does (a dead actor, a timeout), the training goes on and we try again.
-                pause = min(LONGEST_BACKOFF_S, 2 * max(pause, INTERVAL_S))
+                pause = min(BACKOFF * self._interval_s, 2 * max(pause, self._interval_s))
                 continue
-            pause = INTERVAL_S
+            pause = self._interval_s
             with self._changed:
                 while self._waiting and self._waiting[0]["sequence"] <= acknowledged:
                     self._waiting.popleft()
@@ -124,5 +126,5 @@ class Sender:
                 self._changed.wait_for(lambda: self._put_any or self._closed)
             self._changed.wait_for(lambda: self._hurry or self._closed, pause)
             if self._hurry and not self._closed:
-                self._changed.wait_for(lambda: self._closed, FIRST_DELAY_S)
+                self._changed.wait_for(lambda: self._closed, min(FIRST_DELAY_S, self._interval_s))
             return not self._closed

@@ -30,8 +30,18 @@ SUMMARY_KEYS = (
     "mlflow_run_id",
 )
 
-STATUSES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+STATUSES = {
+    "finished": "FINISHED",
+    "done": "FINISHED",
+    "stopped_early": "FINISHED",
+    "out_of_time": "KILLED",
+    "stopped": "KILLED",
+    "failed": "FAILED",
+}
 """How a run can end, and what MLflow calls it."""
+
+COUNTS = frozenset({"steps", "samples_seen", "tokens_seen", "peak_memory_bytes", "resumed_from"})
+"""Whole numbers, which the loop measures as floats like all else."""
 
 
 def build_summary(run: str, status: str, newest: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
@@ -42,4 +52,9 @@ def build_summary(run: str, status: str, newest: dict[str, Any], given: dict[str
     if status not in STATUSES:
         raise ValueError(f"status is {status!r}: it must be one of {', '.join(STATUSES)}")
     summary = {key: newest.get(key) for key in SUMMARY_KEYS} | {"metrics": {}} | given
-    return dict(plain(summary | {"run": run, "status": status}))
+    summary |= {"run": run, "status": status}
+    return {key: _whole(value) if key in COUNTS else plain(value) for key, value in summary.items()}
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else plain(value)

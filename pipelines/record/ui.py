@@ -37,8 +37,10 @@ def main(arguments: list[str] | None = None) -> int:
     server = start_server(database(storage), given.port)
     try:
         if not await_server(server, given.port, ended):
+            if ended.is_set():
+                return 0
             print(f"MLflow did not start on port {given.port}; is the port taken? Try another --port", file=sys.stderr)
-            return 0 if ended.is_set() else 1
+            return 1
         print(newest_run(storage, given.port), flush=True)
         while not ended.wait(0.5):
             if server.poll() is not None:
@@ -66,7 +68,8 @@ def start_server(uri: str, port: int) -> "subprocess.Popen[bytes]":
     command += ["--workers", "1", "--default-artifact-root", artifact_place(uri) or "mlartifacts"]
     # Its job runner would start nine processes of 230 MB for features that runs have no use for.
     environment = os.environ | ENVIRONMENT | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    return subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL)
+    quiet = subprocess.DEVNULL  # the server says much of itself, and nothing that helps here
+    return subprocess.Popen(command, env=environment, start_new_session=True, stdout=quiet, stderr=quiet)
 
 
 def await_server(server: "subprocess.Popen[bytes]", port: int, ended: threading.Event) -> bool:

@@ -10,6 +10,7 @@ from pipelines.files import Folder
 
 SAMPLE_LINES = 12
 LINE = 100
+WELL = ("finished", "done", "stopped_early")
 
 
 def closing_screen(
@@ -40,9 +41,7 @@ def _last_lines(summary: dict[str, Any], run_folder: Folder, link: str | None, n
         tracking = f"python -m pipelines.record.ui --storage {storage}" + (f"   then {link}" if link else "")
     if not next_job:
         again = f"python ray_jobs/train.py {place}"
-        next_job = (
-            f"python ray_jobs/generate.py {place}" if summary.get("status") == "finished" else f"{again}   (resumes it)"
-        )
+        next_job = f"python ray_jobs/generate.py {place}" if summary.get("status") in WELL else f"{again}   (resumes it)"
     return [f"results  {run_folder}", f"mlflow   {tracking}", f"next     {next_job}"]
 
 

@@ -1,0 +1,87 @@
+"""What tests of the record share: one storage with one database a session, since MLflow takes seconds to make its tables."""
+
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from multiprocessing.managers import BaseManager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from pipelines.config.run import Record
+from pipelines.files import Folder
+from pipelines.record import Recorder
+from pipelines.record.mlflow_log import database
+
+MakeRecorder = Callable[..., Recorder]
+
+
+class RecorderProcess(BaseManager):
+    """A recorder in a process of its own, as under Ray: `start()`, then `Recorder(...)` makes a proxy."""
+
+
+RecorderProcess.register("Recorder", Recorder)
+
+
+@pytest.fixture(scope="session")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """A local storage with MLflow's database, shared by the session."""
+    return Folder(str(tmp_path_factory.mktemp("runs")))
+
+
+@pytest.fixture
+def folder(storage: Folder) -> Folder:
+    """A run's folder of its own in the shared storage."""
+    return storage / f"run-{uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def record(storage: Folder, folder: Folder) -> MakeRecorder:
+    """Makes a recorder of the test's run; by default without MLflow."""
+
+    def make(attempt: str = "a1", settings: Record | None = None, **changes: Any) -> Recorder:
+        given = {"parameters": {}, "tags": {}, "total_steps": 100} | changes
+        chosen = settings or Record(mlflow=False)
+        return Recorder(folder, folder.uri.rpartition("/")[2], attempt, chosen, storage, **given)
+
+    return make
+
+
+@pytest.fixture
+def process() -> Iterator[Callable[[], RecorderProcess]]:
+    """Starts processes that can hold a recorder; all are ended after the test."""
+    started = []
+
+    def start() -> RecorderProcess:
+        manager = RecorderProcess(ctx=get_context("spawn"))
+        manager.start()
+        started.append(manager)
+        return manager
+
+    yield start
+    for manager in started:
+        manager.shutdown()
+
+
+def history(storage: Folder, run_id: str, key: str) -> list[tuple[int, float, int]]:
+    """A metric's points in the storage's database: step, value, time in milliseconds; in order of time."""
+    from mlflow import MlflowClient
+
+    points = MlflowClient(database(storage)).get_metric_history(run_id, key)
+    return sorted(((point.step, point.value, point.timestamp) for point in points), key=lambda point: (point[2], point[0]))
+
+
+def only_run(storage: Folder, name: str) -> Any:
+    """The one MLflow run of that name; there must be no second."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(database(storage))
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    (run,) = client.search_runs(experiments, f"attributes.run_name = '{name}'")
+    return run
+
+
+def lines(folder: Folder) -> list[str]:
+    """Lines of the joined journal."""
+    return (Path(folder.uri) / "metrics.jsonl").read_text().splitlines()

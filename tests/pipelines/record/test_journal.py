@@ -1,0 +1,95 @@
+"""The journal: what is written is what is read, in strict JSON, whatever the values are."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelines.files import Folder
+from pipelines.record.journal import Journal, encode, join, plain, read_entries, readable, segments
+
+
+def entry(sequence: int, kind: str = "metrics", time: float = 1.0, attempt: str = "a1", **values: Any) -> dict[str, Any]:
+    """An entry as the recorder writes it."""
+    return {
+        "attempt": attempt,
+        "sender": "rank0",
+        "sequence": sequence,
+        "kind": kind,
+        "time": time,
+        "step": sequence,
+        "values": values,
+    }
+
+
+def refuse(constant: str) -> None:
+    """What a strict reader of JSON does with NaN and infinity."""
+    raise ValueError(constant)
+
+
+@given(st.dictionaries(st.text(), st.floats() | st.integers() | st.text() | st.none() | st.lists(st.floats())))
+def test_a_line_is_strict_json_and_keeps_every_number(values: dict[str, Any]) -> None:
+    line = encode({"values": values})
+    assert line.count("\n") == 1
+    read = json.loads(line, parse_constant=refuse)["values"]
+    for key, value in values.items():
+        if isinstance(value, float):
+            assert float(read[key]) == value or (math.isnan(value) and math.isnan(float(read[key])))
+        elif not isinstance(value, list):
+            assert read[key] == value
+
+
+def test_numbers_of_numpy_and_torch_become_numbers() -> None:
+    assert plain({"a": np.float32(0.5), "b": torch.tensor(2), "c": Path("x"), "d": float("-inf")}) == {
+        "a": 0.5,
+        "b": 2,
+        "c": "x",
+        "d": "-Infinity",
+    }
+    assert plain(torch.zeros(3)) == str(torch.zeros(3))
+
+
+def test_segments_are_numbered_on_after_a_restart(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    assert Journal(folder, "a1").append([entry(1)]).name == "a1-000001.jsonl"
+    again = Journal(folder, "a1")
+    assert [line["sequence"] for line in again.entries()] == [1]
+    assert again.append([entry(2)]).number == 2
+    assert Journal(folder, "a1-b").append([entry(1, attempt="a1-b")]).attempt == "a1-b"
+    assert [segment.name for segment in segments(folder)] == ["a1-000001.jsonl", "a1-000002.jsonl", "a1-b-000001.jsonl"]
+
+
+def test_attempts_are_joined_in_the_order_in_which_they_began(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    Journal(folder, "zz").append([entry(1, time=1.0, attempt="zz"), entry(2, time=9.0, attempt="zz")])
+    Journal(folder, "aa").append([entry(1, time=5.0, attempt="aa")])
+    assert [(line["attempt"], line["sequence"]) for line in join(folder)] == [("zz", 1), ("zz", 2), ("aa", 1)]
+    (folder / "journal").remove()
+    assert [line["attempt"] for line in read_entries(folder)] == ["zz", "zz", "aa"]  # from metrics.jsonl
+
+
+def test_a_run_without_a_journal_has_no_entries(tmp_path: Path) -> None:
+    assert read_entries(Folder(str(tmp_path / "nothing"))) == []
+
+
+def test_on_an_object_store_the_journal_is_the_same() -> None:
+    folder = Folder("memory://bucket/run")
+    Journal(folder, "a1").append([entry(1), entry(2)])
+    Journal(folder, "a1").append([entry(3)])
+    assert [line["sequence"] for line in join(folder)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "shown"),
+    [("metrics", {"train_loss": 2.34567891}, "train_loss 2.34568"), ("error", {"text": "ValueError: no"}, "ValueError: no")],
+)
+def test_readable_lines_say_what_happened(kind: str, values: dict[str, Any], shown: str) -> None:
+    (line,) = readable([entry(7, kind, **values), entry(8, "system", cpu=3.0)])
+    assert shown in line
+    assert "step 7" in line

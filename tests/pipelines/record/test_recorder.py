@@ -1,0 +1,223 @@
+"""The recorder on a real disk, a real SQLite MLflow and real processes that are really killed."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.config.run import Record
+from pipelines.files import Folder
+from pipelines.record import SUMMARY_KEYS, Recorder, Sender, read_entries
+from pipelines.record.mlflow_log import metric_name, public
+from tests.pipelines.record.conftest import MakeRecorder, RecorderProcess, history, lines, only_run
+
+
+def steps(sender: Sender, count: int, first: int = 1) -> None:
+    """Puts a measurement for each of `count` steps."""
+    for step in range(first, first + count):
+        sender.put("metrics", {"train_loss": 10 / step, "tokens_per_second": 1000.0}, step=step, time=1e9 + step / 8)
+
+
+def test_the_summary_has_every_key_even_where_nothing_was_measured(record: MakeRecorder, folder: Folder) -> None:
+    summary = record().finish("failed")
+    assert folder.read_json("summary.json") == summary
+    assert set(summary) == set(SUMMARY_KEYS)
+    assert summary["status"] == "failed"
+    assert [key for key in SUMMARY_KEYS if summary[key] is not None] == ["run", "status", "metrics"]
+
+
+def test_the_summary_takes_what_the_loop_gave_and_else_the_newest_measurement(record: MakeRecorder, folder: Folder) -> None:
+    recorder = record()
+    sender = Sender(recorder.receive, "rank0")
+    steps(sender, 5)
+    sender.put("metrics", {"val_loss": float("nan"), "tokens_seen": 640.0}, step=5)
+    sender.put("summary", {"tokens_per_second": 900.0, "metrics": {"perplexity": 7.4}})
+    assert sender.close()
+    summary = recorder.finish("finished", {"resumed_from": 3})
+    assert summary["train_loss"] == 2.0
+    assert summary["tokens_per_second"] == 900.0
+    assert summary["steps"] == 5
+    assert summary["tokens_seen"] == 640
+    assert isinstance(summary["tokens_seen"], int)
+    assert summary["resumed_from"] == 3
+    assert summary["val_loss"] == "NaN"
+    json.loads((Path(folder.uri) / "summary.json").read_text(), parse_constant=lambda constant: pytest.fail(constant))
+
+
+def test_an_unknown_status_is_refused(record: MakeRecorder) -> None:
+    with pytest.raises(ValueError, match="finished"):
+        record().finish("perhaps")
+
+
+def test_the_state_shows_phase_then_figures_and_time_left(record: MakeRecorder) -> None:
+    recorder = record()
+
+    def post(sequence: int, kind: str, step: int | None = None, **values: Any) -> None:
+        given = {"sequence": sequence, "kind": kind, "time": float(step or 0), "step": step, "values": values}
+        recorder.receive("driver", [given])
+
+    post(1, "event", name="phase", text="starting workers ...")
+    assert recorder.state()["phase"] == "starting workers ..."
+    post(2, "metrics", 10, train_loss=3.0)
+    post(3, "metrics", 20, train_loss=2.0, val_loss=2.5)
+    state = recorder.state()
+    assert (state["phase"], state["step"], state["loss"], state["val_loss"]) == (None, 20, 2.0, 2.5)
+    assert state["eta"] == pytest.approx(80.0)  # 80 steps at one a second
+    recorder.finish("finished")
+
+
+def test_entries_that_cannot_be_read_are_said_and_harm_nobody(record: MakeRecorder, folder: Folder) -> None:
+    recorder = record()
+    broken: list[dict[str, Any]] = [
+        {},
+        {"sequence": "x"},
+        {"sequence": 1, "kind": "metrics", "values": None, "step": 1, "time": 0},
+    ]
+    recorder.receive("rank0", broken)
+    recorder.receive("rank1", [{"sequence": 1, "kind": "metrics", "values": {"train_loss": 1.0}, "step": 1, "time": 0.0}])
+    assert "cannot be read" in " ".join(recorder.state()["warnings"])
+    recorder.finish("finished")
+    assert [entry["values"] for entry in read_entries(folder) if entry["sender"] == "rank1"] == [{"train_loss": 1.0}]
+
+
+def test_a_storage_that_fails_for_a_while_loses_nothing(record: MakeRecorder, folder: Folder) -> None:
+    recorder = record()
+    Path(folder.uri).mkdir(parents=True, exist_ok=True)
+    in_the_way = Path(folder.uri) / "journal"
+    in_the_way.write_text("a file where the folder should be")
+    sender = Sender(recorder.receive, "rank0")
+    steps(sender, 20)
+    sender.put("error", {"text": "urgent"})
+    assert not sender.flush(0.5)
+    assert "could not be written" in recorder.state()["warnings"][0]
+    in_the_way.unlink()
+    assert sender.close(5.0)
+    recorder.finish("finished")
+    assert [entry["sequence"] for entry in read_entries(folder)] == list(range(1, 22))
+
+
+def test_mlflow_gets_points_with_their_own_times_and_shows_what_broke(
+    record: MakeRecorder, folder: Folder, storage: Folder
+) -> None:
+    parameters = {"train.steps": 100, "optimizer.betas": (0.9, 0.99)}
+    recorder = record(settings=Record(), parameters=parameters, tags={"team": "us"})
+    sender = Sender(recorder.receive, "rank0")
+    steps(sender, 30)
+    sender.put("metrics", {"train_loss": float("inf"), "bad key!*": float("nan"), "word": "no number"}, step=31)
+    sender.put("tags", {"model": "small"})
+    sender.put("artifact", {"name": "profiles/note.txt"})
+    folder.put("profiles/note.txt", "text")
+    folder.put("config.yaml", "train: {}")
+    assert sender.close()
+    summary = recorder.finish("done")
+    run = only_run(storage, folder.uri.rpartition("/")[2])
+    assert summary["mlflow_run_id"] == run.info.run_id
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"train.steps": "100", "optimizer.betas": "(0.9, 0.99)"}
+    assert (run.data.tags["team"], run.data.tags["model"]) == ("us", "small")
+    points = history(storage, run.info.run_id, "train_loss")
+    assert [(step, stamp) for step, _, stamp in points[:30]] == [(i, round((1e9 + i / 8) * 1000)) for i in range(1, 31)]
+    assert points[30][1] != points[30][1]  # infinity is seen as NaN, not as 1.8e308
+    assert len(history(storage, run.info.run_id, "bad key__")) == 1
+    assert any("`word`" in warning for warning in recorder.state()["warnings"])
+    placed = Path(storage.uri) / "mlartifacts" / run.info.run_id / "artifacts"
+    assert (placed / "profiles" / "note.txt").exists()
+    assert {"config.yaml", "summary.json", "log.txt"} <= {path.name for path in placed.iterdir()}
+    assert run.info.run_id in str(recorder.state()["mlflow"])
+
+
+def test_a_resumed_run_goes_on_in_its_mlflow_run(record: MakeRecorder, folder: Folder, storage: Folder) -> None:
+    ids = []
+    for attempt, first, workers in (("a1", 1, 1), ("a2", 6, 2)):
+        recorder = record(attempt, Record(), parameters={"workers": workers, "seed": 0})
+        sender = Sender(recorder.receive, "rank0")
+        steps(sender, 10, first)
+        assert sender.close()
+        ids.append(recorder.finish("stopped" if attempt == "a1" else "finished")["mlflow_run_id"])
+    run = only_run(storage, folder.uri.rpartition("/")[2])
+    assert ids == [run.info.run_id] * 2
+    assert (run.data.params["workers"], run.data.tags["resumed.workers"]) == ("1", "2")
+    # Steps 6 to 10 were trained twice with the same values and times here, which MLflow keeps once; the journal keeps both.
+    assert [step for step, _, _ in history(storage, run.info.run_id, "train_loss")] == list(range(1, 16))
+    entries = [json.loads(line) for line in lines(folder)]
+    assert [(entry["attempt"], entry["step"]) for entry in entries] == [("a1", i) for i in range(1, 11)] + [
+        ("a2", i) for i in range(6, 16)
+    ]
+
+
+def test_a_killed_recorder_is_replaced_without_loss_or_duplicate(
+    folder: Folder, storage: Folder, process: Callable[[], RecorderProcess]
+) -> None:
+    name = folder.uri.rpartition("/")[2]
+    arguments = (folder, name, "a1", Record(), storage, {}, {}, 60)
+    first, second = process(), process()
+    proxies = [first.Recorder(*arguments)]  # type: ignore[attr-defined]
+    sender = Sender(lambda name, entries: proxies[-1].receive(name, entries), "rank0", interval_s=0.05)
+    steps(sender, 30)
+    deadline = time.monotonic() + 20
+    while not folder.exists("mlflow.json") or not folder.read_json("mlflow.json")["logged"]:
+        assert time.monotonic() < deadline, "the first recorder logged nothing"
+        time.sleep(0.05)
+    steps(sender, 10, first=31)
+    time.sleep(0.2)  # received, and with luck not yet written
+    os.kill(first._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    steps(sender, 10, first=41)
+    proxies.append(second.Recorder(*arguments))  # type: ignore[attr-defined]
+    steps(sender, 10, first=51)
+    assert sender.close(20.0)
+    summary = proxies[-1].finish("finished")
+    assert summary["train_loss"] == pytest.approx(10 / 60)
+    assert [json.loads(line)["sequence"] for line in lines(folder)] == list(range(1, 61))
+    points = history(storage, only_run(storage, name).info.run_id, "train_loss")
+    assert [step for step, _, _ in points] == list(range(1, 61))
+
+
+def _record_one(storage: Folder, name: str) -> None:
+    recorder = Recorder(storage / name, name, "a1", Record(), storage, {}, {})
+    sender = Sender(recorder.receive, "rank0")
+    steps(sender, 3)
+    sender.close()
+    recorder.finish("finished")
+    print(recorder.state()["warnings"])
+
+
+def test_two_runs_may_open_a_fresh_database_at_once(tmp_path: Path) -> None:
+    storage = Folder(str(tmp_path / "fresh"))
+    names = ("left", "right")
+    workers = [get_context("spawn").Process(target=_record_one, args=(storage, name)) for name in names]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    for name in names:
+        run = only_run(storage, name)
+        assert run.info.status == "FINISHED"
+        assert len(history(storage, run.info.run_id, "train_loss")) == 3
+    assert only_run(storage, "left").info.experiment_id == only_run(storage, "right").info.experiment_id
+
+
+def test_a_remote_storage_without_a_server_says_that_mlflow_is_off() -> None:
+    storage = Folder("memory://bucket/runs")
+    recorder = Recorder(storage / "r", "r", "a1", Record(), storage, {}, {})
+    assert "record.mlflow_uri" in recorder.state()["warnings"][0]
+    assert recorder.finish("finished")["mlflow_run_id"] is None
+    assert (storage / "r").exists("summary.json")
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [("a/b.c-d_e", "a/b.c-d_e"), ("bad key!*", "bad key__"), ("../up//x", "up/x"), ("/", "unnamed"), ("é:x", "__x")],
+)
+def test_metric_names_become_what_mlflow_takes(given: str, taken: str) -> None:
+    assert metric_name(given) == taken
+
+
+def test_credentials_are_not_written_down() -> None:
+    assert public("https://user:secret@host:5000/path") == "https://host:5000/path"
+    assert public("sqlite:////tmp/a@b/mlflow.db") == "sqlite:////tmp/a@b/mlflow.db"
