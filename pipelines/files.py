@@ -41,7 +41,8 @@ def filesystem(uri: str) -> "tuple[FileSystem, str]":
     if "://" not in uri:
         return LocalFileSystem(), uri
     try:
-        return FileSystem.from_uri(uri)
+        known: tuple[FileSystem, str] = FileSystem.from_uri(uri)
+        return known
     except ArrowInvalid:
         from fsspec.core import url_to_fs
 

@@ -29,11 +29,11 @@ _BLOCK_BYTES = 8 << 20
 Result = TypeVar("Result")
 
 
-class _Parts(Datasource):  # type: ignore[misc]
+class _Parts(Datasource):
     """A read task a part."""
 
     def __init__(self, job: Job, parts: list[Part]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._job, self._parts = job, parts
 
     def estimate_inmemory_data_size(self) -> int:
@@ -49,7 +49,7 @@ class _Parts(Datasource):  # type: ignore[misc]
         return [task(part) for part in self._parts]
 
 
-class _Shards(Datasink[dict[str, Any]]):  # type: ignore[misc]
+class _Shards(Datasink[dict[str, Any]]):
     """Writes the shards of the part whose tables a task has."""
 
     def __init__(self, job: Job) -> None:
@@ -126,7 +126,7 @@ def _inner(error: BaseException | None) -> ValueError | None:
 
     seen = set()
     while error is not None and id(error) not in seen:
-        if type(error) in (DataError, SettingError):
+        if isinstance(error, ValueError) and type(error) in (DataError, SettingError):
             return error
         seen.add(id(error))
         error = getattr(error, "cause", None) or error.__cause__

@@ -43,7 +43,8 @@ class _Meter:
 
     def read(self) -> str:
         """The state as a line."""
-        found = [size for name, size in self._bytes.items() if name in set(self._records.names())]
+        records = set(self._records.names())
+        found = [size for name, size in self._bytes.items() if name in records]
         self.done = sum(found)
         speed = self.done / max(time.monotonic() - self._start, 1e-9)
         left = f", {(self.total - self.done) / speed:.0f} s left" if speed else ""

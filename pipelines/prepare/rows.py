@@ -205,7 +205,7 @@ class ParquetReader:
     def slices(self, file: File, target: int) -> list[Slice]:
         """A slice a row group, with the bytes of the column's uncompressed values."""
         found, first = [], 0
-        with _parquet(file, self.column) as table:
+        with _Parquet(file, self.column) as table:
             for number in range(table.num_row_groups):
                 group = table.metadata.row_group(number)
                 leaves = (group.column(leaf) for leaf in range(group.num_columns))
@@ -216,7 +216,7 @@ class ParquetReader:
 
     def measure(self, piece: Slice) -> int:
         """Rows in the file."""
-        with _parquet(file := piece.file, self.column) as table, faults_of(file.uri):
+        with _Parquet(file := piece.file, self.column) as table, faults_of(file.uri):
             return int(table.metadata.num_rows)
 
     def seam(self, file: File, offset: int) -> int:
@@ -226,7 +226,7 @@ class ParquetReader:
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
         """The documents of the rows in the slice."""
         uri, stop = piece.file.uri, piece.stop or 0
-        with _parquet(piece.file, self.column) as table:
+        with _Parquet(piece.file, self.column) as table:
             if table.metadata.num_rows == 0:
                 raise Faulty(Fault(uri, "is empty"))
             row = 0
@@ -251,7 +251,7 @@ def _values(table: Any, group: int, column: str, row: int, uri: str) -> Iterator
         row += len(values)
 
 
-class _parquet:  # noqa: N801  (a context manager, used like a function)
+class _Parquet:
     """An open Parquet file that has the column. Raises Faulty."""
 
     def __init__(self, file: File, column: str) -> None:

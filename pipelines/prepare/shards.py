@@ -28,7 +28,7 @@ class ShardWriter:
 
     def __init__(self, id_type: pa.DataType) -> None:
         self._id_type = id_type
-        self._ids = tempfile.TemporaryFile()
+        self._ids: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed by finish)
         self._mask: IO[bytes] | None = None
         self._tokens = 0
         self._offsets: list[int] = []
@@ -60,7 +60,7 @@ class ShardWriter:
 
     def _add_mask(self, masks: pa.Array, lengths: list[int]) -> None:
         if self._mask is None:
-            self._mask = tempfile.TemporaryFile()
+            self._mask = tempfile.TemporaryFile()  # noqa: SIM115  (closed by finish)
             np.ones(self._tokens, np.uint8).tofile(self._mask)
         for mask, length in zip(masks, lengths, strict=True):
             values = mask.values.to_numpy() if mask.is_valid else np.ones(length, np.uint8)
@@ -134,6 +134,6 @@ def _sha256(path: Path) -> str:
 def same_file(folder: Folder, shard: dict[str, Any]) -> bool:
     """Whether a shard of an interrupted preparation is there as it was written."""
     try:
-        return folder.sha256(shard["file"]) == shard["sha256"]
+        return folder.sha256(shard["file"]) == str(shard["sha256"])
     except OSError:
         return False

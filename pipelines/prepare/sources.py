@@ -76,7 +76,9 @@ def open_source(data: Data, name: str) -> Source:
 def _reader(kind: str, data: Data) -> Reader:
     if kind == "text":
         return TextReader(skip=data.on_error == "skip")
-    return {"json": JsonReader, "csv": CsvReader, "parquet": ParquetReader}[kind](data.column)
+    if kind == "json":
+        return JsonReader(data.column)
+    return CsvReader(data.column) if kind == "csv" else ParquetReader(data.column)
 
 
 def _kind(name: str) -> str:
