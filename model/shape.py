@@ -1,6 +1,8 @@
-"""What a decoder must be told of itself; `pipelines.config.Model` has all of it, so the model needs no import from there.
+"""What a decoder must be told of itself, and what follows from it without building one.
 
-    def build(shape: DecoderShape) -> Decoder: ...            # any object with these attributes will do
+`pipelines.config.Model` has all of these attributes, so the model needs no import from there.
+
+    count_parameters(Model(width=768, layers=12, heads=12), vocabulary_size=50257)
 """
 
 from typing import Literal, Protocol
@@ -31,3 +33,24 @@ class DecoderShape(Protocol):
     def rope_theta(self) -> float: ...  # noqa: D102
     @property
     def linear(self) -> str: ...  # noqa: D102
+
+
+def hidden_width(shape: DecoderShape) -> int:
+    """The feed-forward's width: as set, else 4 C (gpt2) or 8/3 C rounded up to a multiple of 64 (llama)."""
+    if shape.feed_forward:
+        return shape.feed_forward
+    return 4 * shape.width if shape.flavour == "gpt2" else -(-8 * shape.width // (3 * 64)) * 64
+
+
+def count_parameters(shape: DecoderShape, vocabulary_size: int) -> int:
+    """Parameters of the decoder, tied ones once, without building it."""
+    width, hidden, layers = shape.width, hidden_width(shape), shape.layers
+    grouped = 2 * (shape.kv_heads or shape.heads) * (width // shape.heads)
+    attention = width * (width + grouped) + width * width
+    embedding = vocabulary_size * width
+    if shape.flavour == "llama":
+        return layers * (attention + 3 * width * hidden + 2 * width) + width + 2 * embedding
+    biases = (width + grouped) + width + hidden + width + 2 * width if shape.bias else 0
+    norms = 2 * width
+    final = 2 * width if shape.bias else width
+    return layers * (attention + 2 * width * hidden + norms + biases) + final + embedding + shape.context * width

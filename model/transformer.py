@@ -16,7 +16,7 @@ from model.attention import Attention, LayerCache, Rotation, rotation_table
 from model.feed_forward import GELU, SwiGLU
 from model.linear import Linear, linear, use_onednn
 from model.norm import LayerNorm, RMSNorm
-from model.shape import DecoderShape
+from model.shape import DecoderShape, hidden_width
 
 
 class Block(nn.Module):
@@ -111,13 +111,6 @@ class Decoder(nn.Module):
         matrices -= self.positions.weight.numel() if self.positions is not None else 0
         head = self.vocabulary_size * self.shape.width if self.head is None else 0
         return 6.0 * (matrices + head) + 12.0 * self.shape.layers * self.shape.width * self.shape.context
-
-
-def hidden_width(shape: DecoderShape) -> int:
-    """The feed-forward's width: as set, else 4 C (gpt2) or 8/3 C rounded up to a multiple of 64 (llama)."""
-    if shape.feed_forward:
-        return shape.feed_forward
-    return 4 * shape.width if shape.flavour == "gpt2" else -(-8 * shape.width // (3 * 64)) * 64
 
 
 def _norm(shape: DecoderShape) -> nn.Module:

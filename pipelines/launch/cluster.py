@@ -1,0 +1,70 @@
+"""The Ray cluster of a job: a local one that lives as long as the job, or a running one that the job joins.
+
+    with cluster(config.launch):                              # ray.init ... ray.shutdown
+        ...
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipelines.config import Launch
+
+QUIET = {
+    # Each worker's print would otherwise come twice, and usage statistics need a network.
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Where `uv` is on the path, Ray would set up its environments in workers.
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+}
+
+
+class NoCluster(RuntimeError):
+    """The Ray cluster that was asked for cannot be joined or started."""
+
+
+@contextmanager
+def cluster(settings: Launch) -> Iterator[None]:
+    """Joins or starts Ray for the block. Raises NoCluster, with what to try."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    address = settings.address or os.environ.get("RAY_ADDRESS")
+    if address and "RAY_AUTH_MODE" not in os.environ and (Path.home() / ".ray" / "auth_token").exists():
+        # Clusters started on this machine ask for the token; a driver that does not send it waits 20 s and then fails.
+        os.environ["RAY_AUTH_MODE"] = "token"
+    import ray
+
+    try:
+        if address:
+            ray.init(address=address, logging_level="ERROR", log_to_driver=False)
+        else:
+            ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False, runtime_env=None)
+    except Exception as error:  # ray.init raises ConnectionError, RuntimeError, ValueError, grpc's own, ...
+        where = f"joined at {address} (launch.address)" if address else "started on this machine"
+        raise NoCluster(
+            f"no Ray cluster could be {where}: {error}\n  try `ray status`; with token authentication the driver needs "
+            "RAY_AUTH_MODE=token and the cluster's token; or run without Ray: --launch inline"
+        ) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def joined(settings: Launch) -> bool:
+    """Whether the cluster outlives the job."""
+    return bool(settings.address or os.environ.get("RAY_ADDRESS"))
+
+
+def on_a_worker(function: Callable[[], str]) -> str:
+    """Runs a function in a worker process, on another node than this one where there is one."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = ray.get_runtime_context().get_node_id()
+    others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+    strategy = NodeAffinitySchedulingStrategy(others[0] if others else here, soft=True)
+    task = ray.remote(num_cpus=0, scheduling_strategy=strategy)(function.__call__)
+    return str(ray.get(task.remote()))

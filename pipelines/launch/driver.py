@@ -1,0 +1,271 @@
+"""A training job from its settings to its exit code.
+
+    sys.exit(run_training(parse(Config, sys.argv[1:], program="train.py")))
+
+Cheap things come first: whose run it is, whether anything is left to do, whether the settings may change. Then Ray, the
+preflight, the data, the training; at the end the record is closed whatever happened, and the last screen says where to look.
+"""
+
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from pipelines.config import Config, SettingError
+from pipelines.config.parse import Parsed
+from pipelines.files import Folder
+from pipelines.launch.cluster import NoCluster, cluster, joined, on_a_worker
+from pipelines.launch.failure import failure_screen
+from pipelines.launch.job import Job
+from pipelines.launch.owner import Owned, Ownership
+from pipelines.launch.preflight import failing, preflight
+from pipelines.launch.resources import Resources, Share, resolve
+from pipelines.launch.resume import Earlier, completed, read_earlier, refuse_changes, write_settings
+from pipelines.observers import Progress
+from pipelines.prepare.faults import DataError
+from pipelines.prepare.prepare import Prepared, prepare
+from pipelines.record import describe_environment, read_entries
+from pipelines.report import closing_screen, curve_picture, loss_points, text_curve
+from pipelines.tasks import build_task
+
+DONE, FAILED, WRONG_SETTINGS, CANNOT_RUN = range(4)
+"""Exit codes of every job."""
+POLL_S = 0.5
+
+
+class CannotRun(RuntimeError):
+    """The cluster cannot run this configuration; the message has a line for each check that failed."""
+
+
+def run_training(parsed: Parsed[Config], started_at: float | None = None) -> int:
+    """Trains, or resumes, or says that there is nothing to do; returns the exit code and raises nothing a user can cause."""
+    try:
+        config, storage = locate(parsed)
+        return _run(config, storage, started_at or time.time())
+    except (SettingError, DataError, Owned) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG_SETTINGS
+    except (NoCluster, CannotRun) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return CANNOT_RUN
+
+
+def locate(parsed: Parsed[Config]) -> tuple[Config, Folder]:
+    """The settings with the run's name and absolute places, and the storage.
+
+    Inside a submitted job the working directory is a temporary package, so relative places go to $RAYSTRIDE_STORAGE or
+    ~/raystride on the head.
+    """
+    config = parsed.settings
+    in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+    base = os.environ.get("RAYSTRIDE_STORAGE") or (os.path.expanduser("~/raystride") if in_job else None)
+    storage = Folder.at(config.storage, base)
+    return replace(config, storage=storage.uri, run=config.run or config.default_run(parsed.preset)), storage
+
+
+def _run(config: Config, storage: Folder, started_at: float) -> int:
+    assert config.run
+    folder = storage / config.run
+    print(f"run {config.run} in {storage}", flush=True)
+    earlier = read_earlier(folder)
+    if earlier:
+        refuse_changes(earlier, config)
+        if reached := completed(earlier, config):
+            _say_complete(folder, config, reached, earlier)
+            return DONE
+    attempt = time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(2)
+    inline = config.launch.mode == "inline"
+    with Ownership.take(folder, attempt), nullcontext() if inline else cluster(config.launch):
+        there = Resources.of_this_machine() if inline else Resources.of_cluster()
+        share = resolve(config, there)
+        probe = on_a_worker if not inline and joined(config.launch) else None
+        checks = preflight(config, share, there, storage, config.tokenizer.vocabulary_size, probe)
+        if problems := list(failing(checks)):
+            raise CannotRun("this cluster cannot run it:\n" + "\n".join(problems))
+        prepared = prepare(config, storage, build_task(config), on_ray=not inline)
+        _check_samples(config, prepared)
+        if earlier:
+            refuse_changes(earlier, config, prepared.manifest.fingerprint)
+        environment = describe_environment() | {"attempt": attempt, "data": prepared.manifest.fingerprint}
+        write_settings(folder, attempt, config, environment)
+        job = Job(
+            config=config,
+            run=config.run,
+            attempt=attempt,
+            folder=folder,
+            prepared=prepared.folder,
+            device=share.device,
+            threads=share.threads,
+            facts=_facts(environment, share),
+            started_at=started_at,
+        )
+        return _train(job, share, storage, _tags(environment, share))
+
+
+def _say_complete(folder: Folder, config: Config, reached: str, earlier: Earlier) -> None:
+    print(f"this run is complete ({reached}). To train it further, give more steps or epochs, for instance")
+    print(f"  --run {config.run} --train.steps {2 * max(1, (earlier.summary or {}).get('steps') or config.train.steps)}")
+    print("and to train another one, another name (--run NAME) or other settings")
+    print(closing_screen(earlier.summary or {}, folder))
+
+
+def _check_samples(config: Config, prepared: Prepared) -> None:
+    """Refuses data that does not fill one sample."""
+    task = build_task(config)
+    for split in ("train", "validation"):
+        tokens = prepared.manifest.tokens(split)
+        if not task.samples(tokens):
+            raise SettingError(
+                f"model.context is {config.model.context}: the {split} data has {tokens} tokens, which is not one sample of "
+                f"{config.model.context + 1}. Lower model.context, give more data, or set data.validation_fraction"
+            )
+
+
+def _train(job: Job, share: Share, storage: Folder, tags: dict[str, str]) -> int:
+    """Runs the workers beside the progress line, closes the record, and prints the last screen."""
+    from pipelines.launch.inline import InlineWire, train_inline
+
+    arguments: dict[str, Any] = {
+        "run_folder": job.folder,
+        "run": job.run,
+        "attempt": job.attempt,
+        "settings": job.config.record,
+        "storage": storage,
+        "parameters": job.config.flat() | {"workers": share.workers, "device": share.device, "threads": share.threads},
+        "tags": tags,
+        "total_steps": job.config.train.steps or None,
+    }
+    if job.config.launch.mode == "inline":
+        wire: Any = InlineWire(**arguments)
+        train = lambda: train_inline(job, wire)  # noqa: E731
+    else:
+        from pipelines.launch.trainer import train_on_ray
+        from pipelines.launch.wire import Wire
+
+        wire = Wire.start(**arguments)
+        lean = job.config.launch.lean and not joined(job.config.launch)
+        train = lambda: train_on_ray(job, share, wire, lean=lean)  # noqa: E731
+    outcome = _watch(train, wire, f"starting {share.workers} worker(s) on {share.device} ...")
+    return _end(job, wire, outcome)
+
+
+def _watch(train: Callable[[], dict[str, Any]], wire: Any, phase: str) -> dict[str, Any] | BaseException:
+    """Trains in a thread while this one draws the progress and listens to signals; returns the summary or what was raised."""
+    outcome: list[dict[str, Any] | BaseException] = []
+
+    def body() -> None:
+        try:
+            outcome.append(train())
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=body, name="training", daemon=True)
+    with _stop_signals(wire.request_stop) as told, Progress() as progress:
+        progress.update({"phase": phase})
+        thread.start()
+        while thread.is_alive():
+            thread.join(POLL_S)
+            try:
+                state = wire.state()
+            except Exception:  # the recorder may be starting again; the training does not depend on it
+                continue
+            progress.update(state | {"phase": state.get("phase") or (phase if not state.get("step") else None)})
+            if told and not told[1:]:
+                told.append("said")
+                progress.note("stopping: all workers save and end at the same step (once more to end at once)")
+        progress.close()
+    return outcome[0]
+
+
+@contextmanager
+def _stop_signals(request_stop: Callable[[], None]) -> Iterator[list[str]]:
+    """Turns Ctrl-C and SIGTERM into a wish to stop; a second one ends the process as usual. Yields what was received.
+
+    Set after ray.init, which puts its own handlers in place.
+    """
+    told: list[str] = []
+
+    def handle(number: int, frame: object) -> None:
+        if told:
+            raise KeyboardInterrupt
+        told.append(signal.Signals(number).name)
+        threading.Thread(target=request_stop, daemon=True).start()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield told
+        return
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield told
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(job: Job, wire: Any, outcome: dict[str, Any] | BaseException) -> int:
+    """Draws the curve, closes the record, prints the last screen; returns the exit code."""
+    failed = isinstance(outcome, BaseException)
+    state: dict[str, Any] = {}
+    try:
+        state = wire.state()
+        entries = read_entries(job.folder)
+        _put_picture(job.folder, entries)
+    except Exception as error:  # the record is for people; whatever it meets must not hide how the training ended
+        entries = []
+        print(f"warning: the curve could not be drawn ({error})", file=sys.stderr)
+    status = "failed" if failed else "stopped" if outcome.get("ending") == "stopped" else "finished"  # type: ignore[union-attr]
+    given = None if failed else outcome
+    try:
+        summary = wire.finish(status, given)
+    except Exception as error:  # as above
+        print(f"warning: the record could not be closed ({error}); `runs.py replay {job.run}` does it", file=sys.stderr)
+        summary = {"status": status} | (given or {})  # type: ignore[operator]
+    for warning in state.get("warnings", []):
+        print(f"warning: {warning}", file=sys.stderr)
+    if isinstance(outcome, BaseException):
+        print(failure_screen(outcome, step=state.get("step"), folder=job.folder), file=sys.stderr)
+    curve = text_curve(*loss_points(entries)) if entries else ""
+    sample = job.folder.read("sample.txt").decode() if not failed and job.folder.exists("sample.txt") else ""
+    print(closing_screen(summary, job.folder, curve, sample, state.get("mlflow")), flush=True)
+    return FAILED if failed else DONE
+
+
+def _put_picture(folder: Folder, entries: list[dict[str, Any]]) -> None:
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as scratch:
+        picture = Path(scratch) / "curve.png"
+        curve_picture(entries, picture)
+        folder.upload(picture, "curve.png")
+
+
+def _facts(environment: dict[str, Any], share: Share) -> dict[str, Any]:
+    """What every checkpoint says of where it was made."""
+    kept = {key: environment.get(key) for key in ("commit", "python", "versions") if key in environment}
+    return kept | {"device": share.device, "threads": share.threads}
+
+
+def _tags(environment: dict[str, Any], share: Share) -> dict[str, str]:
+    tags = {
+        "commit": environment.get("commit"),
+        "dirty": environment.get("dirty"),
+        "data": environment["data"],
+        "workers": share.workers,
+        "device": share.device,
+        "ray_job_id": _submission_id(),
+    }
+    return {f"raystride.{key}": str(value) for key, value in tags.items() if value is not None}
+
+
+def _submission_id() -> str | None:
+    import json
+
+    text = os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR")
+    return json.loads(text).get("metadata", {}).get("job_submission_id") if text else None

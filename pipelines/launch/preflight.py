@@ -1,0 +1,138 @@
+"""What could go wrong, looked at before anything expensive starts.
+
+    checks = preflight(config, share, there, storage, vocabulary_size=4096)
+    failed = [check for check in checks if not check.passed]  # non-empty: exit code 3, each with its remedy
+"""
+
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipelines.config import Config
+from pipelines.files import Folder
+from pipelines.launch.resources import Resources, Share
+from pipelines.strategies.memory import MemoryEstimate, estimate
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at."""
+
+    name: str
+    passed: bool
+    found: str
+    """What was asked and what there is."""
+    remedy: str = ""
+    """What to do, where it did not pass."""
+
+
+def preflight(
+    config: Config,
+    share: Share,
+    there: Resources,
+    storage: Folder,
+    vocabulary_size: int,
+    on_a_worker: Callable[[Callable[[], str]], str] | None = None,
+) -> list[Check]:
+    """All checks. `on_a_worker` runs a function where workers will run and returns its result; None: this process will do."""
+    return [
+        _check_package(),
+        _check_slots(config, share),
+        _check_resources(share, there),
+        _check_memory(config, share, there, vocabulary_size),
+        _check_storage(storage, on_a_worker),
+    ]
+
+
+def _check_package() -> Check:
+    """Triton's own repository and vLLM ship a package of the same name as ours."""
+    import triton_kernels
+
+    ours = Path(__file__).resolve().parents[2] / "triton_kernels"
+    found = Path(str(triton_kernels.__file__)).resolve().parent
+    remedy = f"another package of this name stands before ours on the path: remove it, or put {ours.parent} first"
+    return Check("triton_kernels", found == ours, f"imported from {found}", remedy)
+
+
+def _check_slots(config: Config, share: Share) -> Check:
+    slots = config.train.slots
+    found = f"{slots} slots a step for {share.workers} workers"
+    return Check("slots", share.workers <= slots, found, f"raise train.slots to {share.workers} or lower scaling.workers")
+
+
+def _check_resources(share: Share, there: Resources) -> Check:
+    asked = {kind: amount * share.workers for kind, amount in share.per_worker.items()}
+    have = {"CPU": there.cpus, "GPU": there.gpus}
+    missing = [kind for kind, amount in asked.items() if amount > have[kind]]
+    found = ", ".join(f"{kind}: {amount:g} asked, {have[kind]:g} there" for kind, amount in asked.items())
+    remedy = "lower scaling.workers or scaling.threads, or add nodes to the cluster"
+    if "GPU" in missing:
+        remedy = "use --scaling.device cpu, lower scaling.workers, or add nodes with GPUs"
+    return Check("resources", not missing, found, remedy)
+
+
+def _check_memory(config: Config, share: Share, there: Resources, vocabulary_size: int) -> Check:
+    need = estimate_memory(config, share, vocabulary_size)
+    if share.device == "cuda":
+        have, workers = there.gpu_memory_bytes, 1
+    else:
+        have, workers = there.memory_bytes, -(-share.workers // there.nodes)
+    if have is None:
+        return Check("memory", True, f"about {need.total / GIB:.1f} GiB a worker; the device's memory is not known here")
+    found = f"about {need.total * workers / GIB:.1f} GiB for {workers} worker(s), {have / GIB:.1f} GiB there"
+    remedy = "lower train.micro_batch_slots (1 is the least), train.slot_size, or the model's size; or use train.precision bf16"
+    return Check("memory", need.total * workers <= have, found, remedy)
+
+
+def estimate_memory(config: Config, share: Share, vocabulary_size: int) -> MemoryEstimate:
+    """Bytes that a worker of this run will need."""
+    train = config.train
+    slots = -(-train.slots // share.workers)
+    together = min(slots, train.micro_batch_slots or slots) * train.slot_size * config.model.context
+    moments = 2 if config.optimizer.kind == "adamw" else 1 if config.optimizer.momentum else 0
+    return estimate(
+        config.model, vocabulary_size=vocabulary_size, tokens=together, precision=train.precision, moments=moments
+    )
+
+
+def _check_storage(storage: Folder, on_a_worker: Callable[[Callable[[], str]], str] | None) -> Check:
+    """A file written where workers run must be readable here: a path of one machine is no shared storage."""
+    name = f".probe-{uuid.uuid4().hex[:8]}"
+    problem = ""
+    try:
+        storage.put(name, "driver")
+        storage.remove(name)
+        if on_a_worker:
+            problem = on_a_worker(_Probe(storage, name))
+            if not problem and not storage.exists(name):
+                problem = "a file that a worker wrote is not seen by the driver"
+            storage.remove(name)
+    except Exception as error:  # what a file system raises depends on its library
+        problem = f"{type(error).__name__}: {error}"
+    remedy = "give --storage a folder or URI that every node can write, such as a network drive or an object store"
+    return Check("storage", not problem, problem or f"{storage} can be written", remedy)
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """Writes a file from a worker; returns what went wrong, or nothing."""
+
+    storage: Folder
+    name: str
+
+    def __call__(self) -> str:
+        try:
+            self.storage.put(self.name, "worker")
+        except Exception as error:  # as above
+            return f"from a worker: {type(error).__name__}: {error}"
+        return ""
+
+
+def failing(checks: list[Check]) -> Iterator[str]:
+    """A line for each check that did not pass: what was asked, what there is, what to do."""
+    for check in checks:
+        if not check.passed:
+            yield f"{check.name}: {check.found}\n  {check.remedy}"

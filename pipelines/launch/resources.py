@@ -1,0 +1,112 @@
+"""What there is to compute on, and what a run will take of it.
+
+    there = Resources.of_this_machine()                       # or Resources.of_cluster(), after ray.init
+    share = resolve(config, there)                            # Share(workers=2, device="cpu", threads=1)
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipelines.config import Config
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Processors, GPUs and memory."""
+
+    cpus: float
+    gpus: float
+    memory_bytes: float
+    """Main memory of the smallest node."""
+    gpu_memory_bytes: float | None
+    """Memory of one GPU, where that is known."""
+    nodes: int = 1
+
+    @classmethod
+    def of_this_machine(cls) -> "Resources":
+        """What this process may use."""
+        memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        limit = Path("/sys/fs/cgroup/memory.max")
+        if limit.exists() and (text := limit.read_text().strip()).isdigit():
+            memory = min(memory, float(text))
+        gpus, gpu_memory = _local_gpus()
+        return cls(float(usable_cores()), gpus, memory, gpu_memory)
+
+    @classmethod
+    def of_cluster(cls) -> "Resources":
+        """What the cluster that this process joined has in all, taken or not."""
+        import ray
+
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        totals = [node["Resources"] for node in nodes]
+        return cls(
+            cpus=sum(total.get("CPU", 0) for total in totals),
+            gpus=sum(total.get("GPU", 0) for total in totals),
+            memory_bytes=min(total.get("memory", 0) + total.get("object_store_memory", 0) for total in totals),
+            gpu_memory_bytes=_local_gpus()[1],
+            nodes=len(nodes),
+        )
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a run takes."""
+
+    workers: int
+    device: str
+    """`cpu` or `cuda`."""
+    threads: int
+    """Threads of a worker on CPUs."""
+
+    @property
+    def per_worker(self) -> dict[str, float]:
+        """The resources of one worker, as Ray counts them."""
+        return {"GPU": 1} if self.device == "cuda" else {"CPU": self.threads}
+
+
+def resolve(config: Config, there: Resources) -> Share:
+    """Replaces every `auto` by what fits. Raises SettingError where the settings contradict each other."""
+    scaling, slots = config.scaling, config.train.slots
+    device = scaling.device if scaling.device != "auto" else "cuda" if there.gpus >= 1 else "cpu"
+    if config.launch.mode == "inline":
+        if isinstance(scaling.workers, int) and scaling.workers > 1:
+            raise scaling.error("workers", "must be 1 (or auto) with --launch inline, which is this one process")
+        workers = 1
+    elif isinstance(scaling.workers, int):
+        workers = scaling.workers
+    elif scaling.strategy == "single":
+        workers = 1
+    else:
+        workers = max(1, min(slots, int(there.gpus if device == "cuda" else there.cpus)))
+    return Share(workers, device, scaling.threads or max(1, int(there.cpus) // workers))
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _local_gpus() -> tuple[float, float | None]:
+    """GPUs of this machine and the memory of the first, by NVML; (0, None) where there is no driver."""
+    try:
+        import pynvml
+    except ImportError:
+        return _gpus_by_torch()
+    try:
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
+        memory = float(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).total) if count else None
+        return float(count), memory
+    except pynvml.NVMLError:
+        return 0.0, None
+
+
+def _gpus_by_torch() -> tuple[float, float | None]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0.0, None
+    return float(torch.cuda.device_count()), float(torch.cuda.get_device_properties(0).total_memory)
+
+

@@ -1,0 +1,82 @@
+"""Starting a run's name again: what may differ, what may not, and when there is nothing left to do.
+
+    earlier = read_earlier(folder)                            # None for a new run
+    refuse_changes(earlier, config, data_fingerprint)         # raises SettingError, showing each difference
+    completed(earlier, config)                                # "my-run is complete: 500 steps ..." or None
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from pipelines.config import Config, SettingError
+from pipelines.config.parse import from_yaml, to_yaml
+from pipelines.files import Folder
+
+SETTINGS = "config.yaml"
+ENVIRONMENT = "environment.json"
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What an earlier attempt left behind."""
+
+    config: Config
+    data: str | None
+    """Fingerprint of the data that it trained on."""
+    summary: dict[str, Any] | None
+    """Its summary, where it came to an end."""
+
+
+def read_earlier(folder: Folder) -> Earlier | None:
+    """The newest earlier attempt of the run in this folder, None if there is none. Raises SettingError if it is damaged."""
+    if not folder.exists(SETTINGS):
+        return None
+    try:
+        config = from_yaml(Config, folder.read(SETTINGS).decode())
+    except (ValueError, TypeError, AttributeError) as error:
+        raise SettingError(f"{folder}/{SETTINGS} of the earlier attempt cannot be read ({error}): use another --run") from None
+    return Earlier(config, _json(folder, ENVIRONMENT).get("data"), _json(folder, "summary.json") or None)
+
+
+def _json(folder: Folder, name: str) -> dict[str, Any]:
+    try:
+        return dict(folder.read_json(name))
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+def refuse_changes(earlier: Earlier, config: Config, data: str | None = None) -> None:
+    """Raises SettingError where a setting that may not change did, or the data behind the same settings."""
+    before, now = earlier.config.fixed(), config.fixed()
+    changed = [f"{key}: {before[key]!r} before, {now[key]!r} now" for key in now if before.get(key, now[key]) != now[key]]
+    if data and earlier.data and data != earlier.data:
+        changed.append(f"the data: fingerprint {earlier.data[:12]} before, {data[:12]} now")
+    if changed:
+        raise SettingError(
+            "this run cannot go on with other settings of these, start another with --run NAME:\n  " + "\n  ".join(changed)
+        )
+
+
+def completed(earlier: Earlier, config: Config) -> str | None:
+    """How far the run came if there is nothing left to do under these settings, else None."""
+    summary, train, then = earlier.summary, config.train, earlier.config.train
+    if not summary or summary.get("status") != "finished" or not summary.get("complete"):
+        return None
+    reached = f"{summary['steps']:,} steps"
+    if train.steps:
+        over = summary["steps"] >= train.steps or (train.epochs and train.epochs <= then.epochs)
+    else:
+        over = bool(train.epochs) and train.epochs <= then.epochs
+    if summary.get("ending") == "stopped_early":
+        over = config.validation == earlier.config.validation
+        reached += ", stopped early"
+    return reached if over else None
+
+
+def write_settings(folder: Folder, attempt: str, config: Config, environment: dict[str, Any]) -> None:
+    """Keeps the resolved settings of every attempt, and where it ran; the newest also under the plain names."""
+    text = to_yaml(config)
+    (folder / "attempts" / attempt).put(SETTINGS, text)
+    (folder / "attempts" / attempt).put_json(ENVIRONMENT, environment)
+    folder.put(SETTINGS, text)
+    folder.put_json(ENVIRONMENT, environment)

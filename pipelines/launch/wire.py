@@ -1,0 +1,104 @@
+"""The recorder as an actor on the driver's node, and each end's view of it.
+
+It is also the way in which a wish to stop reaches the workers: the driver tells the actor, rank 0 asks it twice a second, and
+the ranks agree on a step among themselves.
+
+    wire = Wire.start(Recorder arguments ...)                 # in the driver
+    wire.post, wire.state(), wire.request_stop(), wire.finish("finished")
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pipelines.record import Recorder
+from pipelines.record.sender import Entry
+
+ASK_S = 0.5
+
+
+class RecorderActor(Recorder):
+    """A recorder that also passes on the wish to stop."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._stop = False
+
+    def request_stop(self) -> None:
+        """Asks the training to save and end."""
+        self._stop = True
+
+    def stop_requested(self) -> bool:
+        """Whether someone did."""
+        return self._stop
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A handle on the recorder, in this process or in an actor. Travels to workers."""
+
+    actor: Any
+
+    @classmethod
+    def start(cls, *arguments: Any, **settings: Any) -> "Wire":
+        """Makes the actor on this node; needs ray.init."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        options = {"num_cpus": 0, "max_concurrency": 16, "scheduling_strategy": here, "max_restarts": 3, "max_task_retries": -1}
+        return cls(ray.remote(**options)(RecorderActor).remote(*arguments, **settings))
+
+    def post(self, sender: str, entries: list[Entry]) -> int:
+        """Sends entries; the highest sequence number that is recorded."""
+        import ray
+
+        return int(ray.get(self.actor.receive.remote(sender, entries), timeout=30))
+
+    def state(self) -> dict[str, Any]:
+        """The newest figures, for the progress line."""
+        import ray
+
+        return dict(ray.get(self.actor.state.remote(), timeout=30))
+
+    def request_stop(self) -> None:
+        """Asks the training to save and end."""
+        self.actor.request_stop.remote()
+
+    def stop_requested(self) -> bool:
+        """Whether someone did."""
+        import ray
+
+        return bool(ray.get(self.actor.stop_requested.remote(), timeout=30))
+
+    def finish(self, status: str, summary: dict[str, Any] | None) -> dict[str, Any]:
+        """Ends the record and returns the summary as written."""
+        import ray
+
+        return dict(ray.get(self.actor.finish.remote(status, summary), timeout=120))
+
+
+class StopPoll:
+    """Asks in the background whether the run shall end, so that the loop only reads a flag."""
+
+    def __init__(self, ask: Callable[[], bool]) -> None:
+        self._ask = ask
+        self._asked = False
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="stop-poll", daemon=True).start()
+
+    def __call__(self) -> bool:
+        """Whether the run shall end, as known now."""
+        return self._asked
+
+    def end(self) -> None:
+        """Stops asking."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        while not self._asked and not self._ended.wait(ASK_S):
+            try:
+                self._asked = self._ask()
+            except Exception:  # noqa: S112  the recorder may be starting again; it is asked again in a moment
+                continue
