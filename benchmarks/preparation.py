@@ -8,6 +8,7 @@ Every run is a process of its own, timed whole: imports, ray.init or process poo
 """
 
 import argparse
+import logging
 import os
 import shutil
 import statistics
@@ -62,7 +63,7 @@ def run_ours(text: Path, tokenizer: Path, out: Path) -> int:
     from pipelines.prepare.prepare import prepare
     from pipelines.tasks.language_model import LanguageModel
 
-    ray.init(num_cpus=_CORES, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(num_cpus=_CORES, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     config = Config(data=Data(source=str(text)), tokenizer=Tokenizer(kind="file", file=str(tokenizer)))
     manifest = prepare(config, Folder(str(out)), LanguageModel(config.model)).manifest
     ray.shutdown()
@@ -80,7 +81,7 @@ def run_peer(text: Path, tokenizer: Path, out: Path) -> int:
         "text", data_dir=str(text), sample_by="document", split="train", cache_dir=str(out), features=None
     )
     encoder = Tokenizer.from_file(str(tokenizer))
-    end = encoder.token_to_id("<|end|>")
+    end = encoder.get_vocab()["<|end|>"]
 
     def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         found = encoder.encode_batch_fast(batch["text"], add_special_tokens=False)
@@ -139,9 +140,9 @@ def compare(megabytes: int, repeats: int, work: Path) -> None:
             seconds[name].append(took)
             print(f"{name:5} {took:7.1f} s {size / took:6.1f} MB/s {tokens[name]:,} tokens", flush=True)
     print(f"\n{size:.0f} MB, {repeats} runs each, {_CORES} cores: median [lowest, highest]")
-    for name, took in seconds.items():
-        middle = statistics.median(took)
-        print(f"{name:5} {middle:7.1f} s [{min(took):.1f}, {max(took):.1f}]   {size / middle:.1f} MB/s")
+    for name, times in seconds.items():
+        middle = statistics.median(times)
+        print(f"{name:5} {middle:7.1f} s [{min(times):.1f}, {max(times):.1f}]   {size / middle:.1f} MB/s")
     ratios = [peer / ours for ours, peer in zip(seconds["ours"], seconds["peer"], strict=True)]
     print(f"ours is {statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}] times as fast")
     if tokens["ours"] != tokens["peer"]:

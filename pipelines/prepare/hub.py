@@ -90,7 +90,8 @@ def _load(source: str, split: str) -> Any:
                 found = datasets.load_dataset(name, configuration or None)
     except Exception as error:  # datasets raises dozens of classes, most of them bare
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(f"data.source {source!r} cannot be loaded as a Hugging Face dataset: {reason}") from error
+        here = "" if local else "is no file or folder here, and "
+        raise DataError(f"data.source {source!r} {here}cannot be loaded as a Hugging Face dataset: {reason}") from error
     if split not in found:
         raise DataError(f"data.split is {split!r}: {source} has {', '.join(map(str, found))}")
     return found[split]

@@ -1,7 +1,7 @@
 """Text files: each file is a document. Large ones are cut into byte ranges, and every range into pieces of a mebibyte.
 
-A cut lies at a line's end between two visible ASCII characters where there is one near: BPE patterns cut there as well, so
-the ids are those of the uncut text. Otherwise at any newline, at a blank, or between two characters.
+A cut lies at a line's end, or else before a blank, between two visible ASCII characters where there is one near: BPE patterns
+cut there as well, so the ids are those of the uncut text. Otherwise at any newline, at a blank, or between two characters.
 
     reader = TextReader()
     for piece in reader.read(Slice(file, 0, file.size, file.size)): ...
@@ -95,16 +95,17 @@ class TextReader:
 
 def cut(data: bytes) -> int:
     """Where to cut some bytes of UTF-8, as late as possible; their length where nothing else is possible."""
-    low = max(0, len(data) - _WINDOW)
-    for blank, behind in ((b"\n", 1), (b" ", 0)):  # a newline belongs to what it ends, a blank to the word after it
-        at = data.rfind(blank, low + 1, len(data) - 1)
-        newest = at
+    low = max(0, len(data) - _WINDOW) + 1
+    seams = ((b"\n", 1), (b" ", 0))  # a newline belongs to what it ends, a blank to the word after it
+    for blank, behind in seams:
+        at = data.rfind(blank, low, len(data) - 1)
         while at > 0:
             if data[at - 1] in _VISIBLE and data[at + 1] in _VISIBLE:
                 return at + behind
-            at = data.rfind(blank, low + 1, at)
-        if newest > 0:
-            return newest + behind
+            at = data.rfind(blank, low, at)
+    for blank, behind in seams:
+        if (at := data.rfind(blank, low, len(data) - 1)) > 0:
+            return at + behind
     at = len(data)
     while at > 1 and data[at - 1] & 0xC0 == 0x80:
         at -= 1

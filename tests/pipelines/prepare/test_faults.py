@@ -1,0 +1,206 @@
+"""Broken data ends a preparation before training with the file, the reason and the remedy; or is skipped and counted."""
+
+import gzip
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipelines.prepare.faults import DataError
+from tests.pipelines.prepare.conftest import Prepare, documents
+
+GOOD = [f"good document number {i}" for i in range(60)]
+
+
+def good_text(folder: Path) -> None:
+    for i, text in enumerate(GOOD):
+        (folder / f"{i:03d}.txt").write_text(text)
+
+
+def latin1(folder: Path) -> str:
+    good_text(folder)
+    (folder / "bad.txt").write_bytes(b"caf\xe9 au lait")
+    return ""
+
+
+def empty_file(folder: Path) -> str:
+    good_text(folder)
+    (folder / "bad.txt").touch()
+    return ""
+
+
+def gone(folder: Path) -> str:
+    """A link whose target is missing is listed, and cannot be opened."""
+    good_text(folder)
+    (folder / "bad.txt").symlink_to(folder / "nowhere")
+    return ""
+
+
+def truncated_gz(folder: Path) -> str:
+    good_text(folder)
+    (folder / "bad.txt.gz").write_bytes(gzip.compress(os.urandom(20_000).hex().encode())[:9000])
+    return ""
+
+
+def no_gz(folder: Path) -> str:
+    good_text(folder)
+    (folder / "bad.txt.gz").write_text("not compressed at all")
+    return ""
+
+
+def json_line(line: bytes) -> Callable[[Path], str]:
+    def write(folder: Path) -> str:
+        lines = [json.dumps({"text": text}).encode() for text in GOOD]
+        (folder / "bad.jsonl").write_bytes(b"\n".join([*lines[:30], line, *lines[30:]]))
+        return "bad.jsonl"
+
+    return write
+
+
+def csv_latin1(folder: Path) -> str:
+    rows = [text.encode() for text in GOOD]
+    (folder / "bad.csv").write_bytes(b"\r\n".join([b"text", *rows[:30], b"caf\xe9", *rows[30:]]))
+    return "bad.csv"
+
+
+def truncated_parquet(folder: Path) -> str:
+    for name in ("a.parquet", "bad.parquet"):
+        pq.write_table(pa.table({"text": GOOD}), folder / name)
+    (folder / "bad.parquet").write_bytes((folder / "bad.parquet").read_bytes()[:-40])
+    return "*.parquet"
+
+
+def parquet_without_column(folder: Path) -> str:
+    pq.write_table(pa.table({"text": GOOD}), folder / "a.parquet")
+    pq.write_table(pa.table({"body": GOOD, "id": range(60)}), folder / "bad.parquet")
+    return "*.parquet"
+
+
+BROKEN = [
+    (latin1, "is not UTF-8"),
+    (empty_file, "is empty"),
+    (truncated_gz, "truncated or broken"),
+    (no_gz, "truncated or broken"),
+    (json_line(b'{"text": "half'), r"line 31: is no JSON"),
+    (json_line(b'{"text": "caf\xe9"}'), r"line 31: is not UTF-8"),
+    (json_line(b'{"body": "b"}'), r"line 31: has no column 'text' but body;.*--data.column"),
+    (json_line(b'{"text": 7}'), r"line 31: column 'text' holds a int, not text"),
+    (json_line(b'{"text": "\\ud800"}'), r"line 31: column 'text' is not UTF-8"),
+    (json_line(b"[1]"), r"line 31: is no JSON object but a list"),
+    (csv_latin1, r"line 32: column 'text' is not UTF-8"),
+    (truncated_parquet, "truncated or broken"),
+    (parquet_without_column, r"has no column 'text' but body, id;.*--data.column"),
+]
+
+
+@pytest.mark.parametrize(("write", "reason"), BROKEN)
+def test_a_fault_ends_the_preparation_or_is_skipped(
+    tmp_path: Path, run: Prepare, capsys: pytest.CaptureFixture[str], write: Callable[[Path], str], reason: str
+) -> None:
+    (tmp_path / "data").mkdir()
+    source = tmp_path / "data" / write(tmp_path / "data")
+    with pytest.raises(DataError, match=reason) as raised:
+        run(source)
+    assert "bad." in str(raised.value)
+    assert "--data." in str(raised.value)
+    result = run(source, on_error="skip", validation_fraction=0.2)
+    assert sorted(documents(result, "train") + documents(result, "validation")) == GOOD_SORTED
+    assert len(result.manifest.skipped) == 1
+    assert "bad." in result.manifest.skipped[0]["place"]
+    assert "1 files or documents skipped" in capsys.readouterr().out
+
+
+GOOD_SORTED = sorted(GOOD)
+
+
+def test_bytes_that_are_not_utf8_deep_in_a_large_file(tmp_path: Path, run: Prepare) -> None:
+    lines = [f"line {i} of a large file\n".encode() for i in range(4000)]
+    lines[2500] = b"caf\xe9\n"
+    path = tmp_path / "big.txt"
+    path.write_bytes(b"".join(lines))
+    offset = path.read_bytes().index(b"\xe9")
+    with pytest.raises(DataError, match=rf"big.txt: is not UTF-8: byte 0xe9 at {offset};"):
+        run(path, shard_mib=0.01, validation="tail")
+    result = run(path, shard_mib=0.01, validation="tail", on_error="skip")
+    assert len(result.manifest.skipped) == 1
+    kept = "".join(documents(result, "train") + documents(result, "validation"))
+    assert "line 0 of" in kept
+    assert "line 3999 of" in kept
+    assert len(kept) > 0.8 * offset
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read(tmp_path: Path, run: Prepare) -> None:
+    good_text(tmp_path)
+    (tmp_path / "000.txt").chmod(0)
+    with pytest.raises(DataError, match=r"000.txt: may not be read \(permission denied\)"):
+        run(f"{tmp_path}/*.txt")
+
+
+def test_places_that_are_not_there(tmp_path: Path, run: Prepare) -> None:
+    (tmp_path / "hollow").mkdir()
+    for place, reason in [
+        (f"{tmp_path}/missing.txt", r"missing.txt' does not exist .*: name a file"),
+        (f"{tmp_path}/*.txt", r"matches no file: mend the pattern"),
+        (f"{tmp_path}/hollow", r"is a folder without files"),
+        ("unknown-scheme://place/file", r"cannot be reached"),
+    ]:
+        with pytest.raises(DataError, match=reason):
+            run(place)
+    with pytest.raises(DataError, match=r"not registered in .*: arithmetic"):
+        run("arithmetics", kind="registered")
+
+
+def test_a_name_that_is_neither_here_nor_on_the_hub(run: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"data.source 'no/such-thing' .*no file or folder.*Hugging Face"):
+        run("no/such-thing")
+
+
+def test_a_csv_without_the_column(tmp_path: Path, run: Prepare) -> None:
+    (tmp_path / "rows.csv").write_text("title,body\na,b\n")
+    with pytest.raises(DataError, match=r"rows.csv: has no column 'text' but title, body; .*--data.column"):
+        run(tmp_path / "rows.csv")
+
+
+def test_nothing_but_faults_and_empty_rows(tmp_path: Path, run: Prepare) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": ""}\n\n{"text": null}\n{"text"\n')
+    with pytest.raises(DataError, match="holds no documents"):
+        run(tmp_path / "rows.jsonl", on_error="skip")
+
+
+def test_a_split_without_documents_names_the_remedy(tmp_path: Path, run: Prepare) -> None:
+    (tmp_path / "one.txt").write_text("a single document\n" * 50)
+    with pytest.raises(DataError, match=r"no document for (validation|training).*use --data.validation tail"):
+        run(tmp_path / "one.txt")
+    result = run(tmp_path / "one.txt", validation="tail")
+    assert result.manifest.tokens("validation") > 0
+
+
+def test_many_faults_are_counted_and_some_named(tmp_path: Path, run: Prepare) -> None:
+    lines = [json.dumps({"text": text}) for text in GOOD] + ["broken"] * 500
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    result = run(tmp_path / "rows.jsonl", on_error="skip", validation_fraction=0.2)
+    assert len(result.manifest.skipped) == 101
+    assert result.manifest.skipped[-1]["reason"] == "and 400 more documents"
+
+
+def test_a_registered_function_that_raises(run: Prepare) -> None:
+    from collections.abc import Iterator
+
+    from pipelines.prepare.registry import REGISTERED, register_source
+
+    @register_source("breaks")
+    def breaks() -> Iterator[str]:
+        yield "one"
+        raise RuntimeError("out of poems")
+
+    try:
+        with pytest.raises(DataError, match="registered source breaks: raised RuntimeError: out of poems; mend the function"):
+            run("breaks")
+    finally:
+        del REGISTERED["breaks"]
