@@ -1,6 +1,8 @@
-"""How long it took from the start of the job to its first optimiser update.
+"""How long it took from the start of the job to its first optimiser update, and on what.
 
-observers = [FirstStep(started_at=job.started_at), ...]
+Whoever passes a milestone (the driver, then each worker) notes the time; the observer turns the times into durations.
+
+    observers = [FirstStep(job.started_at, job.marks | {"torch": time.time()}), ...]
 """
 
 import time
@@ -10,21 +12,30 @@ from pipelines.observers.observer import Observer
 
 
 class FirstStep(Observer):
-    """Adds `seconds_to_first_step` to the first figures and to the summary."""
+    """Adds `seconds_to_first_step`, and `start/<milestone>_s`, the seconds since the milestone before, to the first figures."""
 
-    def __init__(self, started_at: float) -> None:
+    def __init__(self, started_at: float, marks: dict[str, float]) -> None:
         self._started_at = started_at
-        self._seconds: float | None = None
+        self._marks = dict(marks)
         self._told = False
 
+    def on_start(self, run: object) -> None:
+        self._marks["build"] = time.time()
+
     def on_step(self, step: int) -> None:
-        if self._seconds is None:
-            self._seconds = time.time() - self._started_at
+        if "first_step" not in self._marks:
+            self._marks["first_step"] = time.time()
 
     def on_log(self, step: int, measured: dict[str, float]) -> None:
-        if self._seconds is not None and not self._told:
-            measured["seconds_to_first_step"] = self._seconds
-            self._told = True
+        if self._told:
+            return
+        self._told = True
+        before = self._started_at
+        for name, reached in sorted(self._marks.items(), key=lambda mark: mark[1]):
+            measured[f"start/{name}_s"] = reached - before
+            before = reached
+        measured["seconds_to_first_step"] = before - self._started_at
 
     def on_end(self, summary: dict[str, Any]) -> None:
-        summary["seconds_to_first_step"] = self._seconds
+        if "first_step" in self._marks:
+            summary["seconds_to_first_step"] = self._marks["first_step"] - self._started_at

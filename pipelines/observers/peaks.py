@@ -20,9 +20,7 @@ class Peak(NamedTuple):
 
 # Looked up by the first name that the device's name contains, so the longer names of a family stand before the shorter.
 PEAKS: dict[str, Peak] = {
-    "GB200": Peak(
-        {"bf16": 2500e12, "tf32": 1250e12, "fp32": 80e12}, "NVIDIA GB200 NVL72 data sheet, 1/36 of its CPUs' share"
-    ),
+    "GB200": Peak({"bf16": 2500e12, "tf32": 1250e12, "fp32": 80e12}, "NVIDIA GB200 NVL72 data sheet, one of 72 GPUs"),
     "B200": Peak({"bf16": 2250e12, "tf32": 1125e12, "fp32": 75e12}, "NVIDIA DGX B200 data sheet, one of eight GPUs"),
     "H200 NVL": Peak({"bf16": 835.5e12, "tf32": 417.5e12, "fp32": 60e12}, "NVIDIA H200 Tensor Core GPU data sheet, NVL"),
     "H200": Peak({"bf16": 989.4e12, "tf32": 494.7e12, "fp32": 66.9e12}, "NVIDIA H200 Tensor Core GPU data sheet, SXM"),
@@ -30,7 +28,7 @@ PEAKS: dict[str, Peak] = {
     "H100 PCIe": Peak({"bf16": 756e12, "tf32": 378e12, "fp32": 51.2e12}, "NVIDIA H100 GPU architecture white paper, PCIe"),
     "H100": Peak({"bf16": 989.4e12, "tf32": 494.7e12, "fp32": 66.9e12}, "NVIDIA H100 GPU architecture white paper, SXM5"),
     "A100": Peak({"bf16": 312e12, "tf32": 156e12, "fp32": 19.5e12}, "NVIDIA A100 Tensor Core GPU data sheet"),
-    "A10G": Peak({"bf16": 70e12, "tf32": 35e12, "fp32": 31.2e12}, "NVIDIA A10G data sheet (AWS G5)"),
+    "A10G": Peak({"bf16": 70e12, "tf32": 35e12, "fp32": 31.52e12}, "NVIDIA A10G data sheet (AWS G5)"),
     "A40": Peak({"bf16": 149.7e12, "tf32": 74.8e12, "fp32": 37.4e12}, "NVIDIA A40 data sheet"),
     "L40S": Peak({"bf16": 362.05e12, "tf32": 183e12, "fp32": 91.6e12}, "NVIDIA L40S data sheet"),
     "L4": Peak({"bf16": 121e12, "tf32": 60e12, "fp32": 30.3e12}, "NVIDIA L4 data sheet"),
@@ -44,12 +42,19 @@ PEAKS: dict[str, Peak] = {
         {"bf16": 71e12, "tf32": 35.6e12, "fp32": 35.6e12}, "NVIDIA Ampere GA102 architecture white paper, RTX 3090"
     ),
     "MI300X": Peak({"bf16": 1307.4e12, "tf32": 653.7e12, "fp32": 163.4e12}, "AMD Instinct MI300X data sheet"),
-    "MI250X": Peak({"bf16": 383e12, "fp32": 47.9e12}, "AMD Instinct MI250X data sheet, both dies"),
+    "MI250X": Peak(
+        {"bf16": 191.5e12, "fp32": 23.95e12}, "AMD Instinct MI250X data sheet, one of two dies, as PyTorch sees it"
+    ),
 }
+
+LESSER = frozenset({"laptop", "mobile", "max-q", "d", "mig"})
+"""Words in a device's name that make it another, slower device than the one of the data sheet, or a slice of it."""
 
 
 def peak_flops(device: str, precision: str) -> float | None:
     """The dense peak in FLOP/s of a device by its name, or None where it is not known."""
+    if LESSER & set(device.lower().split()):
+        return None
     for name, peak in PEAKS.items():
         if _names(device, name):
             return peak.flops.get(precision)

@@ -80,9 +80,9 @@ class Recorder:
         with self._lock:
             for entry in entries:
                 try:
-                    urgent |= self._take(sender, entry)
-                except (KeyError, TypeError, ValueError, AttributeError) as error:
-                    self._state.warn(f"{sender} sent an entry that cannot be read ({error!r})")
+                    urgent |= self._take(sender, int(entry["sequence"]), entry)
+                except (KeyError, TypeError, ValueError) as error:
+                    self._state.warn(f"{sender} sent an entry without a sequence number ({error!r})")
             durable = self._durable.get(sender, 0)
         if urgent:
             self._wake.set()
@@ -123,14 +123,20 @@ class Recorder:
             self._state.status = status
         return result
 
-    def _take(self, sender: str, entry: Entry) -> bool:
+    def _take(self, sender: str, sequence: int, entry: Entry) -> bool:
         """Queues an entry unless it is known; whether it should be written at once. The lock is held."""
-        sequence = int(entry["sequence"])
         if sequence <= self._received.get(sender, 0) or len(self._waiting) >= MOST_WAITING:
             return False
+        try:
+            self._state.see(entry)
+        except (KeyError, TypeError, ValueError) as error:
+            # A warning takes its place under its number, so that the sender does not offer it for ever.
+            text = f"{sender} sent an entry that cannot be read ({error!r})"
+            values = {"name": "warning", "text": text}
+            entry = {"sequence": sequence, "kind": "event", "time": time.time(), "step": None, "values": values}
+            self._state.see(entry)
         self._received[sender] = sequence
         self._waiting.append({"attempt": self._attempt, "sender": sender, **entry})
-        self._state.see(entry)
         return entry["kind"] in URGENT
 
     def _own_entry(self, kind: str, values: dict[str, Any]) -> Entry:

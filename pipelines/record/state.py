@@ -30,12 +30,12 @@ class State:
 
     def see(self, entry: Entry) -> None:
         """Takes in one entry. Raises KeyError, TypeError or ValueError where it is no proper entry."""
-        kind, values = entry["kind"], entry["values"]
+        kind, values, when, step = str(entry["kind"]), dict(entry["values"]), float(entry["time"]), entry["step"]
         if kind == "metrics":
             self.newest.update(values)
-            if entry["step"] is not None:
-                self.step = int(entry["step"])
-                self._times.append((float(entry["time"]), self.step))
+            if step is not None:
+                self.step = int(step)
+                self._times.append((when, self.step))
             self.phase = None  # figures arrive: what was waited for is over
         elif kind == "summary":
             self.summary.update(values)

@@ -1,0 +1,176 @@
+"""What recording costs a training loop: the same loop of some 25 ms a step without, and with every step recorded.
+
+Recording is as in a real run: the observers Throughput, HostMonitor and Tracker, a sender, and the recorder with journal and
+SQLite MLflow; once in a process of its own as under Ray, once in the training's own process as inline. The loops alternate
+in short blocks, so that what else the machine does meets all alike, and each block is compared with its neighbours.
+
+    python -m benchmarks.recorder --blocks 20 --steps 40
+    # recorder in its own process   +0.4 % (middle half of 20 pairs: -0.3 to +1.1 %)
+
+Where other programs run beside it the ratio says little, and processor time, which they hardly change, more: that of the
+other threads of the training's process, and that of the recorder's own process, by logged step.
+"""
+
+import argparse
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing import get_context
+from multiprocessing.managers import BaseManager
+
+import torch
+
+from pipelines.config.run import Record
+from pipelines.files import Folder
+from pipelines.observers import HostMonitor, Observer, RunFacts, Throughput, Tracker
+from pipelines.record import Recorder, Sender, describe_environment
+
+Step = Callable[[], float]
+WARM_UP_TIMEOUT_S = 60.0
+
+
+class RecorderProcess(BaseManager):
+    """Holds a recorder in a process of its own, as the actor does under Ray."""
+
+
+RecorderProcess.register("Recorder", Recorder)
+
+
+def small_training(threads: int) -> Step:
+    """A step of a small network on the processor, 20 to 30 ms by the machine's size; returns its loss."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (torch.nn.Linear(512, 512), torch.nn.GELU())]
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs = torch.randn(384, 512)
+
+    def step() -> float:
+        optimizer.zero_grad(set_to_none=True)
+        loss = (model(inputs) - inputs).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def block(step: Step, observers: Sequence[Observer], first: int, steps: int) -> float:
+    """Mean seconds of a step over a block in which every step is logged to the observers."""
+    began = time.perf_counter()
+    for number in range(first, first + steps):
+        measured = {"train_loss": step(), "learning_rate": 1e-3, "gradient_norm": 1.0, "epoch": 0.5}
+        for observer in observers:
+            observer.on_step(number)
+        for observer in observers:
+            observer.on_log(number, measured)
+    return (time.perf_counter() - began) / steps
+
+
+def observe(recorder: Recorder, name: str) -> list[Observer]:
+    """The observers of a run, started."""
+    sender = Sender(recorder.receive, name)
+    observers = [Throughput(), HostMonitor(sender, 5.0), Tracker(sender)]
+    for observer in observers:
+        observer.on_start(RunFacts(run=name, attempt="a1", tokens_per_step=512))
+    return observers
+
+
+def await_mlflow(folder: Folder, observers: Sequence[Observer]) -> None:
+    """Until MLflow is imported and has the first entries: a one-time cost, which is measured by itself."""
+    deadline = time.monotonic() + WARM_UP_TIMEOUT_S
+    observers[-1].on_log(0, {"train_loss": 0.0})
+    while not folder.exists("mlflow.json") or not folder.read_json("mlflow.json")["logged"]:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"MLflow logged nothing within {WARM_UP_TIMEOUT_S:.0f} s")
+        time.sleep(0.05)
+
+
+def compare(step: Step, recorder: Recorder, folder: Folder, blocks: int, steps: int, own_process: int | None) -> None:
+    """Prints the ratio of recorded blocks to the plain ones around them, and what recording took of the processor."""
+    observers = observe(recorder, "benchmark")
+    block(step, observers, 1, steps)
+    await_mlflow(folder, observers)
+    ratios = []
+    threads, process = other_threads_seconds(), process_seconds(own_process)
+    before = block(step, (), 0, steps)
+    for number in range(blocks):
+        recorded = block(step, observers, (number + 1) * steps, steps)
+        after = block(step, (), 0, steps)
+        ratios.append(recorded / ((before + after) / 2))
+        before = after
+    threads, process = other_threads_seconds() - threads, process_seconds(own_process) - process
+    for observer in observers:
+        observer.on_end({})
+    low, middle, high = (100 * (quartile - 1) for quartile in statistics.quantiles(ratios, n=4))
+    title = f"recorder in {'its own' if own_process else 'the same'} process"
+    print(f"{title:<30} {middle:+.2f} % (middle half of {blocks} pairs: {low:+.2f} to {high:+.2f} %)")
+    by_step = 1000 / (blocks * steps)
+    print(f"    processor, ms a logged step: {threads * by_step:.3f} in threads of the training's process", end="")
+    print(f", {process * by_step:.3f} in the recorder's" if own_process else "")
+
+
+def other_threads_seconds() -> float:
+    """Processor seconds of this process outside the main thread, in which alone a step runs with one thread."""
+    return time.process_time() - time.thread_time()
+
+
+def process_seconds(number: int | None) -> float:
+    """Processor seconds of another process; 0 for None."""
+    if number is None:
+        return 0.0
+    import psutil
+
+    used = psutil.Process(number).cpu_times()
+    return float(used.user + used.system)
+
+
+def put_cost(recorder: Recorder) -> float:
+    """Microseconds that one `put` takes its caller."""
+    sender = Sender(recorder.receive, "put")
+    began = time.perf_counter()
+    for number in range(2000):
+        sender.put("metrics", {"train_loss": 1.0}, step=number)
+    return (time.perf_counter() - began) / 2000 * 1e6
+
+
+def main() -> None:
+    """Runs the comparison and prints it."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.recorder", description="What recording costs a training.")
+    parser.add_argument("--blocks", type=int, default=20, help="pairs of blocks to compare, at least 2")
+    parser.add_argument("--steps", type=int, default=40, help="steps of a block")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the training loop")
+    given = parser.parse_args()
+    environment = describe_environment()
+    hardware, source = environment["hardware"], environment["source"]
+    print(
+        f"{hardware['cpu']}, {hardware['cores']} cores, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}, ",
+        end="",
+    )
+    print(f"torch {torch.__version__}, commit {str(source['commit'])[:8]}, {time.strftime('%Y-%m-%d')}")
+    step = small_training(given.threads)
+    print(f"a step without recording: {block(step, (), 0, 3 * given.steps) * 1000:.1f} ms, {given.threads} thread(s)")
+    with tempfile.TemporaryDirectory() as scratch:
+        storage = Folder(scratch)
+
+        def arguments(name: str) -> tuple[object, ...]:
+            return storage / name, name, "a1", Record(), storage, {}, {}, None
+
+        manager = RecorderProcess(ctx=get_context("spawn"))
+        manager.start()
+        number = int(manager._process.pid)  # type: ignore[attr-defined]
+        apart = manager.Recorder(*arguments("apart"))  # type: ignore[attr-defined]
+        compare(step, apart, storage / "apart", given.blocks, given.steps, number)
+        apart.finish("finished")
+        manager.shutdown()
+        inline = Recorder(*arguments("inline"))  # type: ignore[arg-type]
+        compare(step, inline, storage / "inline", given.blocks, given.steps, None)
+        print(f"one put takes its caller {put_cost(inline):.1f} microseconds")
+        inline.finish("finished")
+
+
+if __name__ == "__main__":
+    main()

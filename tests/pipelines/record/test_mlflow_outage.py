@@ -1,0 +1,126 @@
+"""A real tracking server that dies, comes back, hangs or was never there: the training's record does not care."""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+from pipelines.config.run import Record
+from pipelines.files import Folder
+from pipelines.record import Sender, follower, read_entries
+from pipelines.record import recorder as recorder_module
+from pipelines.record.mlflow_log import database
+from pipelines.record.ui import await_server, start_server, stop_server
+from ray_jobs import runs
+from tests.pipelines.record.conftest import MakeRecorder, history, only_run
+
+
+@pytest.fixture
+def port() -> int:
+    """A port on loopback that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def server(storage: Folder, port: int) -> Iterator[Callable[[], Any]]:
+    """Starts MLflow servers over the shared database, always at the same port; all are ended after the test."""
+    started = []
+
+    def start() -> Any:
+        process = start_server(database(storage), port)
+        started.append(process)
+        assert await_server(process, port, Event()), "the server did not start"
+        return process
+
+    yield start
+    for process in started:
+        stop_server(process)
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+    """Waits for a condition, or fails with `what`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def measure(sender: Sender, first: int, last: int) -> None:
+    """Puts a measurement for each step from `first` to `last`, an eighth of a second apart by their times."""
+    for step in range(first, last + 1):
+        sender.put("metrics", {"train_loss": 1 / step}, step=step, time=1e9 + step / 8)
+
+
+def test_a_server_that_is_killed_and_comes_back_lacks_nothing(
+    record: MakeRecorder,
+    folder: Folder,
+    storage: Folder,
+    port: int,
+    server: Callable[[], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = folder.uri.rpartition("/")[2]
+    monkeypatch.setattr(follower, "LONGEST_BACKOFF_S", 1.0)
+    first = server()
+    recorder = record(settings=Record(mlflow_uri=f"http://127.0.0.1:{port}"))
+    sender = Sender(recorder.receive, "rank0", interval_s=0.1)
+    measure(sender, 1, 50)
+    until(lambda: folder.exists("mlflow.json") and folder.read_json("mlflow.json")["logged"] != {}, "nothing was logged")
+    stop_server(first)
+    measure(sender, 51, 1500)  # more than one call's worth of metrics is missed
+    assert sender.flush(10.0)
+    until(lambda: bool(recorder.state()["warnings"]), "the outage was not said")
+    (warning,) = recorder.state()["warnings"]
+    assert "training goes on" in warning
+    second = server()
+    measure(sender, 1501, 1520)
+    assert sender.flush(10.0)
+    until(
+        lambda: len(history(storage, only_run(storage, name).info.run_id, "train_loss")) == 1520, "the replay did not come"
+    )
+
+    # It hangs at the end: the end comes all the same, says what to do, and the replay completes the run.
+    os.killpg(second.pid, signal.SIGSTOP)
+    measure(sender, 1521, 1530)
+    assert sender.close(10.0)
+    monkeypatch.setattr(recorder_module, "MLFLOW_END_S", 1.0)
+    began = time.monotonic()
+    summary = recorder.finish("finished")
+    assert time.monotonic() - began < 5.0
+    assert f"runs.py replay {name} --storage {storage}" in recorder.state()["warnings"][-1]
+    os.killpg(second.pid, signal.SIGCONT)
+    assert runs.main(["replay", name, "--storage", storage.uri]) == 0
+    run = only_run(storage, name)
+    assert (run.info.run_id, run.info.status) == (summary["mlflow_run_id"], "FINISHED")
+    points = history(storage, run.info.run_id, "train_loss")
+    assert points == [(step, 1 / step, round((1e9 + step / 8) * 1000)) for step in range(1, 1531)]
+
+
+def test_a_server_that_hangs_or_is_not_there_does_not_hold_up_the_end(
+    record: MakeRecorder, folder: Folder, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "MLFLOW_END_S", 1.0)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()  # takes connections, and never answers
+        for attempt, uri in (("a1", f"http://127.0.0.1:{silent.getsockname()[1]}"), ("a2", f"http://127.0.0.1:{port}")):
+            recorder = record(attempt, Record(mlflow_uri=uri))
+            sender = Sender(recorder.receive, "rank0", interval_s=0.1)
+            measure(sender, 1, 10)
+            sender.put("summary", {"steps": 10})
+            began = time.monotonic()
+            assert sender.close(5.0)
+            summary = recorder.finish("finished")
+            assert time.monotonic() - began < 6.0
+            assert summary["mlflow_run_id"] is None
+            assert "replay" in recorder.state()["warnings"][-1]
+    assert len([entry for entry in read_entries(folder) if entry["kind"] == "metrics"]) == 20
+    assert (Path(folder.uri) / "summary.json").exists()

@@ -1,0 +1,47 @@
+"""The closing screen: its last three lines are what a user acts on."""
+
+import pytest
+
+from pipelines.files import Folder
+from pipelines.record.summary import build_summary
+from pipelines.report import closing_screen
+
+FOLDER = Folder("/data/runs/small-1f3a")
+
+
+def summary(status: str = "finished", **given: object) -> dict[str, object]:
+    """A summary as the recorder writes it."""
+    return build_summary("small-1f3a", status, {}, given)
+
+
+@pytest.mark.parametrize(("status", "job"), [("finished", "generate.py"), ("stopped", "train.py"), ("failed", "train.py")])
+def test_the_last_three_lines_say_where_and_what_next(status: str, job: str) -> None:
+    text = closing_screen(summary(status, mlflow_run_id="abc"), FOLDER, "a curve", "a sample")
+    last = text.splitlines()[-3:]
+    assert last[0] == "results  /data/runs/small-1f3a"
+    assert last[1] == "mlflow   python -m pipelines.record.ui --storage /data/runs"
+    assert last[2].startswith(f"next     python ray_jobs/{job} --run small-1f3a --storage /data/runs")
+
+
+def test_a_tracking_server_is_linked_and_a_missing_one_is_said() -> None:
+    link = "https://tracking.example/#/experiments/1/runs/abc"
+    assert closing_screen(summary(mlflow_run_id="abc"), FOLDER, link=link).splitlines()[-2] == f"mlflow   {link}"
+    assert closing_screen(summary(), FOLDER).splitlines()[-2] == "mlflow   not logged there"
+
+
+def test_known_figures_are_shown_and_unknown_ones_left_out() -> None:
+    text = closing_screen(
+        summary(train_loss=float("nan"), val_loss=1.88, mfu=0.412, peak_memory_bytes=2**30, metrics={"perplexity": 6.55}),
+        FOLDER,
+    )
+    for shown in ("NaN", "1.8800", "41.2%", "1.00 GiB", "perplexity", "6.55"):
+        assert shown in text
+    assert "tokens/s" not in text
+
+
+def test_a_samples_control_characters_do_not_reach_the_terminal() -> None:
+    text = closing_screen(summary(), FOLDER, sample="def f():\n\tpass\x1b[31m\x07\n" + "line\n" * 50)
+    assert "def f():" in text
+    assert "\x1b" not in text
+    assert "\x07" not in text
+    assert text.count("│ line") < 12
