@@ -93,20 +93,16 @@ def run_alone(function: Callable[..., Result], *arguments: Any) -> Result:
 @contextmanager
 def _quiet_context() -> Iterator[None]:
     """Ray Data in the order of the parts, with small blocks, and without a word of its own."""
-    logger = logging.getLogger("ray.data")
-    level, before = logger.level, DataContext.get_current()
-    context = before.copy()
-    context.enable_progress_bars = False
-    context.execution_options.preserve_order = True
-    context.execution_options.verbose_progress = False
-    context.target_max_block_size = _BLOCK_BYTES
+    logger, context = logging.getLogger("ray.data"), DataContext.get_current()
+    options = context.execution_options
+    before = logger.level, context.enable_progress_bars, context.target_max_block_size, options.preserve_order
     logger.setLevel(logging.CRITICAL)
-    DataContext._set_current(context)
+    context.enable_progress_bars, context.target_max_block_size, options.preserve_order = False, _BLOCK_BYTES, True
     try:
         yield
     finally:
-        DataContext._set_current(before)
-        logger.setLevel(level)
+        logger.setLevel(before[0])
+        context.enable_progress_bars, context.target_max_block_size, options.preserve_order = before[1:]
 
 
 @contextmanager
@@ -118,7 +114,8 @@ def _unwrapped() -> Iterator[None]:
         inner = _inner(error)
         if inner is None:
             raise
-        raise type(inner)(str(inner)) from None
+        # A DataError has one line; Ray Data adds others to whatever passes through it.
+        raise type(inner)(str(inner).splitlines()[0]) from None
 
 
 def _inner(error: BaseException | None) -> ValueError | None:

@@ -200,7 +200,9 @@ def test_a_registered_function_that_raises(run: Prepare) -> None:
         raise RuntimeError("out of poems")
 
     try:
-        with pytest.raises(DataError, match="registered source breaks: raised RuntimeError: out of poems; mend the function"):
+        with pytest.raises(
+            DataError, match="registered source breaks: raised RuntimeError: out of poems; mend the function"
+        ):
             run("breaks")
     finally:
         del REGISTERED["breaks"]

@@ -1,0 +1,82 @@
+"""On Ray Data the shards are the bytes that one process writes, and errors come out as they were raised."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from pipelines.config import SettingError, Tokenizer
+from pipelines.prepare.faults import DataError
+from tests.pipelines.prepare.conftest import prepared, settings
+from tests.pipelines.prepare.test_prepare import LINES, tree
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def test_ray_data_writes_what_one_process_writes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text(LINES)
+    config = settings(
+        tmp_path / "text.txt", tokenizer="bpe", vocabulary_size=500, validation="tail", shard_mib=0.05
+    )  # fmt: skip
+    alone = prepared(config, tmp_path / "alone")
+    capfd.readouterr()
+    lines: list[str] = []
+    cluster = prepared(config, tmp_path / "cluster", on_ray=True, echo=lines.append)
+    assert len(cluster.manifest.splits["train"]) > 5
+    assert cluster.manifest == alone.manifest
+    assert alone.folder.local
+    assert cluster.folder.local
+    assert tree(cluster.folder.local) == tree(alone.folder.local)
+    assert [line for line in lines if not line.startswith("preparing: ")] == lines[-1:]
+    shown = capfd.readouterr()
+    assert "Dataset" not in shown.out + shown.err
+    assert prepared(config, tmp_path / "cluster", on_ray=True).reused
+
+
+def test_an_interrupted_preparation_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
+    """Begun by one process, ended by two."""
+    (tmp_path / "text.txt").write_text(LINES)
+    config = settings(tmp_path / "text.txt", validation="tail", shard_mib=0.05)
+    whole = prepared(config, tmp_path / "whole")
+    from pipelines.prepare.fingerprint import open_sources
+    from pipelines.prepare.parts import divide
+    from pipelines.prepare.stages import Job, read_part, tokenise, write_part
+    from pipelines.tasks.language_model import LanguageModel
+    from pipelines.tokenizers import train_tokenizer
+
+    source, _ = open_sources(config)
+    parts = divide(source, None, config.data)
+    folder = type(whole.folder)(f"{tmp_path}/begun/.prepared/{whole.manifest.fingerprint}")
+    train_tokenizer(config.tokenizer, iter([]), folder / "tokenizer", print)
+    job = Job(folder, {"train": source.reader, "validation": source.reader}, LanguageModel(config.model), 0.05, False)
+    for part in parts[3:6]:
+        write_part(job, (tokenise(job, table) for table in read_part(job, part)))
+    lines: list[str] = []
+    ended = prepared(config, tmp_path / "begun", on_ray=True, echo=lines.append)
+    assert f"3 of {len(parts)} parts are done" in lines[0]
+    assert ended.manifest == whole.manifest
+
+
+def test_an_error_of_the_data_comes_out_as_it_is(tmp_path: Path) -> None:
+    for i in range(30):
+        (tmp_path / f"{i}.txt").write_text("good")
+    (tmp_path / "bad.txt").write_bytes(b"caf\xe9")
+    started = time.perf_counter()
+    with pytest.raises(DataError, match=r"^\S+/bad.txt: is not UTF-8: byte 0xe9 at 3; .*--data.on_error skip$") as raised:
+        prepared(settings(tmp_path), tmp_path / "runs", on_ray=True)
+    assert type(raised.value) is DataError
+    assert raised.value.__cause__ is None
+    assert time.perf_counter() - started < 30
+
+
+def test_an_error_of_the_tokenizer_comes_out_as_it_is(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    from tests.pipelines.tokenizers.test_tokenizers import write_tokenizer
+
+    (tmp_path / "text.txt").write_text(LINES)
+    file = write_tokenizer(tmp_path / "tokenizer.json", end=None)
+    config = settings(tmp_path / "text.txt", validation="tail")
+    config = replace(config, tokenizer=Tokenizer(kind="file", file=str(file)))
+    with pytest.raises(SettingError, match=r"^tokenizer\.end_token is None"):
+        prepared(config, tmp_path / "runs", on_ray=True)
