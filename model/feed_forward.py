@@ -1,7 +1,7 @@
 """The feed-forward of a block: GELU for GPT-2 (Hendrycks and Gimpel, 2016), SwiGLU for Llama (Shazeer, 2020).
 
-    block = SwiGLU(128, 384)
-    y = block(x)                                              # (B, T, 128) -> (B, T, 128)
+block = SwiGLU(128, 384)
+y = block(x)                                              # (B, T, 128) -> (B, T, 128)
 """
 
 import torch

@@ -33,7 +33,7 @@ class Linear(nn.Module):
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, onednn: bool = False) -> torch.Tensor:
     """x W^T + b; `onednn` asks for oneDNN where it can run, which is in fp32 on CPUs outside autocast."""
     if onednn and x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu"):
-        result: torch.Tensor = _OneDNNLinear.apply(x, weight, bias)
+        result: torch.Tensor = _OneDNNLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
         return result
     return F.linear(x, weight, bias)
 

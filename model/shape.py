@@ -12,27 +12,27 @@ class DecoderShape(Protocol):
     """Sizes and choices of a decoder; `pipelines.config.Model` documents each."""
 
     @property
-    def flavour(self) -> Literal["gpt2", "llama"]: ...  # noqa: D102
+    def flavour(self) -> Literal["gpt2", "llama"]: ...
     @property
-    def layers(self) -> int: ...  # noqa: D102
+    def layers(self) -> int: ...
     @property
-    def heads(self) -> int: ...  # noqa: D102
+    def heads(self) -> int: ...
     @property
-    def kv_heads(self) -> int: ...  # noqa: D102
+    def kv_heads(self) -> int: ...
     @property
-    def width(self) -> int: ...  # noqa: D102
+    def width(self) -> int: ...
     @property
-    def feed_forward(self) -> int: ...  # noqa: D102
+    def feed_forward(self) -> int: ...
     @property
-    def context(self) -> int: ...  # noqa: D102
+    def context(self) -> int: ...
     @property
-    def dropout(self) -> float: ...  # noqa: D102
+    def dropout(self) -> float: ...
     @property
-    def bias(self) -> bool: ...  # noqa: D102
+    def bias(self) -> bool: ...
     @property
-    def rope_theta(self) -> float: ...  # noqa: D102
+    def rope_theta(self) -> float: ...
     @property
-    def linear(self) -> str: ...  # noqa: D102
+    def linear(self) -> str: ...
 
 
 def hidden_width(shape: DecoderShape) -> int:

@@ -46,7 +46,7 @@ class Block(nn.Module):
     ) -> torch.Tensor:
         """(B, T, C) -> (B, T, C)."""
         x = x + self.dropout(self.attention(self.norm1(x), rotation, cache, mask))
-        return x + self.dropout(self.feed_forward(self.norm2(x)))
+        return x + self.dropout(self.feed_forward(self.norm2(x)))  # type: ignore[no-any-return]
 
 
 class Decoder(nn.Module):
@@ -106,7 +106,7 @@ class Decoder(nn.Module):
         return linear(hidden, weight, onednn=self.onednn)
 
     def flops_per_token(self) -> float:
-        """Operations to train on one token: 6 a matrix weight and 12 L C T for attention (Chowdhery et al., 2022, app. B)."""
+        """Operations to train on a token: 6 a matrix weight, 12 L C T for attention (Chowdhery et al., 2022, app. B)."""
         matrices = sum(p.numel() for name, p in self.named_parameters() if p.dim() == 2 and "embedding" not in name)
         matrices -= self.positions.weight.numel() if self.positions is not None else 0
         head = self.vocabulary_size * self.shape.width if self.head is None else 0

@@ -153,7 +153,7 @@ class Folder:
         return size
 
     def names(self) -> list[str]:
-        """Names of the files and folders directly inside, sorted; temporary ones left out. Empty where there is no folder."""
+        """Names of files and folders directly inside, sorted, without temporary ones. Empty where there is no folder."""
         if self.local:
             found = os.listdir(self.local) if self.local.is_dir() else []
         else:
@@ -164,7 +164,7 @@ class Folder:
         return sorted(name for name in found if ".tmp-" not in name)
 
     def remove(self, name: str = "") -> None:
-        """Removes a file, or a folder with all it holds (this one, where no name is given); nothing happens if there is none."""
+        """Removes a file, or a folder with all it holds (this one, where no name is given), if there is one."""
         if self.local:
             target = self.local / name
             if target.is_dir() and not target.is_symlink():

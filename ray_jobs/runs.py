@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started as a scr
 
 from pipelines.config.run import Record
 from pipelines.files import Folder
+from pipelines.launch.owner import Owner, read_owner
 from pipelines.record.follower import Follower
 from pipelines.record.journal import join, read_entries
 from pipelines.record.mlflow_log import MARK, MlflowLog
@@ -35,12 +36,13 @@ class Run:
     name: str
     folder: Folder
     summary: dict[str, Any]
-    running: bool
+    owner: Owner | None
+    """The living process that trains it."""
 
     @property
     def status(self) -> str:
         """`running`, how it ended, or `interrupted` where it ended without saying so."""
-        return "running" if self.running else str(self.summary.get("status") or "interrupted")
+        return "running" if self.owner else str(self.summary.get("status") or "interrupted")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -87,9 +89,8 @@ def show_run(storage: Folder, given: argparse.Namespace) -> None:
 def prune_run(storage: Folder, given: argparse.Namespace) -> None:
     """Removes old checkpoints' data, never their manifests; with `--all` the run's whole folder."""
     run = find_run(storage, given.run)
-    if run.running:
-        owner = run.folder.read_json("owner.json")
-        raise Refused(f"{run.name} is owned by process {owner['pid']} on {owner['host']}: stop it first")
+    if run.owner:
+        raise Refused(f"{run.name} is owned by process {run.owner.pid} on {run.owner.host}: stop it first")
     if given.all:
         freed = size(run.folder)
         run.folder.remove()
@@ -114,18 +115,20 @@ def prune_run(storage: Folder, given: argparse.Namespace) -> None:
 def replay_run(storage: Folder, given: argparse.Namespace) -> int:
     """Logs to MLflow what it lacks of a run's journal, and how the run ended."""
     run = find_run(storage, given.run)
-    if run.running:
+    if run.owner:
         raise Refused(f"{run.name} is running, and replays by itself as soon as MLflow answers")
     mark = run.folder.read_json(MARK) if run.folder.exists(MARK) else {}
     settings = Record(mlflow_uri=given.mlflow_uri or mark.get("uri"), experiment=given.experiment)
-    log = MlflowLog.at(run.folder, run.name, settings, storage, {}, {})
+    log = MlflowLog.at(run.folder, run.name, settings, storage)
     if log is None:
         raise Refused(f"--mlflow-uri is not given, and {storage} holds no database: name the tracking server")
-    join(run.folder)
+    entries = join(run.folder)
+    if not entries:
+        raise Refused(f"{run.folder} has no journal: there is nothing to replay")
     try:
         Follower(run.folder, log, warn=print).catch_up()
-        log.finish(run.summary.get("status") or "stopped")
-    except Exception as error:  # noqa: BLE001 - MLflow, its database and its server raise whatever they like
+        log.finish(run.summary.get("status") or "stopped", float(entries[-1]["time"]))
+    except Exception as error:
         print(f"MLflow at {log.public_uri} cannot be reached ({type(error).__name__}: {error})", file=sys.stderr)
         return 1
     print(f"MLflow has all of {run.name}, run {log.run_id}")
@@ -149,27 +152,8 @@ def find_run(storage: Folder, name: str) -> Run:
         summary = folder.read_json("summary.json")
     except (FileNotFoundError, ValueError):
         summary = {}
-    return Run(name, folder, summary, is_owned(folder))
-
-
-def is_owned(folder: Folder) -> bool:
-    """Whether a living process owns the run. One on another host counts as living: its death cannot be seen from here."""
-    import socket
-
-    import psutil
-
-    try:
-        owner = folder.read_json("owner.json")
-    except (FileNotFoundError, ValueError):
-        return False
-    if owner.get("host") != socket.gethostname():
-        return True
-    try:
-        # A process number is used again; only together with its start does it name a process.
-        started = psutil.Process(int(owner["pid"])).create_time()
-    except (psutil.NoSuchProcess, KeyError, ValueError):
-        return False
-    return abs(started - float(owner.get("start", started))) < 2.0
+    owner = read_owner(folder)
+    return Run(name, folder, summary, owner if owner and owner.alive else None)
 
 
 def size(folder: Folder) -> int:

@@ -1,6 +1,6 @@
 """The main job: trains what a configuration says, on Ray, and resumes a run that was started before.
 
-    python ray_jobs/train.py --config configs/lm_python.yaml --train.steps 500 --scaling.workers 2 --run NAME
+python ray_jobs/train.py --config configs/lm_python.yaml --train.steps 500 --scaling.workers 2 --run NAME
 """
 
 import sys

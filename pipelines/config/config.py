@@ -63,7 +63,9 @@ class Config(Section):
             raise self.scaling.error("strategy", f"must be `ddp` for scaling.workers {workers}")
         endless = not self.train.steps and not self.train.epochs and not self.optimizer.decay_steps
         if endless and self.optimizer.schedule in ("cosine", "linear"):
-            raise self.optimizer.error("decay_steps", "must be given for a schedule that falls when only train.hours ends the run")
+            raise self.optimizer.error(
+                "decay_steps", "must be given for a schedule that falls when only train.hours ends the run"
+            )
         if self.run is not None and (not self.run.strip() or set(self.run) & set("/\\") or self.run[0] == "."):
             raise self.error("run", "must be a folder's name without slashes that does not begin with a dot")
 

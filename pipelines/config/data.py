@@ -24,13 +24,13 @@ class Data(Section):
     split: str = setting("train", fixed=True)
     """The split of a Hugging Face dataset."""
     validation: Literal["hash", "tail", "source"] = setting("hash", fixed=True)
-    """Which documents validate: a fraction by a hash of each document, the tail of the whole text, or a source of their own."""
+    """Which documents validate: a fraction by a hash of each, the tail of the whole text, or a source of their own."""
     validation_fraction: float = setting(0.05, above=0, below=1, fixed=True)
     """The share of documents (`hash`) or of bytes (`tail`) that validates."""
     validation_source: str | None = setting(None, fixed=True)
     """The source that validates when `validation` is `source`."""
     on_error: Literal["raise", "skip"] = setting("raise", fixed=True)
-    """What to do with an unreadable or empty file or a document that is not UTF-8: end with an error, or skip and count it."""
+    """At an unreadable or empty file, or a document that is not UTF-8: end with an error, or skip and count it."""
     shard_mib: float = setting(32.0, above=0, at_most=4096, fixed=True)
     """Text that one shard is made from, in MiB; small sources are cut finer, so that every worker has work."""
     shuffle: Literal["full", "blocks", "none"] = setting("full", fixed=True)
@@ -65,7 +65,7 @@ class Tokenizer(Section):
     file: str | None = setting(None, fixed=True)
     """Path or URI of the `tokenizer.json` when `kind` is `file`."""
     end_token: str | None = setting(None, fixed=True)
-    """The token of that file which ends a document; when not given, a usual one is looked for (`<|endoftext|>`, `</s>`, ...)."""
+    """The token of that file which ends a document; None looks for a usual one (`<|endoftext|>`, `</s>`, ...)."""
     training_mib: float = setting(64.0, above=0, fixed=True)
     """Text, in MiB and spread evenly over the source, on which a BPE is trained."""
 

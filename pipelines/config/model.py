@@ -13,7 +13,7 @@ class Model(Section):
     name: ClassVar[str] = "model"
 
     flavour: Literal["gpt2", "llama"] = setting("gpt2", fixed=True)
-    """`gpt2`: LayerNorm, learned positions, GELU, tied embeddings. `llama`: RMSNorm, rotary positions, SwiGLU, grouped heads."""
+    """`gpt2`: LayerNorm, learned positions, GELU, tied embeddings. `llama`: RMSNorm, RoPE, SwiGLU, grouped heads."""
     layers: int = setting(4, at_least=1, fixed=True)
     """Transformer blocks."""
     heads: int = setting(4, at_least=1, fixed=True)

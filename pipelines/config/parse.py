@@ -1,8 +1,8 @@
 """Settings from YAML and flags, by jsonargparse: YAML first, flags over it, both checked before anything starts.
 
-    parsed = parse(Config, ["--config", "configs/lm_python.yaml", "--train.steps", "500"], program="train.py")
-    parsed.settings.train.steps                               # 500
-    parsed.preset                                             # "lm_python"
+parsed = parse(Config, ["--config", "configs/lm_python.yaml", "--train.steps", "500"], program="train.py")
+parsed.settings.train.steps                               # 500
+parsed.preset                                             # "lm_python"
 """
 
 import difflib
@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -46,7 +47,9 @@ def parse(cls: type[T], arguments: Sequence[str], *, program: str, description: 
     for file in files:
         _check_file(file, known)
     parser = jsonargparse.ArgumentParser(prog=program, description=description, exit_on_error=False)
-    parser.add_argument("--config", action="config", help="YAML file of settings; later ones and flags go over earlier ones.")
+    parser.add_argument(
+        "--config", action="config", help="YAML file of settings; later ones and flags go over earlier ones."
+    )
     parser.add_class_arguments(cls, as_group=False)
     try:
         parsed = parser.instantiate(parser.parse_args(given)) if given else parser.instantiate(parser.get_defaults())
@@ -73,7 +76,8 @@ def _plain(value: Any) -> Any:
 
 def from_yaml(cls: type[T], text: str) -> T:
     """Settings from YAML as `to_yaml` wrote it. Keys that this version does not know are left out."""
-    return _build(cls, yaml.safe_load(text) or {})
+    settings: T = _build(cls, yaml.safe_load(text) or {})
+    return settings
 
 
 def _build(cls: Any, content: dict[str, Any]) -> Any:
@@ -108,7 +112,7 @@ def _check_flags(arguments: Sequence[str], known: set[str]) -> None:
 
 
 def _config_files(arguments: Sequence[str]) -> list[str]:
-    files = [value for flag, value in zip(arguments, arguments[1:], strict=False) if flag == "--config"]
+    files = [value for flag, value in pairwise(arguments) if flag == "--config"]
     return files + [a.removeprefix("--config=") for a in arguments if a.startswith("--config=")]
 
 

@@ -10,6 +10,7 @@ checked when the section is made, whether that happens from YAML, from a flag or
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -34,7 +35,7 @@ def setting(
 
 
 @cache
-def _types(cls: type) -> dict[str, Any]:
+def _types(cls: type) -> Mapping[str, Any]:
     return get_type_hints(cls)
 
 
@@ -50,7 +51,8 @@ class Section:
                 self._check(item.name, getattr(self, item.name), item.metadata["limits"])
 
     def _check(self, key: str, value: Any, limits: dict[str, float | None]) -> None:
-        allowed = _types(type(self))[key]
+        cls: Any = type(self)
+        allowed = _types(cls)[key]
         choices = _choices(allowed)
         if choices and not isinstance(value, int) and value not in choices:
             raise self.error(key, f"must be one of {', '.join(map(str, choices))}")

@@ -1,7 +1,7 @@
 """Text from a decoder and its tokenizer, piece by piece, ended by an end token or a stop string.
 
-    for piece in write_text(model, encoder, Sample(prompt="def ", tokens=100)):
-        print(piece, end="", flush=True)
+for piece in write_text(model, encoder, Sample(prompt="def ", tokens=100)):
+    print(piece, end="", flush=True)
 """
 
 from collections.abc import Iterator

@@ -1,10 +1,10 @@
 """Steps of micro-batches, read by a thread ahead of the loop.
 
-    loader = Loader(plan, stream, task, rank=0, world=2)
-    for step in loader.steps(first=0, until=1000):
-        for batch in step.micro_batches:                      # inputs and targets (B, T) int64, on the device
-            ...
-    loader.waited                                             # seconds that the loop stood still for data
+loader = Loader(plan, stream, task, rank=0, world=2)
+for step in loader.steps(first=0, until=1000):
+    for batch in step.micro_batches:                      # inputs and targets (B, T) int64, on the device
+        ...
+loader.waited                                             # seconds that the loop stood still for data
 """
 
 import queue
@@ -75,7 +75,7 @@ class Loader:
     """Seconds that the consumer has waited so far."""
 
     def steps(self, first: int, until: float) -> Iterator[Step]:
-        """Steps `first`, `first` + 1, ... below `until` and within the plan's epochs. Errors of the reading thread come up here."""
+        """Steps from `first`, below `until` and within the plan's epochs. Errors of the reading thread come up here."""
         last = min(until, self.plan.steps)
         ready: queue.Queue[Step | BaseException | None] = queue.Queue(self.prefetch)
         stopped = threading.Event()
@@ -95,7 +95,9 @@ class Loader:
         finally:
             stopped.set()
 
-    def _read(self, first: int, last: float, ready: queue.Queue, stopped: threading.Event) -> None:
+    def _read(
+        self, first: int, last: float, ready: "queue.Queue[Step | BaseException | None]", stopped: threading.Event
+    ) -> None:
         def hand_over(item: Step | BaseException | None) -> bool:
             while not stopped.is_set():
                 try:

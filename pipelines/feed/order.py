@@ -10,11 +10,12 @@ position of any epoch costs the same microseconds and no memory, with a thousand
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 ROUNDS = 8
+UInt64 = np.ndarray[Any, np.dtype[np.uint64]]
 MOST = 2**62
 """Samples an order can hold; positions beyond it would leave int64."""
 
@@ -28,7 +29,7 @@ class Order:
     seed: int = 0
     """Key of the permutation, together with the epoch."""
     shuffle: Literal["full", "blocks", "none"] = "full"
-    """All samples mixed; blocks mixed and then samples inside windows of blocks (sequential enough for disks); as they lie."""
+    """All samples mixed; blocks mixed, then samples inside windows of blocks (sequential for disks); as they lie."""
     block: int = 1024
     """Neighbouring samples in a block."""
     window: int = 64
@@ -94,13 +95,13 @@ def _feistel(values: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
     return (left << np.uint64(right_bits)) | right
 
 
-def mix64(values: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64 (Steele et al., 2014): a bijection of uint64 whose output bits depend on all input bits."""
+def mix64(values: UInt64) -> UInt64:
+    """The finaliser of SplitMix64 (Steele et al., 2014): a bijection of uint64 that mixes all bits."""
     with np.errstate(over="ignore"):
         values = values + np.uint64(0x9E3779B97F4A7C15)
         values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    result: np.ndarray = values ^ (values >> np.uint64(31))
+    result: UInt64 = values ^ (values >> np.uint64(31))
     return result
 
 
@@ -111,7 +112,7 @@ def digest(epochs: np.ndarray, samples: np.ndarray) -> int:
 
 
 def _round_keys(key: tuple[int, ...]) -> np.ndarray:
-    state = np.zeros(ROUNDS, np.uint64) + np.arange(ROUNDS, dtype=np.uint64)
+    state: UInt64 = np.arange(ROUNDS, dtype=np.uint64)
     for part in key:
         state = mix64(state ^ np.uint64(part % 2**64))
     return state

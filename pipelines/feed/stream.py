@@ -1,7 +1,7 @@
 """The concatenated tokens of a split, read by position from mapped shards.
 
-    stream = TokenStream(folder, Manifest.load(folder), "train", cache)
-    windows, masks = stream.windows(starts, 129)              # ids (B, 129) int64; masks (B, 129) bool, or None
+stream = TokenStream(folder, Manifest.load(folder), "train", cache)
+windows, masks = stream.windows(starts, 129)              # ids (B, 129) int64; masks (B, 129) bool, or None
 """
 
 import bisect

@@ -1,7 +1,7 @@
 """The Ray cluster of a job: a local one that lives as long as the job, or a running one that the job joins.
 
-    with cluster(config.launch):                              # ray.init ... ray.shutdown
-        ...
+with cluster(config.launch):                              # ray.init ... ray.shutdown
+    ...
 """
 
 import os
@@ -16,6 +16,8 @@ QUIET = {
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # The controller's look at its workers; its default of 2 s delays start and end.
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
     # Where `uv` is on the path, Ray would set up its environments in workers.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
@@ -66,5 +68,9 @@ def on_a_worker(function: Callable[[], str]) -> str:
     here = ray.get_runtime_context().get_node_id()
     others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
     strategy = NodeAffinitySchedulingStrategy(others[0] if others else here, soft=True)
-    task = ray.remote(num_cpus=0, scheduling_strategy=strategy)(function.__call__)
-    return str(ray.get(task.remote()))
+    task = ray.remote(num_cpus=0, scheduling_strategy=strategy)(_call)
+    return str(ray.get(task.remote(function)))
+
+
+def _call(function: Callable[[], str]) -> str:
+    return function()

@@ -24,7 +24,7 @@ from pipelines.launch.cluster import NoCluster, cluster, joined, on_a_worker
 from pipelines.launch.failure import failure_screen
 from pipelines.launch.job import Job
 from pipelines.launch.owner import Owned, Ownership
-from pipelines.launch.preflight import failing, preflight
+from pipelines.launch.preflight import Check, failing, preflight
 from pipelines.launch.resources import Resources, Share, resolve
 from pipelines.launch.resume import Earlier, completed, read_earlier, refuse_changes, write_settings
 from pipelines.observers import Progress
@@ -45,9 +45,22 @@ class CannotRun(RuntimeError):
 
 def run_training(parsed: Parsed[Config], started_at: float | None = None) -> int:
     """Trains, or resumes, or says that there is nothing to do; returns the exit code and raises nothing a user can cause."""
+    return _guarded(lambda: _run(*locate(parsed), started_at or time.time()))
+
+
+def run_preparation(parsed: Parsed[Config]) -> int:
+    """Prepares the data of a configuration; returns the exit code."""
+    return _guarded(lambda: _prepare(*locate(parsed)))
+
+
+def run_check(parsed: Parsed[Config]) -> int:
+    """Prints what there is and whether the configuration will run on it; returns the exit code."""
+    return _guarded(lambda: _check(*locate(parsed)))
+
+
+def _guarded(job: Callable[[], int]) -> int:
     try:
-        config, storage = locate(parsed)
-        return _run(config, storage, started_at or time.time())
+        return job()
     except (SettingError, DataError, Owned) as error:
         print(f"error: {error}", file=sys.stderr)
         return WRONG_SETTINGS
@@ -71,6 +84,7 @@ def locate(parsed: Parsed[Config]) -> tuple[Config, Folder]:
 
 def _run(config: Config, storage: Folder, started_at: float) -> int:
     assert config.run
+    marks = {"driver": time.time()}
     folder = storage / config.run
     print(f"run {config.run} in {storage}", flush=True)
     earlier = read_earlier(folder)
@@ -82,16 +96,15 @@ def _run(config: Config, storage: Folder, started_at: float) -> int:
     attempt = time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(2)
     inline = config.launch.mode == "inline"
     with Ownership.take(folder, attempt), nullcontext() if inline else cluster(config.launch):
-        there = Resources.of_this_machine() if inline else Resources.of_cluster()
-        share = resolve(config, there)
-        probe = on_a_worker if not inline and joined(config.launch) else None
-        checks = preflight(config, share, there, storage, config.tokenizer.vocabulary_size, probe)
-        if problems := list(failing(checks)):
+        marks["cluster"] = time.time()
+        there, share = _resources(config)
+        if problems := list(failing(_preflight(config, storage, there, share))):
             raise CannotRun("this cluster cannot run it:\n" + "\n".join(problems))
         prepared = prepare(config, storage, build_task(config), on_ray=not inline)
         _check_samples(config, prepared)
         if earlier:
             refuse_changes(earlier, config, prepared.manifest.fingerprint)
+        marks["data"] = time.time()
         environment = describe_environment() | {"attempt": attempt, "data": prepared.manifest.fingerprint}
         write_settings(folder, attempt, config, environment)
         job = Job(
@@ -104,8 +117,50 @@ def _run(config: Config, storage: Folder, started_at: float) -> int:
             threads=share.threads,
             facts=_facts(environment, share),
             started_at=started_at,
+            marks=marks,
         )
         return _train(job, share, storage, _tags(environment, share))
+
+
+def _prepare(config: Config, storage: Folder) -> int:
+    inline = config.launch.mode == "inline"
+    with nullcontext() if inline else cluster(config.launch):
+        prepared = prepare(config, storage, build_task(config), on_ray=not inline)
+        _check_samples(config, prepared)
+    print(f"results  {prepared.folder}")
+    print("mlflow   not logged there")
+    print(f"next     python ray_jobs/train.py with the same settings and --storage {storage}")
+    return DONE
+
+
+def _check(config: Config, storage: Folder) -> int:
+    inline = config.launch.mode == "inline"
+    with nullcontext() if inline else cluster(config.launch):
+        checks = _preflight(config, storage, *_resources(config))
+        for check in checks:
+            print(f"{'ok  ' if check.passed else 'FAIL'} {check.name:<15} {check.found}")
+            if not check.passed:
+                print(f"     {'':<15} {check.remedy}")
+    passed = all(check.passed for check in checks)
+    print(f"results  {storage}")
+    print("mlflow   not logged there")
+    print(
+        "next     python ray_jobs/train.py with the same settings"
+        if passed
+        else "next     mend what failed, and check again"
+    )
+    return DONE if passed else CANNOT_RUN
+
+
+def _resources(config: Config) -> tuple[Resources, Share]:
+    """What there is, and what the run will take of it."""
+    there = Resources.of_this_machine() if config.launch.mode == "inline" else Resources.of_cluster()
+    return there, resolve(config, there)
+
+
+def _preflight(config: Config, storage: Folder, there: Resources, share: Share) -> list[Check]:
+    probe = on_a_worker if config.launch.mode == "ray" and joined(config.launch) else None
+    return preflight(config, share, there, storage, config.tokenizer.vocabulary_size, probe)
 
 
 def _say_complete(folder: Folder, config: Config, reached: str, earlier: Earlier) -> None:
@@ -156,7 +211,7 @@ def _train(job: Job, share: Share, storage: Folder, tags: dict[str, str]) -> int
 
 
 def _watch(train: Callable[[], dict[str, Any]], wire: Any, phase: str) -> dict[str, Any] | BaseException:
-    """Trains in a thread while this one draws the progress and listens to signals; returns the summary or what was raised."""
+    """Trains in a thread while this one draws progress and listens to signals; the summary, or what was raised."""
     outcome: list[dict[str, Any] | BaseException] = []
 
     def body() -> None:

@@ -1,6 +1,6 @@
 """The cause of a failure on one screen: rank, step, exception, the lines of traceback that matter, what to try.
 
-    print(failure_screen(error, step=120, folder=folder), file=sys.stderr)
+print(failure_screen(error, step=120, folder=folder), file=sys.stderr)
 """
 
 import re
@@ -13,14 +13,30 @@ from pipelines.files import Folder
 FRAMES = 4
 ROOT = Path(__file__).resolve().parents[2]
 REMEDIES = (
-    (r"out of memory|OutOfMemory|Cannot allocate memory|OOM", "lower train.micro_batch_slots or train.slot_size, or the model's size"),
-    (r"Diverged|loss is (nan|inf)", "lower optimizer.learning_rate, lengthen optimizer.warmup_steps, check the data"),
-    (r"No space left on device|Disk quota", "free space under the storage, or lower checkpoint.keep"),
-    (r"actor died|ActorDiedError|SIGKILL|died unexpectedly|exit code", "a worker's process was killed, often for memory: see the node's log "
-     "(dmesg), lower memory, or let it start again with --launch.restarts 3"),
-    (r"NCCL|gloo|Connection (reset|closed|refused)|timed out", "the network between workers broke or a worker died: look at the first rank "
-     "that failed; start the same command again to resume"),
-    (r"Read-only file system|Permission denied", "give --storage a folder that every worker can write"),
+    (
+        r"out of memory|OutOfMemory|Cannot allocate memory|OOM",
+        "lower train.micro_batch_slots or train.slot_size, or the model's size",
+    ),
+    (
+        r"Diverged|loss is (nan|inf)",
+        "lower optimizer.learning_rate, lengthen optimizer.warmup_steps, and look at the data",
+    ),
+    (
+        r"No space left on device|Disk quota",
+        "free space under the storage, or lower checkpoint.keep",
+    ),
+    (
+        r"actor died|ActorDiedError|SIGKILL|died unexpectedly|exit code",
+        "a worker was killed, often for memory: see the node's log, lower its memory, or add --launch.restarts 3",
+    ),
+    (
+        r"NCCL|gloo|Connection (reset|closed|refused)|timed out",
+        "the network between workers broke, or one of them died: the same command resumes the run",
+    ),
+    (
+        r"Read-only file system|Permission denied",
+        "give --storage a folder that every worker can write",
+    ),
 )
 
 

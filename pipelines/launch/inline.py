@@ -1,6 +1,6 @@
 """A training in this very process: no Ray, one worker, the same loop. For debuggers, profilers and small machines.
 
-    summary = train_inline(job, InlineWire(...))
+summary = train_inline(job, InlineWire(...))
 """
 
 import threading

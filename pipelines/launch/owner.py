@@ -1,7 +1,7 @@
-"""One driver a run: a file that says whose the run is, taken over at once when that process is dead, else when its lease ends.
+"""One driver a run: a file that says whose it is, taken over at once from a dead process, else when its lease ends.
 
-    with Ownership.take(folder, attempt):                     # raises Owned while another driver trains this run
-        ...
+with Ownership.take(folder, attempt):                     # raises Owned while another driver trains this run
+    ...
 """
 
 import fcntl

@@ -1,7 +1,7 @@
 """What could go wrong, looked at before anything expensive starts.
 
-    checks = preflight(config, share, there, storage, vocabulary_size=4096)
-    failed = [check for check in checks if not check.passed]  # non-empty: exit code 3, each with its remedy
+checks = preflight(config, share, there, storage, vocabulary_size=4096)
+failed = [check for check in checks if not check.passed]  # non-empty: exit code 3, each with its remedy
 """
 
 import uuid
@@ -37,7 +37,7 @@ def preflight(
     vocabulary_size: int,
     on_a_worker: Callable[[Callable[[], str]], str] | None = None,
 ) -> list[Check]:
-    """All checks. `on_a_worker` runs a function where workers will run and returns its result; None: this process will do."""
+    """All checks. `on_a_worker` runs a function where workers will run; None: this process will do."""
     return [
         _check_package(),
         _check_slots(config, share),
@@ -83,7 +83,9 @@ def _check_memory(config: Config, share: Share, there: Resources, vocabulary_siz
     if have is None:
         return Check("memory", True, f"about {need.total / GIB:.1f} GiB a worker; the device's memory is not known here")
     found = f"about {need.total * workers / GIB:.1f} GiB for {workers} worker(s), {have / GIB:.1f} GiB there"
-    remedy = "lower train.micro_batch_slots (1 is the least), train.slot_size, or the model's size; or use train.precision bf16"
+    remedy = (
+        "lower train.micro_batch_slots (1 is the least), train.slot_size, or the model's size; or use train.precision bf16"
+    )
     return Check("memory", need.total * workers <= have, found, remedy)
 
 

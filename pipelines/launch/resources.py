@@ -1,7 +1,7 @@
 """What there is to compute on, and what a run will take of it.
 
-    there = Resources.of_this_machine()                       # or Resources.of_cluster(), after ray.init
-    share = resolve(config, there)                            # Share(workers=2, device="cpu", threads=1)
+there = Resources.of_this_machine()                       # or Resources.of_cluster(), after ray.init
+share = resolve(config, there)                            # Share(workers=2, device="cpu", threads=1)
 """
 
 import os
@@ -108,5 +108,3 @@ def _gpus_by_torch() -> tuple[float, float | None]:
     if not torch.cuda.is_available():
         return 0.0, None
     return float(torch.cuda.device_count()), float(torch.cuda.get_device_properties(0).total_memory)
-
-

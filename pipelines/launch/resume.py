@@ -1,8 +1,8 @@
 """Starting a run's name again: what may differ, what may not, and when there is nothing left to do.
 
-    earlier = read_earlier(folder)                            # None for a new run
-    refuse_changes(earlier, config, data_fingerprint)         # raises SettingError, showing each difference
-    completed(earlier, config)                                # "my-run is complete: 500 steps ..." or None
+earlier = read_earlier(folder)                            # None for a new run
+refuse_changes(earlier, config, data_fingerprint)         # raises SettingError, showing each difference
+completed(earlier, config)                                # "my-run is complete: 500 steps ..." or None
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,9 @@ def read_earlier(folder: Folder) -> Earlier | None:
     try:
         config = from_yaml(Config, folder.read(SETTINGS).decode())
     except (ValueError, TypeError, AttributeError) as error:
-        raise SettingError(f"{folder}/{SETTINGS} of the earlier attempt cannot be read ({error}): use another --run") from None
+        raise SettingError(
+            f"{folder}/{SETTINGS} of the earlier attempt cannot be read ({error}): use another --run"
+        ) from None
     return Earlier(config, _json(folder, ENVIRONMENT).get("data"), _json(folder, "summary.json") or None)
 
 

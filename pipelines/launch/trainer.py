@@ -1,22 +1,18 @@
 """Workers by Ray Train: its TorchTrainer, or a leaner trainer that starts in about half the time on a local cluster.
 
-    summary = train_on_ray(job, share, wire, lean=True)       # raises what fit() raises
+summary = train_on_ray(job, share, wire, lean=True)       # raises what fit() raises
 """
 
-import os
+import time
 from typing import Any
 
 from pipelines.launch.job import Job, Place
 from pipelines.launch.resources import Share
 from pipelines.launch.wire import StopPoll, Wire
 
-POLL_S = "0.2"
-"""Seconds between two looks of Ray Train's controller at its workers; its default of 2 delays start and end."""
-
 
 def train_on_ray(job: Job, share: Share, wire: Wire, *, lean: bool) -> dict[str, Any]:
     """Runs the job on Ray workers; returns rank 0's summary. Raises ray.train.TrainingFailedError, and what Ray raises."""
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", POLL_S)
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 
     settings = {
@@ -51,6 +47,7 @@ def make_trainer(function: Any, settings: dict[str, Any], *, lean: bool) -> Any:
 
 def worker_main(config: dict[str, Any]) -> dict[str, Any]:
     """What each worker process runs."""
+    marks = {"worker": time.time()}
     import ray.train
 
     from pipelines.launch.worker import run_worker
@@ -67,7 +64,7 @@ def worker_main(config: dict[str, Any]) -> dict[str, Any]:
     # One rank's wish reaches all in the next step, so one rank asks.
     stopping = StopPoll(wire.stop_requested) if place.rank == 0 else None
     try:
-        return run_worker(config["job"], place, wire.post, stopping or (lambda: False))
+        return run_worker(config["job"], place, wire.post, stopping or (lambda: False), marks)
     finally:
         if stopping:
             stopping.end()

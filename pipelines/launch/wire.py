@@ -1,7 +1,7 @@
 """The recorder as an actor on the driver's node, and each end's view of it.
 
-It is also the way in which a wish to stop reaches the workers: the driver tells the actor, rank 0 asks it twice a second, and
-the ranks agree on a step among themselves.
+It is also how a wish to stop reaches the workers: the driver tells the actor, rank 0 asks it twice a second, and the ranks
+agree on a step among themselves.
 
     wire = Wire.start(Recorder arguments ...)                 # in the driver
     wire.post, wire.state(), wire.request_stop(), wire.finish("finished")
@@ -47,7 +47,13 @@ class Wire:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        options = {"num_cpus": 0, "max_concurrency": 16, "scheduling_strategy": here, "max_restarts": 3, "max_task_retries": -1}
+        options = {
+            "num_cpus": 0,
+            "max_concurrency": 16,
+            "scheduling_strategy": here,
+            "max_restarts": 3,
+            "max_task_retries": -1,
+        }
         return cls(ray.remote(**options)(RecorderActor).remote(*arguments, **settings))
 
     def post(self, sender: str, entries: list[Entry]) -> int:
@@ -100,5 +106,5 @@ class StopPoll:
         while not self._asked and not self._ended.wait(ASK_S):
             try:
                 self._asked = self._ask()
-            except Exception:  # noqa: S112  the recorder may be starting again; it is asked again in a moment
+            except Exception:
                 continue

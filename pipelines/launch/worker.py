@@ -1,10 +1,11 @@
 """One worker from its job to its summary: the build lines, in the order in which things depend on each other.
 
-    summary = run_worker(job, Place(rank=0, world=1), recorder.receive, stopping=lambda: False)
+summary = run_worker(job, Place(rank=0, world=1), recorder.receive, stopping=lambda: False)
 """
 
 import math
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -40,10 +41,16 @@ from pipelines.train.step import StepRules
 from pipelines.train.validation import validate
 
 
-def run_worker(job: Job, place: Place, post: Post, stopping: Callable[[], bool]) -> dict[str, Any]:
-    """Trains this rank's part; returns the summary of the run as this rank knows it. Raises what the training raises."""
+def run_worker(
+    job: Job, place: Place, post: Post, stopping: Callable[[], bool], marks: dict[str, float] | None = None
+) -> dict[str, Any]:
+    """Trains this rank's part; returns the summary of the run as this rank knows it. Raises what the training raises.
+
+    `marks` are the milestones of this worker's start so far, in seconds since 1970.
+    """
     sender = Sender(post, f"rank{place.rank}")
-    observers: list[Observer] = [Throughput(), FirstStep(job.started_at)]
+    marks = job.marks | (marks or {}) | {"torch": time.time()}
+    observers: list[Observer] = [Throughput(), FirstStep(job.started_at, marks)]
     observers += [HostMonitor(sender, job.config.record.system_every_s), RayMetrics(), Tracker(sender)]
     say = partial(_say, sender, place)
     try:
@@ -78,7 +85,9 @@ def build_training(
         config.scaling.strategy, device=device, rank=rank, world=world, bucket_mib=config.scaling.bucket_mib
     )
     torch.manual_seed(config.seed)
-    model, optimizer = strategy.prepare(task.build_model(manifest.vocabulary_size), partial(build_optimizer, config.optimizer))
+    model, optimizer = strategy.prepare(
+        task.build_model(manifest.vocabulary_size), partial(build_optimizer, config.optimizer)
+    )
 
     checkpoints = _checkpoints(job, place, say)
     found = checkpoints.newest()
@@ -87,7 +96,9 @@ def build_training(
         say(f"resumed from step {found.step}")
     state = found.state if found else TrainState()
 
-    cache = NodeCache(Path(os.environ.get("RAYSTRIDE_CACHE", "~/.cache/raystride")).expanduser(), _bytes(config.data.cache_gib))
+    cache = NodeCache(
+        Path(os.environ.get("RAYSTRIDE_CACHE", "~/.cache/raystride")).expanduser(), _bytes(config.data.cache_gib)
+    )
     train, held_out = (TokenStream(job.prepared, manifest, split, cache) for split in ("train", "validation"))
     loader = Loader(
         plan=build_plan(config, task.samples(train.tokens)),
@@ -176,7 +187,7 @@ def _validation(
 def _facts(job: Job, place: Place, training: Training) -> RunFacts:
     """What observers are told of this worker."""
     model = training.model
-    flops = model.flops_per_token() if hasattr(model, "flops_per_token") else None
+    count: Callable[[], float] | None = getattr(model, "flops_per_token", None)
     return RunFacts(
         run=job.run,
         attempt=job.attempt,
@@ -188,7 +199,7 @@ def _facts(job: Job, place: Place, training: Training) -> RunFacts:
         device=torch.cuda.get_device_name() if job.device == "cuda" else "cpu",
         precision=job.config.train.precision,
         tokens_per_step=training.rules.nominal_targets,
-        flops_per_token=flops,
+        flops_per_token=count() if count else None,
         parameters=sum(p.numel() for p in model.parameters()),
     )
 

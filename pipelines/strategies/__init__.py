@@ -1,9 +1,9 @@
 """How a model is spread over workers: a small protocol and a file each for what can stand behind it.
 
-    strategy   the protocol, and `Single` for one worker
-    ddp        every worker holds the whole model; gradients are summed over all
-    reduction  the buckets in which they are summed
-    memory     bytes a worker will need, told beforehand
+strategy   the protocol, and `Single` for one worker
+ddp        every worker holds the whole model; gradients are summed over all
+reduction  the buckets in which they are summed
+memory     bytes a worker will need, told beforehand
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Data parallelism: every worker holds the whole model and computes its share of the step's slots.
 
-    strategy = DataParallel(torch.device("cpu"), rank=0, world=2, bucket_mib=25)
+strategy = DataParallel(torch.device("cpu"), rank=0, world=2, bucket_mib=25)
 """
 
 import torch

@@ -76,7 +76,7 @@ class Buckets:
             self._send_ready()
 
     def _send_ready(self) -> None:
-        """Starts all-reduces in bucket order, never past a bucket that still waits: every rank must start the same next one."""
+        """Starts all-reduces in bucket order, never past one that waits: every rank must start the same next one."""
         while len(self._works) < len(self.flat) and self._waiting[len(self._works)] == 0:
             self._works.append(dist.all_reduce(self.flat[len(self._works)], async_op=True))
 

@@ -9,13 +9,17 @@ fills no window is dropped.
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from model.transformer import Decoder
 from pipelines.config import Model
 from pipelines.tasks.task import IGNORED, Encoder
+
+if TYPE_CHECKING:
+    import torch
+
+    from model.transformer import Decoder
 
 
 @dataclass(frozen=True)
@@ -37,15 +41,19 @@ class LanguageModel:
         """First tokens and length of the samples' windows."""
         return sample * self.model.context, self.model.context + 1
 
-    def collate(self, windows: np.ndarray, masks: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def collate(self, windows: np.ndarray, masks: np.ndarray | None) -> "tuple[torch.Tensor, torch.Tensor]":
         """Inputs windows[:, :-1], targets windows[:, 1:]; a masked target is ignored."""
+        import torch
+
         inputs, targets = torch.from_numpy(windows[:, :-1]), torch.from_numpy(windows[:, 1:])
         if masks is not None:
             targets = targets.masked_fill(~torch.from_numpy(masks[:, 1:]), IGNORED)
         return inputs.contiguous(), targets.contiguous()
 
-    def build_model(self, vocabulary_size: int) -> Decoder:
+    def build_model(self, vocabulary_size: int) -> "Decoder":
         """A freshly initialised decoder."""
+        from model.transformer import Decoder
+
         return Decoder(self.model, vocabulary_size)
 
     def score(self, loss_sum: float, targets: float) -> dict[str, float]:

@@ -7,13 +7,17 @@
     batch = task.collate(windows, masks)         # ... and what the model is fed, on the host
     model = task.build_model(vocabulary_size)    # while training
     metrics = task.score(loss_sum, targets)      # while validating
+
+PyTorch is imported only where it is used: the driver and the workers that prepare data never need it, and it takes seconds.
 """
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
-from torch import nn
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 IGNORED = -100
 """The target that the loss leaves out."""
@@ -49,11 +53,11 @@ class Task(Protocol):
         """First token of each sample (shape as given, int64), and the number of tokens in one."""
         ...
 
-    def collate(self, windows: np.ndarray, masks: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def collate(self, windows: np.ndarray, masks: np.ndarray | None) -> "tuple[torch.Tensor, torch.Tensor]":
         """Inputs and targets, int64 (B, T), of token windows (B, T + 1); targets that do not count are IGNORED."""
         ...
 
-    def build_model(self, vocabulary_size: int) -> nn.Module:
+    def build_model(self, vocabulary_size: int) -> "nn.Module":
         """The network, initialised under the current seed: model(inputs, targets) -> (loss sum, targets counted)."""
         ...
 

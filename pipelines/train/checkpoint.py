@@ -96,13 +96,11 @@ class Checkpoints:
     def _write(
         self, tensors: dict[str, torch.Tensor], folder: Folder, header: dict[str, Any], step: int, fed: int, best: bool
     ) -> None:
-        import torch.distributed.checkpoint as dcp
-
-        from pipelines.train.storage import CheckpointWriter
+        from pipelines.train.storage import CheckpointWriter, save
 
         try:
             writer = CheckpointWriter(folder, self.attempt, self.rank, header, fed, self.extra)
-            dcp.save(tensors, storage_writer=writer, process_group=self.group, no_dist=self.group is None)
+            save(tensors, writer, self.group)
             if self.rank == 0:
                 self.folder.put("last", f"{step_name(step)}\n")
                 if best:
@@ -140,6 +138,14 @@ class Checkpoints:
                 self.say(f"checkpoint {name} is passed over: {problem}")
         return None
 
+    def at_hint(self, hint: str) -> Found | None:
+        """The checkpoint that `best` or `last` names, None where there is none or it is damaged."""
+        if not self.folder.exists(hint):
+            return None
+        folder = self.folder / self.folder.read(hint).decode().strip()
+        problem, manifest = self._problem(folder)
+        return None if problem else Found(manifest["step"], folder, manifest)
+
     def _problem(self, folder: Folder) -> tuple[str | None, dict[str, Any]]:
         """What is wrong with a checkpoint; the ranks share out the files and tell each other."""
         from pipelines.train.storage import FORMAT, check_file
@@ -160,17 +166,14 @@ class Checkpoints:
 
     def load(self, found: Found, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Fills the model and, where given, the optimiser, whatever number of workers wrote the checkpoint."""
-        import torch.distributed.checkpoint as dcp
-
-        from pipelines.train.storage import CheckpointReader
+        from pipelines.train.storage import CheckpointReader, load
 
         wanted: dict[str, torch.Tensor] = {f"model.{name}": p.detach() for name, p in _parameters(model).items()}
         if optimizer is not None:
             for name, entry in found.manifest["tensors"].items():
                 if name.startswith("optimizer."):
                     wanted[name] = torch.zeros(entry["size"], dtype=getattr(torch, entry["dtype"]))
-        reader = CheckpointReader(found.folder, found.manifest)
-        dcp.load(wanted, storage_reader=reader, process_group=self.group, no_dist=self.group is None)
+        load(wanted, CheckpointReader(found.folder, found.manifest), self.group)
         if optimizer is not None:
             _load_optimizer(optimizer, model, wanted)
 

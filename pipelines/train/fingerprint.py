@@ -1,6 +1,6 @@
 """One hash that says whether two models are the same to the last bit.
 
-    parameters_sha256(model)                                  # 64 hexadecimal digits
+parameters_sha256(model)                                  # 64 hexadecimal digits
 """
 
 import hashlib

@@ -43,10 +43,10 @@ class Diverged(ArithmeticError):
 class Watcher(Protocol):
     """The hooks that the loop calls; `pipelines.observers.Observer` documents them."""
 
-    def on_step(self, step: int) -> None: ...  # noqa: D102
-    def on_pause(self, seconds: float) -> None: ...  # noqa: D102
-    def on_log(self, step: int, measured: dict[str, float]) -> None: ...  # noqa: D102
-    def on_checkpoint(self, step: int, path: str) -> None: ...  # noqa: D102
+    def on_step(self, step: int) -> None: ...
+    def on_pause(self, seconds: float) -> None: ...
+    def on_log(self, step: int, measured: dict[str, float]) -> None: ...
+    def on_checkpoint(self, step: int, path: str) -> None: ...
 
 
 @dataclass

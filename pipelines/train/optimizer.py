@@ -1,7 +1,7 @@
 """Update rules and learning-rate schedules.
 
-    optimizer = build_optimizer(config.optimizer, model)
-    set_learning_rate(optimizer, learning_rate(config.optimizer, step, total_steps, width))
+optimizer = build_optimizer(config.optimizer, model)
+set_learning_rate(optimizer, learning_rate(config.optimizer, step, total_steps, width))
 """
 
 import math
@@ -33,7 +33,7 @@ def learning_rate(settings: Optimizer, step: int, total_steps: int, width: int) 
     """
     if settings.schedule == "noam":
         number = step + 1
-        return settings.learning_rate * width**-0.5 * min(number**-0.5, number * settings.warmup_steps**-1.5)
+        return float(settings.learning_rate * width**-0.5 * min(number**-0.5, number * settings.warmup_steps**-1.5))
     if step < settings.warmup_steps:
         return settings.learning_rate * (step + 1) / (settings.warmup_steps + 1)
     if settings.schedule == "constant":

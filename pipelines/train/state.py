@@ -1,8 +1,8 @@
 """What a resumed run must know besides parameters and optimiser: where it is, and what was best so far.
 
-    state = TrainState()
-    state.advance(step)
-    state.to_json()                                           # into the checkpoint's manifest
+state = TrainState()
+state.advance(step)
+state.to_json()                                           # into the checkpoint's manifest
 """
 
 from dataclasses import asdict, dataclass, fields

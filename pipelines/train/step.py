@@ -2,10 +2,10 @@
 
 Each micro-batch's loss sum is divided by the nominal number of targets in a step, which every worker knows beforehand. The
 number that really counted (masks, a short last step) is summed with the gradients, and the factor nominal / actual joins the
-clipping coefficient. So the gradient is the exact mean over the targets of all workers, with no exchange before the backward.
+clipping coefficient. So the gradient is the exact mean over the targets of all workers, with no exchange before backward.
 
-    measured = train_step(strategy, model, optimizer, step, context, stop=(0.0, 0.0))
-    measured[LOSS] / measured[TARGETS]                        # the step's mean loss; stays on the device
+    result = train_step(strategy, model, optimizer, step, rules)
+    result.measured[LOSS] / result.measured[TARGETS]          # the step's mean loss; stays on the device
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -86,7 +86,7 @@ def scale_gradients(gradients: list[torch.Tensor], factor: torch.Tensor, clip_no
     """
     if not gradients:
         return torch.zeros((), device=factor.device)
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))) * factor
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))) * factor
     coefficient = factor * (clip_norm / (norm + 1e-6)).clamp(max=1.0) if clip_norm else factor
     torch._foreach_mul_(gradients, coefficient)
     return norm

@@ -8,19 +8,22 @@ and a tensor is the bytes between two offsets of a file whose SHA-256 the manife
       MANIFEST.json                     the last thing written: without it there is no checkpoint
       <attempt>/rank-0.bin ...          bytes of tensors;  tokenizer/... and other small files
 
-    dcp.save(tensors, storage_writer=CheckpointWriter(folder, attempt, header))
-    dcp.load(tensors, storage_reader=CheckpointReader(folder, manifest))
+    save(tensors, CheckpointWriter(folder, attempt, rank, header, fed_digest, extra), group)
+    load(tensors, CheckpointReader(folder, manifest), group)
 """
 
 import hashlib
 import mmap
 import os
 import tempfile
+import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -34,6 +37,8 @@ from torch.futures import Future
 
 from pipelines.files import Folder
 
+# One worker saves and loads without a process group, which DCP takes for a mistake.
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", module="torch.distributed")
 MANIFEST = "MANIFEST.json"
 FORMAT = 1
 
@@ -95,10 +100,7 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
         sha256 = digest.hexdigest()
         future: Future[list[WriteResult]] = Future()
         future.set_result(
-            [
-                WriteResult(index, piece.bytes, replace(piece, sha256=sha256, file_bytes=offset))
-                for index, piece in placed
-            ]
+            [WriteResult(index, piece.bytes, replace(piece, sha256=sha256, file_bytes=offset)) for index, piece in placed]
         )
         return future
 
@@ -183,6 +185,16 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+
+def save(tensors: dict[str, torch.Tensor], writer: CheckpointWriter, group: dist.ProcessGroup | None) -> None:
+    """Writes a checkpoint; all ranks of `group` call it together (None: one worker). Raises CheckpointException."""
+    dcp.state_dict_saver.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+
+
+def load(tensors: dict[str, torch.Tensor], reader: CheckpointReader, group: dist.ProcessGroup | None) -> None:
+    """Fills `tensors` in place; all ranks of `group` call it together. Raises CheckpointException."""
+    dcp.state_dict_loader.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
 
 
 def check_file(folder: Folder, name: str, stated: dict[str, Any]) -> str | None:

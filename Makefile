@@ -1,0 +1,38 @@
+# make train    install, then train the embedded default on two workers, with Ray and MLflow
+# make test     install, then run the tests
+# make install  make .venv and install Raystride and its tools into it
+# make ui       the MLflow UI over the runs in runs/
+# make lint     ruff and mypy, as in continuous integration
+
+PYTHON ?= python3
+VENV := .venv
+STORAGE ?= runs
+RUN := $(VENV)/bin/python
+
+.PHONY: install train test ui lint
+.DEFAULT_GOAL := train
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Raystride needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else 0'
+	@echo "installing into $(VENV): some 3 GB, two minutes where the index is near"
+	@$(PYTHON) -m venv $(VENV)
+	@$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+train: install
+	@echo "training configs/lm_python.yaml on Ray; results go to $(STORAGE)/"
+	@$(RUN) ray_jobs/train.py --config configs/lm_python.yaml --storage $(STORAGE)
+
+test: install
+	@echo "running the tests: some minutes on two cores"
+	@$(RUN) -m pytest
+
+ui: install
+	@$(RUN) -m pipelines.record.ui --storage $(STORAGE)
+
+lint: install
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+	@$(RUN) -m mypy

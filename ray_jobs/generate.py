@@ -1,0 +1,68 @@
+"""Writes text with a trained model, to the terminal as it comes.
+
+python ray_jobs/generate.py --run NAME --prompt "def main():" --sample.tokens 200
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar, Literal
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from pipelines.config import Sample, Section, SettingError, setting  # noqa: E402
+from pipelines.config.parse import fail, parse  # noqa: E402
+from pipelines.files import Folder  # noqa: E402
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate(Section):
+    """What to write, and with which run's model."""
+
+    name: ClassVar[str] = ""
+
+    run: str = setting("")
+    """The run whose model writes."""
+    storage: str = setting("runs")
+    """Folder or filesystem URI under which runs lie."""
+    checkpoint: Literal["best", "last"] = setting("best")
+    """Which of the run's checkpoints."""
+    prompt: tuple[str, ...] | str = setting("")
+    """What the text starts with; a list such as '["def ", "class "]' writes several side by side."""
+    sample: Sample = Sample()
+    """How it is written."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.run:
+            raise self.error("run", "must name a run; `python ray_jobs/runs.py list` shows them")
+
+
+def main(arguments: list[str]) -> int:
+    """Writes; returns the exit code."""
+    try:
+        settings = parse(Generate, arguments, program="generate.py", description="Write text with a trained model.").settings
+        from pipelines.evaluate.opening import open_run
+        from pipelines.evaluate.writing import write_texts
+
+        storage = Folder.at(settings.storage)
+        opened = open_run(storage, settings.run, settings.checkpoint)
+    except SettingError as error:
+        return fail(error)
+    prompts = [settings.prompt] if isinstance(settings.prompt, str) else list(settings.prompt)
+    chosen = replace(settings.sample, tokens=settings.sample.tokens or 200)
+    texts = [""] * len(prompts)
+    print(prompts[0], end="", flush=True)
+    for pieces in write_texts(opened.model, opened.encoder, chosen, prompts):
+        texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
+        print(pieces[0], end="", flush=True)
+    for prompt, text in zip(prompts[1:], texts[1:], strict=True):
+        print(f"\n{'─' * 40}\n{prompt}{text}", end="")
+    print(f"\n\nresults  {storage / settings.run}, step {opened.step}")
+    print(f"mlflow   python -m pipelines.record.ui --storage {storage}")
+    print(f"next     python ray_jobs/train.py --run {settings.run} --storage {storage} with more train.steps")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
