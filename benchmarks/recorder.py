@@ -51,9 +51,9 @@ def small_training(threads: int) -> Step:
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
         loss = (model(inputs) - inputs).square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
-        return loss.item()
+        return float(loss.detach())
 
     return step
 
@@ -145,12 +145,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="threads of the training loop")
     given = parser.parse_args()
     environment = describe_environment()
-    hardware, source = environment["hardware"], environment["source"]
     print(
-        f"{hardware['cpu']}, {hardware['cores']} cores, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}, ",
+        f"{environment['cpu']}, {environment['cores']} cores, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}, ",
         end="",
     )
-    print(f"torch {torch.__version__}, commit {str(source['commit'])[:8]}, {time.strftime('%Y-%m-%d')}")
+    print(f"torch {torch.__version__}, commit {str(environment['commit'])[:8]}, {time.strftime('%Y-%m-%d')}")
     step = small_training(given.threads)
     print(f"a step without recording: {block(step, (), 0, 3 * given.steps) * 1000:.1f} ms, {given.threads} thread(s)")
     with tempfile.TemporaryDirectory() as scratch:

@@ -62,7 +62,7 @@ def peak_flops(device: str, precision: str) -> float | None:
 
 
 def _names(device: str, name: str) -> bool:
-    """Whether `name` stands in the device's name as whole words: `L4` names `NVIDIA L4`, and neither `L40S` nor `RTX 4090`."""
+    """Whether `name` stands in the device's name as whole words: `L4` names `NVIDIA L4`, not `L40S` or `RTX 4090`."""
     words, wanted = device.lower().split(), name.lower().split()
     runs = (words[i : i + len(wanted)] for i in range(len(words)))
     # The last word may go on after a dash: `A100-SXM4-80GB` is an A100.

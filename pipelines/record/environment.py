@@ -20,12 +20,12 @@ PACKAGES = ("torch", "triton", "ray", "mlflow", "numpy", "pyarrow", "datasets", 
 def describe_environment() -> dict[str, Any]:
     """Commit and changes of the source, versions, and the hardware of this machine."""
     return {
-        "source": describe_source(Path(__file__).resolve().parents[2]),
+        **describe_source(Path(__file__).resolve().parents[2]),
         "command": sys.argv,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
-        "hardware": describe_hardware(),
+        "versions": {name: found for name in PACKAGES if (found := _version(name)) is not None},
+        **describe_hardware(),
     }
 
 
@@ -58,7 +58,7 @@ def _gpus() -> list[dict[str, Any]]:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # noqa: BLE001 - pynvml raises types of its own, and OSError where the library is broken
+    except Exception:
         return []
     try:
         driver = _text(pynvml.nvmlSystemGetDriverVersion())

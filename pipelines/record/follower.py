@@ -9,6 +9,7 @@ measurement is in the journal, since its import (3 s of processor time) would ot
 """
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -37,6 +38,7 @@ class Follower:
         self._changed = threading.Condition()
         self._wanted = False
         self._status: str | None = None
+        self._ended_at = 0.0
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -64,7 +66,7 @@ class Follower:
     def finish(self, status: str, timeout_s: float) -> bool:
         """Has the rest logged and the MLflow run ended with `status`; whether that was done within `timeout_s` seconds."""
         with self._changed:
-            self._status = status
+            self._status, self._ended_at = status, time.time()
             self._wanted = True
             self._done.clear()
             self._changed.notify_all()
@@ -111,10 +113,10 @@ class Follower:
             try:
                 self.catch_up()
                 if status:
-                    self._log.finish(status)
+                    self._log.finish(status, self._ended_at)
                     self._done.set()
                 pause, said = SHORTEST_BACKOFF_S, False
-            except Exception as error:  # noqa: BLE001 - MLflow, its database and its server raise whatever they like
+            except Exception as error:
                 if not said:
                     self._warn(
                         f"MLflow at {self._log.public_uri} cannot be reached; training goes on, and what it misses is "

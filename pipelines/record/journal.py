@@ -117,9 +117,9 @@ def join(run_folder: Folder) -> list[Entry]:
 
 
 def readable(entries: Iterable[Entry]) -> Iterator[str]:
-    """Entries as lines for a person: time, step, what happened. Readings of the hosts are left out."""
+    """Entries as lines for a person: time, step, what happened. Readings of the hosts, and the parameters, are left out."""
     for entry in entries:
-        if entry["kind"] == "system":
+        if entry["kind"] in ("system", "parameters"):
             continue
         when = datetime.fromtimestamp(float(entry["time"])).strftime("%Y-%m-%d %H:%M:%S")
         step = "" if entry.get("step") is None else f"step {entry['step']}"

@@ -1,11 +1,11 @@
 """The MLflow side of a record: one run opened or reopened, and journal entries turned into its metrics, tags, artifacts.
 
-Nothing here retries; `follower` does. `mlflow.json` in the run's folder keeps the MLflow run's id and `logged`, the number of
-the last journal segment by attempt that MLflow has. Times are the entries' own, so that MLflow, whose metrics are unique by
+Nothing here retries; `follower` does. `mlflow.json` in the run's folder keeps the MLflow run's id and `logged`, by attempt the
+number of the last journal segment that MLflow has. Times are the entries' own, so that MLflow, whose metrics are unique by
 name, step, time and value, drops what it is sent twice after a crash between logging and noting it.
 
-    log = MlflowLog.at(run_folder, "my-run", Record(), storage, {"train.steps": 9}, {})
-    log.log(entries); log.finish("finished")
+    log = MlflowLog.at(run_folder, "my-run", Record(), storage)
+    log.log(entries); log.finish("finished", time.time())
 """
 
 import logging
@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from pipelines.config.run import Record
 from pipelines.files import Folder
+from pipelines.record.journal import read_segment, segments
 from pipelines.record.sender import Entry
 from pipelines.record.summary import STATUSES
 
@@ -39,7 +40,7 @@ LONGEST_PARAMETER = 6000
 LONGEST_TAG = 5000
 LONGEST_NAME = 250
 SCHEMA_TIMEOUT_S = 120.0
-TOKEN = "raystride.token"
+RUN_TAG = "raystride.opening"
 # Ours is the pause and the next try: MLflow's own would hold the thread for minutes while a server is away.
 ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -52,12 +53,9 @@ ENVIRONMENT = {
 class MlflowLog:
     """One run in MLflow. Methods raise MlflowException, OSError or what the database's driver raises."""
 
-    def __init__(
-        self, folder: Folder, run: str, uri: str, settings: Record, parameters: dict[str, Any], tags: dict[str, str]
-    ) -> None:
+    def __init__(self, folder: Folder, run: str, uri: str, settings: Record) -> None:
         self._folder, self._run, self.uri = folder, run, uri
         self._experiment = settings.experiment
-        self._parameters, self._tags = parameters, tags
         self._client: MlflowClient | None = None
         self.mark: dict[str, Any] = {"logged": {}}
         try:
@@ -68,12 +66,10 @@ class MlflowLog:
             pass
 
     @classmethod
-    def at(
-        cls, folder: Folder, run: str, settings: Record, storage: Folder, parameters: dict[str, Any], tags: dict[str, str]
-    ) -> "MlflowLog | None":
+    def at(cls, folder: Folder, run: str, settings: Record, storage: Folder) -> "MlflowLog | None":
         """The log of a run, or None where MLflow is off: switched off, or no URI and a storage that holds no database."""
         uri = settings.mlflow_uri or (database(storage) if storage.local else None)
-        return cls(folder, run, uri, settings, parameters, tags) if settings.mlflow and uri else None
+        return cls(folder, run, uri, settings) if settings.mlflow and uri else None
 
     @property
     def run_id(self) -> str | None:
@@ -99,6 +95,8 @@ class MlflowLog:
 
     def log(self, entries: list[Entry]) -> list[str]:
         """Logs entries in calls of at most 1000 metrics; what could not be logged and never will, as sentences."""
+        from mlflow.entities import RunTag
+
         client, run_id = self.connect()
         metrics: list[Metric] = []
         tags: dict[str, str] = {}
@@ -108,12 +106,14 @@ class MlflowLog:
                 metrics += list(self._metrics(entry, problems))
             elif entry["kind"] == "artifact":
                 problems += self._log_artifact(entry["values"]["name"])
+            elif entry["kind"] == "parameters":
+                tags |= self._log_parameters(entry["values"])
             else:
                 tags |= _tags(entry)
         for start in range(0, len(metrics), METRICS_A_CALL):
             problems += self._log_metrics(metrics[start : start + METRICS_A_CALL])
-        for key, value in tags.items():
-            client.set_tag(run_id, key, value[:LONGEST_TAG])
+        if tags:
+            client.log_batch(run_id, tags=[RunTag(key, value[:LONGEST_TAG]) for key, value in tags.items()])
         return problems
 
     def note(self, attempt: str, number: int) -> None:
@@ -121,12 +121,12 @@ class MlflowLog:
         self.mark["logged"][attempt] = max(number, self.mark["logged"].get(attempt, 0))
         self._keep_mark()
 
-    def finish(self, status: str) -> None:
-        """Logs the usual files and ends the run with `status`, a key of `STATUSES`."""
+    def finish(self, status: str, ended_at: float) -> None:
+        """Logs the usual files and ends the run with `status`, a key of `STATUSES`, at a time in seconds since 1970."""
         client, run_id = self.connect()
         for name in ARTIFACTS:
             self._log_artifact(name)
-        client.set_terminated(run_id, STATUSES[status])
+        client.set_terminated(run_id, STATUSES[status], round(ended_at * 1000))
 
     def _open(self) -> "MlflowClient":
         os.environ.update({key: os.environ.get(key, value) for key, value in ENVIRONMENT.items()})
@@ -140,7 +140,6 @@ class MlflowLog:
         self.mark |= {"run_id": run.info.run_id, "experiment_id": run.info.experiment_id}
         self._keep_mark()
         client.update_run(run.info.run_id, status="RUNNING")
-        self._log_settings(client, run)
         return client
 
     def _keep_mark(self) -> None:
@@ -162,7 +161,7 @@ class MlflowLog:
             return run
         if "experiment_id" not in self.mark:
             return None
-        found = client.search_runs([self.mark["experiment_id"]], f"tags.`{TOKEN}` = '{self.mark['token']}'", max_results=1)
+        found = client.search_runs([self.mark["experiment_id"]], f"tags.`{RUN_TAG}` = '{self.mark['token']}'", max_results=1)
         return found[0] if found else None
 
     def _make_run(self, client: "MlflowClient") -> "Run":
@@ -170,7 +169,13 @@ class MlflowLog:
         # Noted before the run is made, so that a crash between the two leaves no second run.
         self.mark = {"token": secrets.token_hex(16), "uri": public(self.uri), "experiment_id": experiment, "logged": {}}
         self._keep_mark()
-        return client.create_run(experiment, tags={TOKEN: self.mark["token"]}, run_name=self._run)
+        start = round(self._began() * 1000)
+        return client.create_run(experiment, start, tags={RUN_TAG: self.mark["token"]}, run_name=self._run)
+
+    def _began(self) -> float:
+        """When the run began, in seconds since 1970, by its journal: MLflow may first hear of it much later."""
+        first = next(iter(segments(self._folder)), None)
+        return float(read_segment(self._folder, first)[0]["time"]) if first else time.time()
 
     def _experiment_id(self, client: "MlflowClient") -> str:
         from mlflow.exceptions import MlflowException
@@ -187,20 +192,17 @@ class MlflowLog:
             client.restore_experiment(found.experiment_id)
         return str(found.experiment_id)
 
-    def _log_settings(self, client: "MlflowClient", run: "Run") -> None:
-        """Parameters once; one that a resumed run changed cannot be overwritten in MLflow, so it becomes a tag."""
-        from mlflow.entities import Param, RunTag
+    def _log_parameters(self, parameters: dict[str, Any]) -> dict[str, str]:
+        """Logs parameters; those that a resumed run changed cannot be overwritten in MLflow, and are returned as tags."""
+        from mlflow.entities import Param
 
-        fresh, tags = [], dict(self._tags)
-        for key, value in self._parameters.items():
-            text, known = str(value)[:LONGEST_PARAMETER], run.data.params.get(metric_name(key))
-            if known is None:
-                fresh.append(Param(metric_name(key), text))
-            elif known != text:
-                tags[f"resumed.{key}"] = text
+        client, run_id = self.connect()
+        known = client.get_run(run_id).data.params
+        texts = {metric_name(key): str(value)[:LONGEST_PARAMETER] for key, value in parameters.items()}
+        fresh = [Param(key, text) for key, text in texts.items() if key not in known]
         for start in range(0, len(fresh), PARAMETERS_A_CALL):
-            client.log_batch(run.info.run_id, params=fresh[start : start + PARAMETERS_A_CALL])
-        client.log_batch(run.info.run_id, tags=[RunTag(key, value[:LONGEST_TAG]) for key, value in tags.items()])
+            client.log_batch(run_id, params=fresh[start : start + PARAMETERS_A_CALL])
+        return {f"resumed.{key}": text for key, text in texts.items() if known.get(key, text) != text}
 
     def _metrics(self, entry: Entry, problems: list[str]) -> "Iterator[Metric]":
         from mlflow.entities import Metric

@@ -4,7 +4,7 @@ A plain class with a thread. `launch` makes it an actor on the driver's node, wi
 `finish` works; inline it is used as it is. Only what lies in the journal on disk is acknowledged, so killing the recorder
 loses nothing: its successor reads the journal, and the senders send the rest again.
 
-    recorder = Recorder(folder, run="r", attempt="a1", settings=Record(), storage=storage, parameters={}, tags={}, total_steps=9)
+    recorder = Recorder(folder, "my-run", "a1", Record(), storage, parameters={}, tags={}, total_steps=1000)
     sender = Sender(recorder.receive, "rank0")
     ...; sender.flush(10.0); summary = recorder.finish("finished")
 """
@@ -64,13 +64,16 @@ class Recorder:
         self._started = time.monotonic()
         self._wake = threading.Event()
         self._ended = False
-        log = MlflowLog.at(run_folder, run, settings, storage, parameters, tags | {"raystride.attempt": attempt})
+        log = MlflowLog.at(run_folder, run, settings, storage)
         self._follower = Follower(run_folder, log, self._warn) if log else None
         if settings.mlflow and log is None:
             self._warn(
                 f"record.mlflow_uri is not set and {storage} is remote, where no database can lie: the run is not logged to "
                 "MLflow. Give a tracking server with --record.mlflow_uri, or --record.mlflow false"
             )
+        if "recorder" not in self._durable:  # its own entries: not again where it took over from one that died
+            self._put_own("parameters", parameters)
+            self._put_own("tags", tags | {"raystride.attempt": attempt})
         self._thread = threading.Thread(target=self._keep_writing, name="recorder", daemon=True)
         self._thread.start()
 
@@ -108,7 +111,7 @@ class Recorder:
             given.setdefault("steps", self._state.step)
         result = build_summary(self._run, status, newest, given)
         for name in artifacts or ():
-            self.receive("recorder", [self._own_entry("artifact", {"name": name})])
+            self._put_own("artifact", {"name": name})
         self._end_writing()
         self._try(lambda: join(self._folder), "the joined journal")
         result["mlflow_run_id"] = self._follower.run_id if self._follower else None
@@ -139,10 +142,11 @@ class Recorder:
         self._waiting.append({"attempt": self._attempt, "sender": sender, **entry})
         return entry["kind"] in URGENT
 
-    def _own_entry(self, kind: str, values: dict[str, Any]) -> Entry:
+    def _put_own(self, kind: str, values: dict[str, Any]) -> None:
         with self._lock:
             sequence = self._received.get("recorder", 0) + 1
-        return {"sequence": sequence, "kind": kind, "time": time.time(), "step": None, "values": values}
+            entry = {"sequence": sequence, "kind": kind, "time": time.time(), "step": None, "values": values}
+            self._take("recorder", sequence, entry)
 
     def _keep_writing(self) -> None:
         while not self._ended:
@@ -175,7 +179,7 @@ class Recorder:
     def _try(self, action: Callable[[], object], what: str) -> None:
         try:
             action()
-        except Exception as error:  # noqa: BLE001 - every storage raises types of its own
+        except Exception as error:
             # A full disk or an object store that is away must not end a training: senders keep what is not written.
             self._warn(f"{what} could not be written to {self._folder} ({type(error).__name__}: {error})")
 

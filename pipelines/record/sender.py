@@ -108,7 +108,7 @@ class Sender:
                 continue
             try:
                 acknowledged = self._post(self.name, batch)
-            except Exception:  # noqa: BLE001
+            except Exception:
                 # Whatever the way to the recorder does (a dead actor, a timeout), the training goes on and we try again.
                 pause = min(BACKOFF * self._interval_s, 2 * max(pause, self._interval_s))
                 continue

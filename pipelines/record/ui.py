@@ -22,7 +22,7 @@ STOP_TIMEOUT_S = 5.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; the exit code: 0 after Ctrl-C, 2 where there is nothing to show, 1 where the server did not start."""
+    """Runs the command; the exit code: 0 after Ctrl-C, 1 where the server did not start, 2 where nothing is to show."""
     parser = argparse.ArgumentParser(prog="python -m pipelines.record.ui", description="Shows a storage's runs in MLflow.")
     parser.add_argument("--storage", default="runs", help="folder that the runs lie in")
     parser.add_argument("--port", type=int, default=UI_PORT, help="port on loopback")

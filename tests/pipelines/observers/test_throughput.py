@@ -12,11 +12,13 @@ from pipelines.observers.throughput import KEPT_STEPS, peak_memory_bytes
 
 def facts(**changes: Any) -> RunFacts:
     """Facts of a run with 1000 tokens a step."""
-    return RunFacts(**({"run": "r", "attempt": "a1", "tokens_per_step": 1000} | changes))
+    given: dict[str, Any] = {"run": "r", "attempt": "a1", "tokens_per_step": 1000} | changes
+    return RunFacts(**given)
 
 
 def test_the_rate_is_that_of_training_without_pauses() -> None:
-    observer, measured = Throughput(), {}
+    observer = Throughput()
+    measured: dict[str, float] = {}
     observer.on_start(facts())
     for step in range(1, 12):
         time.sleep(0.01)
@@ -50,7 +52,8 @@ def test_intervals_are_separate_and_the_summary_covers_all() -> None:
 
 
 def test_the_first_step_starts_the_clock_and_counts_nothing() -> None:
-    observer, measured = Throughput(), {}
+    observer = Throughput()
+    measured: dict[str, float] = {}
     observer.on_start(facts())
     observer.on_step(1)
     observer.on_log(1, measured)
@@ -58,7 +61,8 @@ def test_the_first_step_starts_the_clock_and_counts_nothing() -> None:
 
 
 def test_mfu_is_the_share_of_the_peak_of_all_workers() -> None:
-    observer, measured = Throughput(), {}
+    observer = Throughput()
+    measured: dict[str, float] = {}
     observer.on_start(facts(device="NVIDIA H100 80GB HBM3", precision="bf16", world=4, flops_per_token=1e9))
     for step in range(4):
         time.sleep(0.002)

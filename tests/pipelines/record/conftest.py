@@ -1,5 +1,6 @@
 """What tests of the record share: one storage with one database a session, since MLflow takes seconds to make its tables."""
 
+import json
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from multiprocessing.managers import BaseManager
@@ -13,6 +14,7 @@ from pipelines.config.run import Record
 from pipelines.files import Folder
 from pipelines.record import Recorder
 from pipelines.record.mlflow_log import database
+from pipelines.record.sender import Entry
 
 MakeRecorder = Callable[..., Recorder]
 
@@ -41,7 +43,7 @@ def record(storage: Folder, folder: Folder) -> MakeRecorder:
     """Makes a recorder of the test's run; by default without MLflow."""
 
     def make(attempt: str = "a1", settings: Record | None = None, **changes: Any) -> Recorder:
-        given = {"parameters": {}, "tags": {}, "total_steps": 100} | changes
+        given: dict[str, Any] = {"parameters": {}, "tags": {}, "total_steps": 100} | changes
         chosen = settings or Record(mlflow=False)
         return Recorder(folder, folder.uri.rpartition("/")[2], attempt, chosen, storage, **given)
 
@@ -82,6 +84,7 @@ def only_run(storage: Folder, name: str) -> Any:
     return run
 
 
-def lines(folder: Folder) -> list[str]:
-    """Lines of the joined journal."""
-    return (Path(folder.uri) / "metrics.jsonl").read_text().splitlines()
+def sent(folder: Folder, everyone: bool = False) -> list[Entry]:
+    """Entries of the joined journal in order, the recorder's own (parameters, tags) only with `everyone`."""
+    entries = [json.loads(line) for line in (Path(folder.uri) / "metrics.jsonl").read_text().splitlines()]
+    return [entry for entry in entries if everyone or entry["sender"] != "recorder"]

@@ -11,10 +11,11 @@ from pipelines.record.environment import describe_environment, describe_source
 
 def test_versions_and_hardware_are_named() -> None:
     found = json.loads(json.dumps(describe_environment()))
-    assert found["packages"]["torch"]
-    assert found["hardware"]["cores"] >= 1
-    assert found["hardware"]["memory_bytes"] > 2**28
-    assert isinstance(found["hardware"]["gpus"], list)
+    assert found["versions"]["torch"]
+    assert len(found["commit"]) == 40
+    assert found["cores"] >= 1
+    assert found["memory_bytes"] > 2**28
+    assert isinstance(found["gpus"], list)
 
 
 def test_a_changed_working_tree_is_dirty(tmp_path: Path) -> None:
@@ -39,4 +40,4 @@ def test_without_git_or_a_tree_there_is_no_commit(tmp_path: Path, monkeypatch: p
     (tmp_path / ".git").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert describe_source(tmp_path) == nothing
-    assert describe_environment()["packages"]["torch"]
+    assert describe_environment()["versions"]["torch"]

@@ -13,9 +13,9 @@ import pytest
 
 from pipelines.config.run import Record
 from pipelines.files import Folder
-from pipelines.record import SUMMARY_KEYS, Recorder, Sender, read_entries
+from pipelines.record import SUMMARY_KEYS, Recorder, Sender
 from pipelines.record.mlflow_log import metric_name, public
-from tests.pipelines.record.conftest import MakeRecorder, RecorderProcess, history, lines, only_run
+from tests.pipelines.record.conftest import MakeRecorder, RecorderProcess, history, only_run, sent
 
 
 def steps(sender: Sender, count: int, first: int = 1) -> None:
@@ -83,7 +83,7 @@ def test_entries_that_cannot_be_read_are_said_and_harm_nobody(record: MakeRecord
     recorder.receive("rank1", [{"sequence": 1, "kind": "metrics", "values": {"train_loss": 1.0}, "step": 1, "time": 0.0}])
     assert "cannot be read" in " ".join(recorder.state()["warnings"])
     recorder.finish("finished")
-    assert [(entry["sender"], entry["kind"]) for entry in read_entries(folder)] == [("rank0", "event"), ("rank1", "metrics")]
+    assert [(entry["sender"], entry["kind"]) for entry in sent(folder)] == [("rank0", "event"), ("rank1", "metrics")]
     assert recorder.receive("rank0", []) == 1  # it counts as recorded, so that it is not offered for ever
 
 
@@ -100,12 +100,14 @@ def test_a_storage_that_fails_for_a_while_loses_nothing(record: MakeRecorder, fo
     in_the_way.unlink()
     assert sender.close(5.0)
     recorder.finish("finished")
-    assert [entry["sequence"] for entry in read_entries(folder)] == list(range(1, 22))
+    assert [entry["sequence"] for entry in sent(folder)] == list(range(1, 22))
 
 
 def test_mlflow_gets_points_with_their_own_times_and_shows_what_broke(
     record: MakeRecorder, folder: Folder, storage: Folder
 ) -> None:
+    folder.put("profiles/note.txt", "text")
+    folder.put("config.yaml", "train: {}")
     parameters = {"train.steps": 100, "optimizer.betas": (0.9, 0.99)}
     recorder = record(settings=Record(), parameters=parameters, tags={"team": "us"})
     sender = Sender(recorder.receive, "rank0")
@@ -113,11 +115,11 @@ def test_mlflow_gets_points_with_their_own_times_and_shows_what_broke(
     sender.put("metrics", {"train_loss": float("inf"), "bad key!*": float("nan"), "word": "no number"}, step=31)
     sender.put("tags", {"model": "small"})
     sender.put("artifact", {"name": "profiles/note.txt"})
-    folder.put("profiles/note.txt", "text")
-    folder.put("config.yaml", "train: {}")
     assert sender.close()
     summary = recorder.finish("done")
     run = only_run(storage, folder.uri.rpartition("/")[2])
+    began = min(entry["time"] for entry in sent(folder, everyone=True) if entry["sender"] == "recorder")
+    assert run.info.start_time == pytest.approx(began * 1000, abs=2)
     assert summary["mlflow_run_id"] == run.info.run_id
     assert run.info.status == "FINISHED"
     assert run.data.params == {"train.steps": "100", "optimizer.betas": "(0.9, 0.99)"}
@@ -127,7 +129,8 @@ def test_mlflow_gets_points_with_their_own_times_and_shows_what_broke(
     assert points[30][1] != points[30][1]  # infinity is seen as NaN, not as 1.8e308
     assert len(history(storage, run.info.run_id, "bad key__")) == 1
     assert any("`word`" in warning for warning in recorder.state()["warnings"])
-    placed = Path(storage.uri) / "mlartifacts" / run.info.run_id / "artifacts"
+    placed = Path(run.info.artifact_uri)
+    assert placed.is_relative_to(Path(storage.uri) / "mlartifacts")
     assert (placed / "profiles" / "note.txt").exists()
     assert {"config.yaml", "summary.json", "log.txt"} <= {path.name for path in placed.iterdir()}
     assert run.info.run_id in str(recorder.state()["mlflow"])
@@ -146,8 +149,7 @@ def test_a_resumed_run_goes_on_in_its_mlflow_run(record: MakeRecorder, folder: F
     assert (run.data.params["workers"], run.data.tags["resumed.workers"]) == ("1", "2")
     # Steps 6 to 10 were trained twice with the same values and times here, which MLflow keeps once; the journal keeps both.
     assert [step for step, _, _ in history(storage, run.info.run_id, "train_loss")] == list(range(1, 16))
-    entries = [json.loads(line) for line in lines(folder)]
-    assert [(entry["attempt"], entry["step"]) for entry in entries] == [("a1", i) for i in range(1, 11)] + [
+    assert [(entry["attempt"], entry["step"]) for entry in sent(folder)] == [("a1", i) for i in range(1, 11)] + [
         ("a2", i) for i in range(6, 16)
     ]
 
@@ -156,7 +158,7 @@ def test_a_killed_recorder_is_replaced_without_loss_or_duplicate(
     folder: Folder, storage: Folder, process: Callable[[], RecorderProcess]
 ) -> None:
     name = folder.uri.rpartition("/")[2]
-    arguments = (folder, name, "a1", Record(), storage, {}, {}, 60)
+    arguments: tuple[Any, ...] = (folder, name, "a1", Record(), storage, {}, {}, 60)
     first, second = process(), process()
     proxies = [first.Recorder(*arguments)]  # type: ignore[attr-defined]
     sender = Sender(lambda name, entries: proxies[-1].receive(name, entries), "rank0", interval_s=0.05)
@@ -174,7 +176,7 @@ def test_a_killed_recorder_is_replaced_without_loss_or_duplicate(
     assert sender.close(20.0)
     summary = proxies[-1].finish("finished")
     assert summary["train_loss"] == pytest.approx(10 / 60)
-    assert [json.loads(line)["sequence"] for line in lines(folder)] == list(range(1, 61))
+    assert [entry["sequence"] for entry in sent(folder)] == list(range(1, 61))
     points = history(storage, only_run(storage, name).info.run_id, "train_loss")
     assert [step for step, _, _ in points] == list(range(1, 61))
 

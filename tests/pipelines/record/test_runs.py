@@ -1,14 +1,13 @@
 """The command that lists, shows and prunes runs, as a user starts it."""
 
 import json
-import os
-import socket
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
+from pipelines.launch.owner import Owner
 from ray_jobs import runs
 
 
@@ -33,8 +32,7 @@ def run(tmp_path: Path) -> Path:
 
 def own(run: Path, **changes: Any) -> None:
     """Writes the owner file of this very process, with changes."""
-    owner = {"host": socket.gethostname(), "pid": os.getpid(), "start": psutil.Process().create_time()}
-    (run / "owner.json").write_text(json.dumps(owner | changes))
+    (run / "owner.json").write_text(json.dumps(asdict(Owner.this_process("a1")) | changes))
 
 
 def data_of(run: Path) -> list[str]:
@@ -76,9 +74,9 @@ def test_a_run_with_a_living_owner_is_not_touched(
     assert len(data_of(run)) == 3
 
 
-@pytest.mark.parametrize("changes", [{"pid": 2**22 + 1}, {"start": 1.0}])
+@pytest.mark.parametrize("changes", [{"pid": 2**22 + 1}, {"start": 1.0}, {"host": "another-host", "renewed": 1.0}])
 def test_a_dead_owner_is_none(run: Path, changes: dict[str, Any]) -> None:
-    own(run, **changes)  # no such process, or one that took the number over
+    own(run, **changes)  # no such process, one that took the number over, a lease that ended
     assert runs.main(["prune", run.name, "--storage", str(run.parent)]) == 0
 
 

@@ -59,7 +59,7 @@ def test_put_does_not_wait_for_a_post_that_hangs() -> None:
 
     def hang(name: str, entries: list[Entry]) -> int:
         release.wait(10)
-        return entries[-1]["sequence"]
+        return int(entries[-1]["sequence"])
 
     sender = Sender(hang, "rank0")
     sender.put("metrics", {"train_loss": 1.0}, step=1)
@@ -82,7 +82,7 @@ def test_the_oldest_metrics_are_thinned_and_that_is_said() -> None:
         if not away.is_set():
             raise ConnectionError("away")
         posted.extend(entries)
-        return entries[-1]["sequence"]
+        return int(entries[-1]["sequence"])
 
     sender = Sender(post, "rank0", most_waiting=100, interval_s=0.01)
     sender.put("checkpoint", {"path": "p"}, step=0)

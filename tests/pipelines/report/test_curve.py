@@ -60,7 +60,11 @@ def test_nothing_to_draw_is_said() -> None:
 
 def entries() -> list[dict[str, Any]]:
     """A journal in which step 20 was trained twice and a value is infinite."""
-    values = [(10, {"train_loss": 3.0, "tokens_per_second": 100.0}), (20, {"train_loss": 9.0}), (20, {"train_loss": 2.0})]
+    values: list[tuple[int, dict[str, Any]]] = [
+        (10, {"train_loss": 3.0, "tokens_per_second": 100.0}),
+        (20, {"train_loss": 9.0}),
+        (20, {"train_loss": 2.0}),
+    ]
     values += [(20, {"val_loss": 2.2}), (30, {"train_loss": "Infinity", "tokens_per_second": 90.0})]
     return [{"kind": "metrics", "step": step, "values": measured} for step, measured in values] + [{"kind": "event"}]
 
