@@ -29,11 +29,11 @@ _BLOCK_BYTES = 8 << 20
 Result = TypeVar("Result")
 
 
-class _Parts(Datasource):
+class _Parts(Datasource):  # type: ignore[misc]  (Ray has no types that hold)
     """A read task a part."""
 
     def __init__(self, job: Job, parts: list[Part]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._job, self._parts = job, parts
 
     def estimate_inmemory_data_size(self) -> int:
@@ -49,7 +49,7 @@ class _Parts(Datasource):
         return [task(part) for part in self._parts]
 
 
-class _Shards(Datasink[dict[str, Any]]):
+class _Shards(Datasink[dict[str, Any]]):  # type: ignore[misc]
     """Writes the shards of the part whose tables a task has."""
 
     def __init__(self, job: Job) -> None:

@@ -4,7 +4,7 @@ The division depends on the source and the settings alone, never on the number o
 goes on where it was, on whatever cluster, and gives the same shards.
 
     parts = divide(sources, config.data)                      # (Part(number=0, slices=..., split=None), ...)
-    for text in spread_sample(reader, slices, 64 << 20): ...
+    for text in sample(reader, sampled_slices(slices, 64 << 20), 64 << 20): ...
 """
 
 from collections.abc import Iterator
@@ -96,18 +96,23 @@ def _split_tail(reader: Reader, slices: list[Slice], data: Data) -> tuple[list[S
     return slices, []
 
 
-def spread_sample(source: Source, slices: list[Slice], size: int) -> Iterator[str]:
-    """Texts from the beginnings of slices spread evenly over the source, about `size` bytes together; faults pass unseen."""
+def sampled_slices(slices: list[Slice], size: int) -> list[Slice]:
+    """Those that a sample of `size` bytes is taken from: all where they have no more, else at most 256, spread evenly."""
+    if sum(piece.bytes for piece in slices) <= size or len(slices) <= _SAMPLED_SLICES:
+        return slices
+    return [slices[len(slices) * i // _SAMPLED_SLICES] for i in range(_SAMPLED_SLICES)]
+
+
+def sample(reader: Reader, slices: list[Slice], size: int) -> Iterator[str]:
+    """Texts from the beginning of each slice, about `size` bytes together; faults pass unseen."""
     total = sum(piece.bytes for piece in slices)
-    if total > size and len(slices) > _SAMPLED_SLICES:
-        slices = [slices[len(slices) * i // _SAMPLED_SLICES] for i in range(_SAMPLED_SLICES)]
-    share = size / max(sum(piece.bytes for piece in slices), 1)
+    share = size / max(total, 1)
     left = 0.0
     for piece in slices:
         left += max(piece.bytes * share, 1)
         if left <= 0:  # earlier slices gave more than their share, since a piece is taken whole
             continue
-        for text in _texts(source.reader, piece):
+        for text in _texts(reader, piece):
             left -= len(text)
             yield text
             if left <= 0 and total > size:

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pipelines.config import Config
+from pipelines.config import Config, Tokenizer
 from pipelines.files import Folder
 from pipelines.prepare.faults import DataError
 from pipelines.prepare.fingerprint import fingerprint_of, open_sources
 from pipelines.prepare.manifest import FILE, Manifest, Shard
-from pipelines.prepare.parts import divide, spread_sample
-from pipelines.prepare.pieces import Part
+from pipelines.prepare.parts import divide, sample, sampled_slices
+from pipelines.prepare.pieces import Part, Reader, Slice
 from pipelines.prepare.progress import shown
 from pipelines.prepare.shards import same_file
 from pipelines.prepare.sources import Source
@@ -82,24 +82,25 @@ def _tokenizer(config: Config, source: Source, parts: tuple[Part, ...], folder: 
         return load_tokenizer(folder / "tokenizer")
     except (FileNotFoundError, ValueError):
         pass
+    of_source = [part for part in parts if part.split != "validation" or config.data.validation == "tail"]
+    size = 2**63 if config.tokenizer.kind == "characters" else int(config.tokenizer.training_mib * 2**20)
+    slices = sampled_slices([piece for part in of_source for piece in part.slices], size)
+    arguments = config.tokenizer, source.reader, slices, size, folder / "tokenizer"
     if on_ray and config.tokenizer.kind != "bytes":
         from pipelines.prepare.cluster import run_alone
 
-        lines = run_alone(_train, config, source, parts, folder / "tokenizer")
+        lines = run_alone(_train, *arguments)
     else:
-        lines = _train(config, source, parts, folder / "tokenizer")
+        lines = _train(*arguments)
     for line in lines:
         echo(line)
     return load_tokenizer(folder / "tokenizer")
 
 
-def _train(config: Config, source: Source, parts: tuple[Part, ...], folder: Folder) -> list[str]:
-    slices = [
-        piece for part in parts if part.split != "validation" or config.data.validation == "tail" for piece in part.slices
-    ]
-    sample = 2**63 if config.tokenizer.kind == "characters" else int(config.tokenizer.training_mib * 2**20)
+def _train(settings: Tokenizer, reader: Reader, slices: list[Slice], size: int, folder: Folder) -> list[str]:
+    """Makes the tokenizer; the lines to print, since a task of Ray's has no terminal."""
     lines: list[str] = []
-    train_tokenizer(config.tokenizer, spread_sample(source, slices, sample), folder, lines.append)
+    train_tokenizer(settings, sample(reader, slices, size), folder, lines.append)
     return lines
 
 
@@ -177,9 +178,8 @@ def _check(config: Config, manifest: Manifest) -> None:
 def _report(manifest: Manifest, records: list[dict[str, Any]], folder: Folder, seconds: float, echo: Echo) -> None:
     if count := sum(record["skipped"] for record in records):
         first = manifest.skipped[0]
-        echo(
-            f"data: {count} files or documents skipped, the first {first['place']}: {first['reason']}; all in {folder}/{FILE}"
-        )
+        named = f"the first {first['place']}: {first['reason']}"
+        echo(f"data: {count} files or documents skipped, {named}; listed in {folder}/{FILE}")
     echo(f"data: {_counts(manifest)}, prepared in {seconds:.1f} s ({folder})")
 
 

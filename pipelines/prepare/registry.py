@@ -24,7 +24,7 @@ REGISTERED: dict[str, tuple[Documents, str]] = {}
 def register_source(name: str, version: str = "") -> Callable[[Documents], Documents]:
     """Makes `--data.source NAME` read the documents that the function yields. Raises ValueError for a name used twice.
 
-    A prepared source is reused while the function's code and `version` stay the same: raise `version` when only the data changed.
+    It is prepared again when the function's code changes; give it another `version` when only its data changed.
     """
 
     def register(function: Documents) -> Documents:
@@ -38,7 +38,7 @@ def register_source(name: str, version: str = "") -> Callable[[Documents], Docum
 
 @dataclass(frozen=True)
 class RegisteredReader:
-    """The documents of a registered function. Units are documents; only the function can find them, so there is one slice."""
+    """The documents of a registered function: one slice, since only the function can find them. Units are documents."""
 
     source: str
 

@@ -76,7 +76,7 @@ def validates(head: str, fraction: float) -> bool:
 
 
 def read_part(job: Job, part: Part) -> Iterator[pa.Table]:
-    """The part's pieces in order, then an empty row that says that it is whole. Raises DataError unless faults are skipped."""
+    """The part's pieces in order, then an empty row to say that it is whole. Raises DataError unless faults are skipped."""
     rows: list[tuple[Any, ...]] = []
     size, document = 0, -1
     for item in _items(job, part):

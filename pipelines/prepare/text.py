@@ -1,7 +1,7 @@
 """Text files: each file is a document. Large ones are cut into byte ranges, and every range into pieces of a mebibyte.
 
-A cut lies at a line's end, or else before a blank, between two visible ASCII characters where there is one near: BPE patterns
-cut there as well, so the ids are those of the uncut text. Otherwise at any newline, at a blank, or between two characters.
+A cut lies at a line's end, or else before a blank, between two visible ASCII characters where there is one near: BPE
+patterns cut there as well, so the ids are those of the uncut text. Otherwise at any newline, blank or character.
 
     reader = TextReader()
     for piece in reader.read(Slice(file, 0, file.size, file.size)): ...
