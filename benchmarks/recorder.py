@@ -146,10 +146,10 @@ def main() -> None:
     given = parser.parse_args()
     environment = describe_environment()
     print(
-        f"{environment['cpu']}, {environment['cores']} cores, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}, ",
+        f"{environment['cpu']}, {environment['cores']} cores, load {os.getloadavg()[0]:.1f}, {time.strftime('%Y-%m-%d')}, ",
         end="",
     )
-    print(f"torch {torch.__version__}, commit {str(environment['commit'])[:8]}, {time.strftime('%Y-%m-%d')}")
+    print(f"Python {platform.python_version()}, torch {torch.__version__}, commit {str(environment['commit'])[:8]}")
     step = small_training(given.threads)
     print(f"a step without recording: {block(step, (), 0, 3 * given.steps) * 1000:.1f} ms, {given.threads} thread(s)")
     with tempfile.TemporaryDirectory() as scratch:

@@ -116,13 +116,15 @@ class Follower:
                     self._log.finish(status, self._ended_at)
                     self._done.set()
                 pause, said = SHORTEST_BACKOFF_S, False
-            except Exception as error:
+            except Exception as error:  # MLflow, its database and its server raise whatever they like
+                self._log.disconnect()
                 if not said:
+                    said = True
+                    cause = f"{type(error).__name__}: {error}".replace(self._log.uri, self._log.public_uri)[:200]
                     self._warn(
                         f"MLflow at {self._log.public_uri} cannot be reached; training goes on, and what it misses is "
-                        f"replayed when it is back ({type(error).__name__}: {str(error)[:200]})"
+                        f"replayed when it is back ({cause})"
                     )
-                    said = True
                 with self._changed:
                     # An end that waits for us is worth another try at once, and a short pause after that.
                     if status is None and self._status is None:

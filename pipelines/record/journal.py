@@ -89,8 +89,18 @@ def segments(run_folder: Folder) -> list[Segment]:
 
 
 def read_segment(run_folder: Folder, segment: Segment) -> list[Entry]:
-    """A segment's entries. Raises OSError, or ValueError where the file is damaged."""
-    return [json.loads(line) for line in (run_folder / "journal").read(segment.name).splitlines()]
+    """A segment's entries; a line that a fault of the disk has damaged becomes an event that says so. Raises OSError."""
+    entries: list[Entry] = []
+    for number, line in enumerate((run_folder / "journal").read(segment.name).splitlines(), start=1):
+        try:
+            entry = json.loads(line)
+            entry["sender"], entry["sequence"], entry["values"], entry["time"]
+        except (ValueError, KeyError, TypeError):
+            values = {"name": "damaged", "text": f"line {number} of {segment.name} is damaged"}
+            entry = {"attempt": segment.attempt, "sender": "journal", "sequence": 0, "kind": "event", "step": None}
+            entry |= {"time": entries[-1]["time"] if entries else 0.0, "values": values}
+        entries.append(entry)
+    return entries
 
 
 def read_entries(run_folder: Folder) -> list[Entry]:

@@ -1,8 +1,8 @@
 """The MLflow side of a record: one run opened or reopened, and journal entries turned into its metrics, tags, artifacts.
 
-Nothing here retries; `follower` does. `mlflow.json` in the run's folder keeps the MLflow run's id and `logged`, by attempt the
-number of the last journal segment that MLflow has. Times are the entries' own, so that MLflow, whose metrics are unique by
-name, step, time and value, drops what it is sent twice after a crash between logging and noting it.
+Nothing here retries; `follower` does. `mlflow.json` in the run's folder keeps the MLflow run's id and, as `logged`, the number
+of each attempt's last segment that MLflow has. Times are the entries' own, so that MLflow, whose metrics are unique by name,
+step, time and value, drops what it is sent twice after a crash between logging and noting it.
 
     log = MlflowLog.at(run_folder, "my-run", Record(), storage)
     log.log(entries); log.finish("finished", time.time())
@@ -69,6 +69,9 @@ class MlflowLog:
     def at(cls, folder: Folder, run: str, settings: Record, storage: Folder) -> "MlflowLog | None":
         """The log of a run, or None where MLflow is off: switched off, or no URI and a storage that holds no database."""
         uri = settings.mlflow_uri or (database(storage) if storage.local else None)
+        if uri and uri.startswith("sqlite:///") and not uri.startswith("sqlite:////") and storage.local:
+            # Against the storage, since the recorder's working directory under Ray is one that nobody has chosen.
+            uri = f"sqlite:///{storage.local}/{uri.removeprefix('sqlite:///')}"
         return cls(folder, run, uri, settings) if settings.mlflow and uri else None
 
     @property
@@ -92,6 +95,10 @@ class MlflowLog:
             self._client = self._open()
         assert self.run_id is not None
         return self._client, self.run_id
+
+    def disconnect(self) -> None:
+        """Has the next call connect anew: a server that came back may have lost the run, or be another one."""
+        self._client = None
 
     def log(self, entries: list[Entry]) -> list[str]:
         """Logs entries in calls of at most 1000 metrics; what could not be logged and never will, as sentences."""

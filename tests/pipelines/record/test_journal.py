@@ -74,6 +74,18 @@ def test_attempts_are_joined_in_the_order_in_which_they_began(tmp_path: Path) ->
     assert [line["attempt"] for line in read_entries(folder)] == ["zz", "zz", "aa"]  # from metrics.jsonl
 
 
+def test_a_damaged_line_is_said_and_costs_no_other(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    Journal(folder, "a1").append([entry(1), entry(2), entry(3)])
+    path = tmp_path / "journal/a1-000001.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + lines[1][:20] + b"\xff\x00\n" + lines[2])
+    joined = join(folder)
+    assert [line["sequence"] for line in joined] == [1, 0, 3]
+    assert "line 2 of a1-000001.jsonl is damaged" in (tmp_path / "log.txt").read_text()
+    assert Journal(folder, "a1").append([entry(4)]).number == 2
+
+
 def test_a_run_without_a_journal_has_no_entries(tmp_path: Path) -> None:
     assert read_entries(Folder(str(tmp_path / "nothing"))) == []
 

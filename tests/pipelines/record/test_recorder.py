@@ -14,7 +14,7 @@ import pytest
 from pipelines.config.run import Record
 from pipelines.files import Folder
 from pipelines.record import SUMMARY_KEYS, Recorder, Sender
-from pipelines.record.mlflow_log import metric_name, public
+from pipelines.record.mlflow_log import MlflowLog, metric_name, public
 from tests.pipelines.record.conftest import MakeRecorder, RecorderProcess, history, only_run, sent
 
 
@@ -219,6 +219,12 @@ def test_a_remote_storage_without_a_server_says_that_mlflow_is_off() -> None:
 )
 def test_metric_names_become_what_mlflow_takes(given: str, taken: str) -> None:
     assert metric_name(given) == taken
+
+
+def test_a_relative_database_lies_in_the_storage(folder: Folder, storage: Folder) -> None:
+    log = MlflowLog.at(folder, "r", Record(mlflow_uri="sqlite:///other.db"), storage)
+    assert log is not None
+    assert log.uri == f"sqlite:///{storage.uri}/other.db"
 
 
 def test_credentials_are_not_written_down() -> None:
