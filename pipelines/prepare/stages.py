@@ -78,14 +78,15 @@ def validates(head: str, fraction: float) -> bool:
 def read_part(job: Job, part: Part) -> Iterator[pa.Table]:
     """The part's pieces in order, then an empty row to say that it is whole. Raises DataError unless faults are skipped."""
     rows: list[tuple[Any, ...]] = []
-    size, document = 0, -1
+    size, document, ended = 0, -1, True
     for item in _items(job, part):
         if isinstance(item, Fault):
             if not job.skip:
                 raise item.error()
             rows.append((part.number, None, None, None, None, None, item.place, item.reason))
             continue
-        document += item.begins or document < 0
+        document += item.begins or ended
+        ended = item.ends
         validation = part.split == "validation"
         if part.split is None:
             validation = validates(item.text[:HEAD] if item.head is None else item.head, job.validation_fraction)

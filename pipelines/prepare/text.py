@@ -58,7 +58,8 @@ class TextReader:
         if self.skip and (fault := self._check(piece)):
             yield fault
             if ends and piece.start:
-                yield Piece("", begins=False)  # the document's earlier ranges must not run into the next document
+                # The document's earlier ranges must not run into the next document.
+                yield Piece("", begins=False, head=self._head(file))
             return
         head = self._head(file) if piece.start else None
         place, at = file.uri, piece.start

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.prepare.faults import DataError
-from tests.pipelines.prepare.conftest import Prepare, documents
+from tests.pipelines.prepare.conftest import Prepare, documents, rows
 
 GOOD = [f"good document number {i}" for i in range(60)]
 
@@ -131,6 +131,22 @@ def test_bytes_that_are_not_utf8_deep_in_a_large_file(tmp_path: Path, run: Prepa
     assert "line 0 of" in kept
     assert "line 3999 of" in kept
     assert len(kept) > 0.8 * offset
+
+
+@pytest.mark.parametrize("bad", [0, 2500, 3999])
+def test_a_skipped_range_does_not_join_its_neighbours(tmp_path: Path, run: Prepare, bad: int) -> None:
+    (tmp_path / "data").mkdir()
+    lines = [f"line {i} of a large file\n".encode() for i in range(4000)]
+    lines[bad] = b"caf\xe9\n"
+    (tmp_path / "data/b.txt").write_bytes(b"".join(lines))
+    for name in ("a", "c"):
+        (tmp_path / f"data/{name}.txt").write_text(f"all of {name}")
+    other = {"validation": "source", "validation_source": "arithmetic"}
+    result = run(tmp_path / "data", shard_mib=0.03, on_error="skip", **other)
+    first, large, last = documents(result, "train")
+    assert (first, last) == ("all of a", "all of c")
+    assert large.count("line ") > 2000
+    assert sum(row["ends"] for row in rows(result, "train")) == 3
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
