@@ -1,6 +1,6 @@
 """The MLflow side of a record: one run opened or reopened, and journal entries turned into its metrics, tags, artifacts.
 
-Nothing here retries; `follower` does. `mlflow.json` in the run's folder keeps the MLflow run's id and, as `logged`, the number
+Nothing here retries; `follower` does. The run's folder holds `mlflow.json`: the run's id in MLflow and, as `logged`, the number
 of each attempt's last segment that MLflow has. Times are the entries' own, so that MLflow, whose metrics are unique by name,
 step, time and value, drops what it is sent twice after a crash between logging and noting it.
 
@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from pipelines.config.run import Record
 from pipelines.files import Folder
-from pipelines.record.journal import read_segment, segments
+from pipelines.record.journal import Segment, read_segment, segments
 from pipelines.record.sender import Entry
 from pipelines.record.summary import STATUSES
 
@@ -123,9 +123,9 @@ class MlflowLog:
             client.log_batch(run_id, tags=[RunTag(key, value[:LONGEST_TAG]) for key, value in tags.items()])
         return problems
 
-    def note(self, attempt: str, number: int) -> None:
-        """Keeps in the run's folder that MLflow has the attempt's segments up to `number`."""
-        self.mark["logged"][attempt] = max(number, self.mark["logged"].get(attempt, 0))
+    def note(self, logged: list[Segment]) -> None:
+        """Keeps in the run's folder that MLflow has these segments, each attempt's in order."""
+        self.mark["logged"] |= {segment.attempt: segment.number for segment in logged}
         self._keep_mark()
 
     def finish(self, status: str, ended_at: float) -> None:

@@ -69,6 +69,7 @@ def test_a_server_that_is_killed_and_comes_back_lacks_nothing(
 ) -> None:
     name = folder.uri.rpartition("/")[2]
     monkeypatch.setattr(follower, "LONGEST_BACKOFF_S", 1.0)
+    monkeypatch.setattr(follower, "PACE_S", 0.1)
     first = server()
     recorder = record(settings=Record(mlflow_uri=f"http://127.0.0.1:{port}"))
     sender = Sender(recorder.receive, "rank0", interval_s=0.1)
