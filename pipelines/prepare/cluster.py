@@ -29,7 +29,7 @@ _BLOCK_BYTES = 8 << 20
 Result = TypeVar("Result")
 
 
-class _Parts(Datasource):  # type: ignore[misc]  (Ray has no types that hold)
+class _Parts(Datasource):  # type: ignore[misc]
     """A read task a part."""
 
     def __init__(self, job: Job, parts: list[Part]) -> None:

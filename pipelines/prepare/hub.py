@@ -7,9 +7,8 @@ A configuration follows the name after a colon. Rows are read from the memory-ma
     reader.read(Slice(file, 0, 1000, 0))                      # their documents
 """
 
-import io
+import logging
 from collections.abc import Iterator
-from contextlib import redirect_stderr
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -79,15 +78,17 @@ def _load(source: str, split: str) -> Any:
     import datasets
 
     local = source.startswith("/") or "://" in source
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it reports each of its retries; the last one is raised
+    if local:
+        datasets.disable_progress_bars()  # a download's are worth seeing, those of files at hand are not
     try:
-        with redirect_stderr(io.StringIO()):  # its progress bars; errors are raised
-            if local and saved_dataset(Folder.at(source)):
-                found = datasets.load_from_disk(source)
-                if not isinstance(found, datasets.DatasetDict):
-                    return found
-            else:
-                name, _, configuration = (source, "", "") if local else source.partition(":")
-                found = datasets.load_dataset(name, configuration or None)
+        if local and saved_dataset(Folder.at(source)):
+            found = datasets.load_from_disk(source)
+            if not isinstance(found, datasets.DatasetDict):
+                return found
+        else:
+            name, _, configuration = (source, "", "") if local else source.partition(":")
+            found = datasets.load_dataset(name, configuration or None)
     except Exception as error:  # datasets raises dozens of classes, most of them bare
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         here = "" if local else "is no file or folder here, and "

@@ -77,7 +77,7 @@ def finished(folder: Folder) -> Manifest | None:
 
 
 def _tokenizer(config: Config, source: Source, parts: tuple[Part, ...], folder: Folder, on_ray: bool, echo: Echo) -> Encoder:
-    """The tokenizer of the prepared folder, made in one task unless an interrupted preparation left it."""
+    """The tokenizer of the prepared folder, trained in one task unless an interrupted preparation left it."""
     try:
         return load_tokenizer(folder / "tokenizer")
     except (FileNotFoundError, ValueError):
@@ -86,7 +86,7 @@ def _tokenizer(config: Config, source: Source, parts: tuple[Part, ...], folder: 
     size = 2**63 if config.tokenizer.kind == "characters" else int(config.tokenizer.training_mib * 2**20)
     slices = sampled_slices([piece for part in of_source for piece in part.slices], size)
     arguments = config.tokenizer, source.reader, slices, size, folder / "tokenizer"
-    if on_ray and config.tokenizer.kind != "bytes":
+    if on_ray and config.tokenizer.kind in ("characters", "bpe"):  # the others take less than starting a task
         from pipelines.prepare.cluster import run_alone
 
         lines = run_alone(_train, *arguments)
