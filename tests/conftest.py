@@ -1,9 +1,13 @@
-"""What tests share: one small Ray cluster for a whole session."""
+"""What tests share: one small Ray cluster for a whole session, and no deadlines, since machines are shared."""
 
 import logging
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("raystride", deadline=None, max_examples=50)
+settings.load_profile("raystride")
 
 
 @pytest.fixture(scope="session")

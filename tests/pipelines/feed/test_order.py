@@ -1,0 +1,79 @@
+"""The order is a permutation of every epoch, whatever its size, and costs nothing to store."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelines.feed.order import Order, digest, permute
+
+SHUFFLES = st.sampled_from(["full", "blocks", "none"])
+
+
+@given(
+    samples=st.integers(1, 3000),
+    seed=st.integers(0, 2**63 - 1),
+    epoch=st.integers(0, 5),
+    shuffle=SHUFFLES,
+    block=st.integers(1, 50),
+    window=st.integers(1, 10),
+)
+def test_every_epoch_holds_every_sample_once(
+    samples: int, seed: int, epoch: int, shuffle: str, block: int, window: int
+) -> None:
+    order = Order(samples, seed, shuffle, block, window)  # type: ignore[arg-type]
+    positions = np.arange(epoch * samples, (epoch + 1) * samples)
+    assert np.array_equal(np.sort(order.at(positions)), np.arange(samples))
+
+
+@given(samples=st.integers(1, 10_000), positions=st.lists(st.integers(0, 30_000), min_size=1, max_size=50), shuffle=SHUFFLES)
+def test_a_position_has_the_same_sample_however_it_is_asked_for(samples: int, positions: list[int], shuffle: str) -> None:
+    order = Order(samples, 7, shuffle, 64, 4)  # type: ignore[arg-type]
+    together = order.at(np.array(positions))
+    assert together.tolist() == [int(order.at(np.array([position]))[0]) for position in positions]
+
+
+def test_epochs_and_seeds_differ() -> None:
+    first, second = (Order(1000, 0).at(np.arange(start, start + 1000)) for start in (0, 1000))
+    other_seed = Order(1000, 1).at(np.arange(1000))
+    for a, b in ((first, second), (first, other_seed), (first, np.arange(1000))):
+        assert np.mean(a == b) < 0.02
+
+
+def test_each_sample_is_equally_likely_first() -> None:
+    counts = np.bincount([int(permute(np.array([0]), 10, (seed,))[0]) for seed in range(5000)], minlength=10)
+    # Chi-squared with 9 degrees of freedom is above 33.7 once in 10,000 times.
+    assert ((counts - 500) ** 2 / 500).sum() < 33.7
+
+
+def test_blocks_stay_together_inside_windows() -> None:
+    order = Order(10_000, 0, "blocks", block=100, window=2)
+    first_window = order.at(np.arange(200))
+    assert len(np.unique(first_window // 100)) == 2
+
+
+def test_a_trillion_samples_cost_no_memory() -> None:
+    tracemalloc.start()
+    order = Order(10**12, 3)
+    sample = order.at(np.arange(10**12 - 64, 10**12))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(np.unique(sample)) == 64
+    assert peak < 2**20
+
+
+@given(pairs=st.lists(st.tuples(st.integers(0, 100), st.integers(0, 2**40)), unique=True, min_size=1, max_size=30))
+def test_digest_ignores_order_and_grouping_but_not_content(pairs: list[tuple[int, int]]) -> None:
+    epochs, samples = np.array(pairs).T
+    whole = digest(epochs, samples)
+    half = len(pairs) // 2
+    assert whole == (digest(epochs[half:][::-1], samples[half:][::-1]) + digest(epochs[:half], samples[:half])) % 2**64
+    assert whole != digest(epochs, np.append(samples[:-1], samples[-1] + 1))
+
+
+@pytest.mark.parametrize("samples", [0, -1, 2**62 + 1])
+def test_impossible_sizes_are_refused(samples: int) -> None:
+    with pytest.raises(ValueError, match="between 1 and"):
+        Order(samples)

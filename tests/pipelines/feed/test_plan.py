@@ -1,0 +1,75 @@
+"""The plan: every sample once an epoch in the planned order, for any number of workers and any interruption."""
+
+import math
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelines.feed.order import Order
+from pipelines.feed.plan import Plan
+
+
+def _fed(plan: Plan, step: int, world: int) -> np.ndarray:
+    """Positions that `world` workers feed in a step, in slot order."""
+    slots = [plan.slot(step, slot) for rank in range(world) for slot in plan.share(rank, world)]
+    return np.concatenate(slots)
+
+
+@given(
+    samples=st.integers(1, 500),
+    slots=st.integers(1, 12),
+    slot_size=st.integers(1, 5),
+    epochs=st.sampled_from([0.5, 1, 1.7, 3]),
+    worlds=st.lists(st.integers(1, 12), min_size=1, max_size=20),
+)
+def test_every_sample_once_an_epoch_on_workers_that_come_and_go(
+    samples: int, slots: int, slot_size: int, epochs: float, worlds: list[int]
+) -> None:
+    plan = Plan(Order(samples), slots, slot_size, epochs)
+    # After each step the run may be interrupted and go on with another number of workers.
+    fed = [_fed(plan, step, min(worlds[step % len(worlds)], slots)) for step in range(int(plan.steps))]
+    assert np.concatenate([*fed, []]).tolist() == list(range(round(epochs * samples)))
+
+
+@given(slots=st.integers(1, 200), world=st.integers(1, 200))
+def test_shares_are_neighbouring_and_even(slots: int, world: int) -> None:
+    plan = Plan(Order(10), slots, 1)
+    if world > slots:
+        with pytest.raises(ValueError, match="raise train.slots"):
+            plan.share(0, world)
+        return
+    shares = [plan.share(rank, world) for rank in range(world)]
+    assert [slot for share in shares for slot in share] == list(range(slots))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_an_endless_plan_goes_on() -> None:
+    plan = Plan(Order(10), 2, 2)
+    assert math.isinf(plan.steps)
+    assert plan.slot(10**9, 1).tolist() == [4 * 10**9 + 2, 4 * 10**9 + 3]
+
+
+def test_a_trillion_samples_on_16384_ranks() -> None:
+    plan = Plan(Order(10**12, 1), slots=16_384, slot_size=4)
+    tracemalloc.start()
+    for step in (0, 10**9):
+        samples = [plan.order.at(plan.slot(step, slot)) for rank in (0, 9_999, 16_383) for slot in plan.share(rank, 16_384)]
+        assert len(np.unique(np.concatenate(samples))) == 12
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20
+    early, late = (_seconds(plan, step) for step in (1, 10**9))
+    assert late < 10 * early + 1e-3
+
+
+def _seconds(plan: Plan, step: int) -> float:
+    times = []
+    for _ in range(9):
+        began = time.perf_counter()
+        plan.order.at(plan.slot(step, 77))
+        times.append(time.perf_counter() - began)
+    return sorted(times)[4]
