@@ -38,7 +38,7 @@ def _last_lines(summary: dict[str, Any], run_folder: Folder, link: str | None, n
     elif link and not link.startswith("http://127.0.0.1"):
         tracking = link
     else:
-        tracking = f"python -m pipelines.record.ui --storage {storage}" + (f"   then {link}" if link else "")
+        tracking = f"python -m pipelines.record.ui --storage {storage}"
     if not next_job:
         again = f"python ray_jobs/train.py {place}"
         next_job = f"python ray_jobs/generate.py {place}" if summary.get("status") in WELL else f"{again}   (resumes it)"
@@ -75,7 +75,8 @@ FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 def _figures(summary: dict[str, Any]) -> str:
     """The known figures, two a line."""
     known = {label: _shown(form, summary[key]) for key, label, form in FIGURES if summary.get(key) is not None}
-    known |= {name: _shown(lambda value: f"{value:.4g}", value) for name, value in (summary.get("metrics") or {}).items()}
+    others = {name: value for name, value in (summary.get("metrics") or {}).items() if name not in summary}
+    known |= {name: _shown(lambda value: f"{value:.4g}", value) for name, value in others.items()}
     cells = [f"{label:<17}{value:<18}" for label, value in known.items()]
     return "\n".join("  ".join(cells[i : i + 2]).rstrip() for i in range(0, len(cells), 2))
 
