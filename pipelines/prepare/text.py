@@ -61,7 +61,7 @@ class TextReader:
                 # The document's earlier ranges must not run into the next document.
                 yield Piece("", begins=False, head=self._head(file))
             return
-        head = self._head(file) if piece.start else None
+        head = None if ends and not piece.start else self._head(file)  # a range may be shorter than a head
         place, at = file.uri, piece.start
         with open_range(file, piece.start, piece.stop) as stream:
             for data, last in _with_last(_blocks(stream)):

@@ -136,6 +136,18 @@ def test_a_large_text_is_cut_and_ends_once(tmp_path: Path, run: Prepare) -> None
     assert result.manifest.documents("train") == 1
 
 
+def test_a_document_cut_over_many_parts_stays_in_one_split(tmp_path: Path, run: Prepare) -> None:
+    (tmp_path / "data").mkdir()
+    texts = [f"document {i}, ünïcode\n" + "".join(f"{i} line {n}\n" for n in range(900)) for i in range(30)]
+    for i, text in enumerate(texts):
+        (tmp_path / f"data/{i:02d}.txt").write_text(text)
+    result = run(tmp_path / "data", shard_mib=TINY, validation_fraction=0.3)
+    train, validation = documents(result, "train"), documents(result, "validation")
+    assert sorted(train + validation) == sorted(texts)
+    assert len(result.manifest.splits["train"]) > 50
+    assert 2 < len(validation) < 20
+
+
 @pytest.mark.parametrize("text", ["日本語" * 4000, "a" * 12_000, "\n" * 9000, "word " * 3000])
 def test_text_without_good_places_to_cut_is_kept_whole(tmp_path: Path, run: Prepare, text: str) -> None:
     (tmp_path / "one.txt").write_text(text)
