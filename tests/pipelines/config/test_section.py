@@ -1,0 +1,72 @@
+"""Settings check themselves: ranges, choices, and what contradicts each other."""
+
+import math
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelines.config import Config, Data, Launch, Model, Optimizer, Scaling, Section, SettingError, Tokenizer, Train
+
+SECTIONS = [item.type for item in fields(Config) if isinstance(item.type, type) and issubclass(item.type, Section)]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Train(steps=-1), "train.steps is -1: it must be at least 0"),
+        (lambda: Train(steps=0), "train.steps is 0"),
+        (lambda: Train(clip_norm=math.nan), "train.clip_norm is nan: it must be a finite number"),
+        (lambda: Optimizer(betas=(0.9, 1.0)), "must be below 1"),
+        (lambda: Optimizer(learning_rate=0.0), "must be above 0"),
+        (lambda: Model(flavour="bert"), "must be one of gpt2, llama"),  # type: ignore[arg-type]
+        (lambda: Model(width=130, heads=4), "model.width is 130"),
+        (lambda: Model(flavour="llama", kv_heads=3), "model.kv_heads is 3"),
+        (lambda: Model(flavour="llama", width=12, heads=4), "even size"),
+        (lambda: Tokenizer(kind="file"), "tokenizer.file"),
+        (lambda: Tokenizer(kind="bpe", vocabulary_size=100), "at least 257"),
+        (lambda: Data(validation="source"), "data.validation_source"),
+        (lambda: Data(source=""), "data.source"),
+        (lambda: Scaling(workers=0), "scaling.workers is 0"),
+        (lambda: Config(scaling=Scaling(workers=9)), "raise train.slots"),
+        (lambda: Config(scaling=Scaling(workers=2, strategy="single")), "must be `ddp`"),
+        (lambda: Config(run="a/b"), "run is 'a/b'"),
+        (lambda: Config(run=".hidden"), "run is '.hidden'"),
+        (lambda: Config(train=Train(steps=0, hours=1.0)), "optimizer.decay_steps"),
+    ],
+)
+def test_a_wrong_value_names_the_setting_and_what_is_allowed(make: Any, message: str) -> None:
+    with pytest.raises(SettingError) as raised:
+        make()
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_default_passes_and_every_number_has_a_range(section: Any) -> None:
+    made = section()
+    for item in fields(made):
+        value = getattr(made, item.name)
+        numbers = [value] if not isinstance(value, tuple) else list(value)
+        if any(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers):
+            limits = item.metadata["limits"]
+            assert any(limit is not None for limit in limits.values()), f"{made.name}.{item.name} has no range"
+
+
+@given(steps=st.integers(0, 10**9), seed=st.integers(0, 2**62), workers=st.integers(1, 4))
+def test_a_runs_default_name_depends_on_fixed_settings_alone(steps: int, seed: int, workers: int) -> None:
+    base = Config(seed=seed)
+    free = replace(base, train=replace(base.train, steps=steps or 1), scaling=Scaling(workers=workers))
+    assert free.default_run("x") == base.default_run("x")
+    assert replace(base, seed=seed + 1).default_run("x") != base.default_run("x")
+
+
+def test_free_and_fixed_settings_are_told_apart() -> None:
+    fixed = Config().fixed()
+    assert {"seed", "model.width", "data.source", "train.slots", "train.slot_size", "tokenizer.kind"} <= fixed.keys()
+    assert not {"train.steps", "scaling.workers", "scaling.strategy", "record.mlflow", "storage", "run"} & fixed.keys()
+
+
+def test_launch_inline_needs_no_address() -> None:
+    assert Launch(mode="inline").address is None

@@ -1,0 +1,84 @@
+"""Buckets sum what every worker has, in an order that only the parameters decide."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipelines.strategies.ddp import DataParallel
+from pipelines.strategies.reduction import Buckets, _cut
+from tests.distributed import run_distributed
+
+
+class Net(nn.Module):
+    """Three layers, one of which a batch may leave out, and a weight that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 5)
+        self.hidden = nn.Linear(5, 5)
+        self.unused = nn.Linear(5, 5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Sum of logits squared over a head that shares the embedding's weight."""
+        logits: torch.Tensor = self.hidden(self.embedding(ids)) @ self.embedding.weight.T
+        return (logits**2).sum()
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _reduce(rank: int, world: int, bucket_mib: float, batches_by_rank: list[list[list[int]]]) -> dict[str, Any]:
+    torch.manual_seed(rank)  # ranks start apart; prepare must bring them together
+    strategy = DataParallel(torch.device("cpu"), rank, world, bucket_mib)
+    model, optimizer = strategy.prepare(Net(), _sgd)
+    result = {}
+    for step in range(2):
+        strategy.begin()
+        measured = torch.zeros(4)
+        batches = batches_by_rank[rank]
+        for number, batch in enumerate(batches):
+            measured[0] += len(batch)
+            strategy.backward(model(torch.tensor(batch)), measured, last=number == len(batches) - 1)
+        result["measured"] = strategy.reduce(measured).clone()
+        result[f"gradients{step}"] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+    result["parameters"] = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return result
+
+
+@pytest.mark.parametrize("bucket_mib", [25.0, 1e-5])
+def test_gradients_are_the_sum_over_workers(bucket_mib: float) -> None:
+    # Unequal numbers of micro-batches, and a worker with none.
+    batches = [[[1, 2], [3]], [[4, 5, 6]], []]
+    results = run_distributed(_reduce, 3, bucket_mib, batches)
+    torch.manual_seed(0)
+    model = Net()
+    for batch in (batch for worker in batches for batch in worker):
+        model(torch.tensor(batch)).backward()
+    for result in results:
+        assert result["measured"].tolist() == [6, 0, 0, 0]
+        for name, parameter in model.named_parameters():
+            expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            torch.testing.assert_close(result["gradients0"][name], expected, rtol=1e-5, atol=1e-5)
+            assert torch.equal(result["parameters"][name], results[0]["parameters"][name])
+
+
+def test_buckets_depend_on_the_parameters_alone() -> None:
+    sizes = [3, 10, 1, 1, 20, 2]
+    parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    groups = _cut(parameters, most_bytes=4 * 12)
+    assert [[p.numel() for p in group] for group in groups] == [[3], [10, 1, 1], [20], [2]]
+
+
+def test_gradients_lie_in_the_buckets() -> None:
+    model = Net()
+    buckets = Buckets(model.parameters(), bucket_bytes=100, extra=4)
+    assert len(buckets.flat) > 1
+    model(torch.tensor([1, 2])).backward()
+    total = sum(float(g.abs().sum()) for g in buckets.gradients())
+    assert total == pytest.approx(sum(float(p.grad.abs().sum()) for p in model.parameters() if p.grad is not None))
+    buckets.clear()
+    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)

@@ -1,0 +1,117 @@
+"""A step's gradient is the mean over all targets that count, however they are cut into micro-batches and workers."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.transformer import Decoder
+from pipelines.config import Model
+from pipelines.feed.loader import MicroBatch, Step
+from pipelines.strategies import Single, build_strategy
+from pipelines.train.agreement import Agreement
+from pipelines.train.step import LOSS, STOP, TARGETS, StepRules, micro_batch_seed, scale_gradients, train_step
+from tests.distributed import run_distributed
+
+CONTEXT = 6
+SHAPE = Model(layers=1, heads=2, width=8, context=CONTEXT)
+IDS = torch.randint(0, 11, (6, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
+
+
+def _targets() -> torch.Tensor:
+    targets = IDS[:, 1:].clone()
+    targets[1, 2:] = -100
+    targets[4] = -100
+    return targets
+
+
+def _step(rows: list[range]) -> Step:
+    batches = [MicroBatch(part.start, IDS[part.start : part.stop, :-1], _targets()[part.start : part.stop]) for part in rows]
+    return Step(number=0, position=0, samples=6, micro_batches=batches, digest=0)
+
+
+def _sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def _train(rank: int, world: int, rows_by_rank: list[list[range]], clip_norm: float) -> dict[str, Any]:
+    strategy = build_strategy("auto", device=torch.device("cpu"), rank=rank, world=world, bucket_mib=1e-4)
+    torch.manual_seed(3)
+    model, optimizer = strategy.prepare(Decoder(SHAPE, 11), _sgd)
+    rules = StepRules(seed=0, nominal_targets=6 * CONTEXT, clip_norm=clip_norm, precision="fp32")
+    result = train_step(strategy, model, optimizer, _step(rows_by_rank[rank]), rules, (float(rank == world - 1), 0.0))
+    parameters = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    return {"parameters": parameters, "measured": result.measured, "norm": result.gradient_norm}
+
+
+def _reference() -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Parameters after one update by the plain mean loss, the gradient's norm, and the mean."""
+    torch.manual_seed(3)
+    model = Decoder(SHAPE, 11)
+    loss_sum, counted = model(IDS[:, :-1], _targets())
+    (loss_sum / counted).backward()
+    gradient = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+    parameters = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    return parameters - gradient, gradient.norm(), float(loss_sum.detach() / counted)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[range(0, 6)]],
+        [[range(0, 2), range(2, 3), range(3, 6)]],
+        [[range(0, 3)], [range(3, 5), range(5, 6)]],
+        [[range(0, 6)], []],
+    ],
+)
+def test_the_gradient_is_the_mean_over_all_targets(rows: list[list[range]]) -> None:
+    results = run_distributed(_train, len(rows), rows, 0.0) if len(rows) > 1 else [_train(0, 1, rows, 0.0)]
+    parameters, norm, mean = _reference()
+    for result in results:
+        torch.testing.assert_close(result["parameters"], parameters, rtol=1e-5, atol=1e-6)
+        assert float(result["norm"]) == pytest.approx(float(norm), rel=1e-5)
+        assert float(result["measured"][LOSS] / result["measured"][TARGETS]) == pytest.approx(mean, rel=1e-5)
+        assert result["measured"][TARGETS] == 6 * CONTEXT - 4 - CONTEXT
+        assert result["measured"][STOP] == 1
+
+
+@given(
+    values=st.lists(st.floats(-10, 10), min_size=1, max_size=20),
+    factor=st.floats(0.1, 10),
+    clip=st.sampled_from([0.0, 0.5, 1.0, 100.0]),
+)
+def test_clipping_limits_the_norm_and_nothing_else(values: list[float], factor: float, clip: float) -> None:
+    gradients = [torch.tensor(values, dtype=torch.float64), torch.tensor([1.0], dtype=torch.float64)]
+    true = torch.cat(gradients) * factor
+    norm = scale_gradients(gradients, torch.tensor(factor, dtype=torch.float64), clip)
+    after = torch.cat(gradients)
+    assert float(norm) == pytest.approx(float(true.norm()), rel=1e-9)
+    expected = true * min(1.0, clip / (float(norm) + 1e-6)) if clip else true
+    torch.testing.assert_close(after, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_dropout_depends_on_seed_step_and_slot() -> None:
+    seeds = {micro_batch_seed(seed, step, slot) for seed in range(4) for step in range(10) for slot in range(10)}
+    assert len(seeds) == 400
+    assert micro_batch_seed(2**62, 10**9, 10**6) >= 0
+
+
+def test_a_step_without_any_target_changes_nothing_but_the_count() -> None:
+    strategy = Single(torch.device("cpu"))
+    model, optimizer = strategy.prepare(Decoder(SHAPE, 11), _sgd)
+    before = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    step = Step(0, 0, 2, [MicroBatch(0, IDS[:2, :-1], torch.full((2, CONTEXT), -100))], 0)
+    result = train_step(strategy, model, optimizer, step, StepRules(0, 12, 1.0, "fp32"))
+    assert result.measured[TARGETS] == 0
+    assert torch.equal(before, torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+
+
+def test_wishes_are_known_one_step_later() -> None:
+    agreement = Agreement(torch.device("cpu"))
+    asked = torch.zeros(4)
+    asked[STOP] = 2
+    assert agreement.previous(asked) == (False, False)
+    assert agreement.previous(torch.zeros(4)) == (True, False)
+    assert agreement.previous(torch.zeros(4)) == (False, False)
