@@ -5,7 +5,8 @@ SQLite MLflow; once in a process of its own as under Ray, once in the training's
 in short blocks, so that what else the machine does meets all alike, and each block is compared with its neighbours.
 
     python -m benchmarks.recorder --blocks 20 --steps 40
-    # recorder in its own process   +0.4 % (middle half of 20 pairs: -0.3 to +1.1 %)
+    # recorder in its own process    -0.22 % (middle half of 12 pairs: -1.62 to +2.94 %)
+    #     processor, ms a logged step: 0.060 in threads of the training's process, 0.875 in the recorder's
 
 Where other programs run beside it the ratio says little, and processor time, which they hardly change, more: that of the
 other threads of the training's process, and that of the recorder's own process, by logged step.
