@@ -17,6 +17,8 @@ import mmap
 import os
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -188,13 +191,26 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
 
 
 def save(tensors: dict[str, torch.Tensor], writer: CheckpointWriter, group: dist.ProcessGroup | None) -> None:
-    """Writes a checkpoint; all ranks of `group` call it together (None: one worker). Raises CheckpointException."""
-    dcp.state_dict_saver.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+    """Writes a checkpoint; all ranks of `group` call it together (None: one worker). Raises what the first rank raised."""
+    with _plain_errors():
+        dcp.state_dict_saver.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
 
 
 def load(tensors: dict[str, torch.Tensor], reader: CheckpointReader, group: dist.ProcessGroup | None) -> None:
-    """Fills `tensors` in place; all ranks of `group` call it together. Raises CheckpointException."""
-    dcp.state_dict_loader.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+    """Fills `tensors` in place; all ranks of `group` call it together. Raises what the first rank raised."""
+    with _plain_errors():
+        dcp.state_dict_loader.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """DCP gathers what ranks raise into one BaseException with all tracebacks in its text; the first cause says more."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        cause.add_note(f"on rank {rank} of {len(error.failures)} that failed")
+        raise cause from None
 
 
 def check_file(folder: Folder, name: str, stated: dict[str, Any]) -> str | None:

@@ -1,0 +1,208 @@
+"""Checkpoints: everything comes back, on another number of workers too; damage is found; nothing is unpickled."""
+
+import json
+import pickletools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from model.transformer import Decoder
+from pipelines.config import Model, Optimizer
+from pipelines.files import Folder
+from pipelines.strategies import Single
+from pipelines.train.checkpoint import Checkpoints, named_tensors
+from pipelines.train.fingerprint import parameters_sha256
+from pipelines.train.optimizer import build_optimizer
+from pipelines.train.state import TrainState
+from tests.distributed import run_distributed
+
+SHAPE = Model(layers=1, heads=2, width=8, context=6)
+
+
+def _trained(seed: int, steps: int = 2, kind: str = "adamw") -> tuple[Decoder, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    settings = Optimizer(kind=kind, momentum=0.9 if kind == "sgd" else 0.0)  # type: ignore[arg-type]
+    model = Decoder(SHAPE, 11)
+    optimizer = build_optimizer(settings, model)
+    for _ in range(steps):
+        loss, _ = model(torch.randint(0, 11, (2, 6)), torch.randint(0, 11, (2, 6)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def _save(folder: Path, step: int, best: bool = False, attempt: str = "a1", keep: int = 2) -> Decoder:
+    model, optimizer = _trained(step)
+    checkpoints = Checkpoints(Folder.at(str(folder)), attempt, keep=keep, extra={"tokenizer/kind.json": b"{}"})
+    checkpoints.save(model, optimizer, TrainState(step=step, position=4 * step, fed_digest=step), {"run": "r"}, best=best)
+    checkpoints.wait()
+    return model
+
+
+def _checkpoints(folder: Path | str, said: list[str] | None = None) -> Checkpoints:
+    return Checkpoints(Folder.at(str(folder)), "a2", keep=2, say=(said if said is not None else []).append)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("place", ["local", "remote"])
+def test_everything_comes_back(tmp_path: Path, kind: str, place: str) -> None:
+    uri = str(tmp_path) if place == "local" else f"memory://checkpoints{tmp_path}"
+    model, optimizer = _trained(0, kind=kind)
+    state = TrainState(step=7, position=28, tokens_seen=99, best=1.5, best_step=5, val_loss=1.6, worse_validations=1)
+    writer = Checkpoints(Folder.at(uri), "a1", keep=2)
+    writer.save(model, optimizer, state, {"run": "r"}, best=True)
+    writer.wait()
+    other, other_optimizer = _trained(1, kind=kind)
+    reader = _checkpoints(uri)
+    found = reader.newest()
+    assert found is not None
+    reader.load(found, other, other_optimizer)
+    assert parameters_sha256(other) == parameters_sha256(model)
+    ours, theirs = named_tensors(model, optimizer), named_tensors(other, other_optimizer)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    loaded = found.state
+    assert (loaded.step, loaded.position, loaded.tokens_seen, loaded.best) == (7, 28, 99, 1.5)
+    assert loaded.parent_step == 7
+    assert loaded.fed_digest == 0
+
+
+def test_a_save_holds_the_moment_it_was_called(tmp_path: Path) -> None:
+    model, optimizer = _trained(0)
+    before = parameters_sha256(model)
+    checkpoints = _checkpoints(tmp_path)
+    checkpoints.save(model, optimizer, TrainState(step=1), {}, best=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    checkpoints.wait()
+    found = checkpoints.newest()
+    assert found is not None
+    checkpoints.load(found, model)
+    assert parameters_sha256(model) == before
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest", "no manifest"])
+def test_damage_is_found_and_the_one_before_is_used(tmp_path: Path, damage: str) -> None:
+    _save(tmp_path, 1)
+    _save(tmp_path, 2)
+    newest = tmp_path / "step-00000002"
+    data = newest / "a1" / "rank-0.bin"
+    if damage == "flip":
+        content = bytearray(data.read_bytes())
+        content[100] ^= 1
+        data.write_bytes(bytes(content))
+    elif damage == "cut":
+        data.write_bytes(data.read_bytes()[:-1])
+    elif damage == "remove":
+        data.unlink()
+    elif damage == "manifest":
+        (newest / "MANIFEST.json").write_text('{"format": 1, "half')
+    else:
+        (newest / "MANIFEST.json").unlink()
+    said: list[str] = []
+    found = _checkpoints(tmp_path, said).newest()
+    assert found is not None
+    assert found.step == 1
+    assert bool(said) is (damage != "no manifest")
+
+
+def test_old_data_goes_and_manifests_stay(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4, 5):
+        _save(tmp_path, step, best=step == 2)
+    with_data = [path.name for path in sorted(tmp_path.glob("step-*")) if (path / "a1").exists()]
+    assert with_data == ["step-00000002", "step-00000004", "step-00000005"]
+    assert len(list(tmp_path.glob("step-*/MANIFEST.json"))) == 5
+    assert (tmp_path / "best").read_text().strip() == "step-00000002"
+    assert (tmp_path / "last").read_text().strip() == "step-00000005"
+    found = _checkpoints(tmp_path).at_hint("best")
+    assert found is not None
+    assert found.step == 2
+
+
+def test_what_a_dead_attempt_left_behind_goes(tmp_path: Path) -> None:
+    _save(tmp_path, 1)
+    (tmp_path / "step-00000002" / "dead").mkdir(parents=True)
+    (tmp_path / "step-00000002" / "dead" / "rank-0.bin").write_bytes(b"half")
+    _save(tmp_path, 3, attempt="a2")
+    assert not (tmp_path / "step-00000002").exists()
+
+
+def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
+    _save(tmp_path, 1)
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            with pytest.raises(ValueError, match=r".+"):
+                list(pickletools.genops(path.read_bytes()))
+
+
+def test_the_manifest_says_what_was_fed(tmp_path: Path) -> None:
+    _save(tmp_path, 3)
+    manifest = json.loads((tmp_path / "step-00000003" / "MANIFEST.json").read_text())
+    assert manifest["fed"] == {"0": f"{3:016x}"}
+    assert manifest["parent_step"] == 0
+    assert manifest["state"]["position"] == 12
+    assert set(manifest["files"]) == {"a1/rank-0.bin", "a1/tokenizer/kind.json"}
+
+
+def test_a_full_disk_is_an_error_and_leaves_the_one_before(tmp_path: Path) -> None:
+    _save(tmp_path, 1)
+    (tmp_path / "step-00000002").write_text("in the way of the folder")
+    model, optimizer = _trained(0)
+    checkpoints = _checkpoints(tmp_path)
+    checkpoints.save(model, optimizer, TrainState(step=2), {}, best=False)
+    with pytest.raises(Exception, match="step-00000002"):
+        checkpoints.wait()
+    (tmp_path / "step-00000002").unlink()
+    found = checkpoints.newest()
+    assert found is not None
+    assert found.step == 1
+
+
+def _write(rank: int, world: int, folder: str) -> str:
+    model, optimizer = _trained(0)
+    group = dist.new_group(backend="gloo")
+    checkpoints = Checkpoints(Folder.at(folder), "a1", keep=2, group=group)
+    checkpoints.save(model, optimizer, TrainState(step=1, fed_digest=rank + 5), {}, best=False)
+    # The training goes on beside the save, on its own group.
+    for _ in range(50):
+        dist.all_reduce(torch.ones(1000))
+    checkpoints.wait()
+    return parameters_sha256(model)
+
+
+def _read(rank: int, world: int, folder: str) -> tuple[str, dict[str, Any]]:
+    model, optimizer = _trained(9)
+    checkpoints = Checkpoints(Folder.at(folder), "a2", keep=2, group=dist.new_group(backend="gloo"))
+    found = checkpoints.newest()
+    assert found is not None
+    checkpoints.load(found, model, optimizer)
+    return parameters_sha256(model), found.manifest
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(2, 3), (3, 1)])
+def test_another_number_of_workers_reads_it(tmp_path: Path, writers: int, readers: int) -> None:
+    written = run_distributed(_write, writers, str(tmp_path))
+    if readers == 1:
+        model, optimizer = Single(torch.device("cpu")).prepare(Decoder(SHAPE, 11), lambda m: _trained(9)[1])
+        checkpoints = _checkpoints(tmp_path)
+        found = checkpoints.newest()
+        assert found is not None
+        checkpoints.load(found, model)
+        assert parameters_sha256(model) == written[0]
+        assert found.manifest["fed"] == {str(rank): f"{rank + 5:016x}" for rank in range(writers)}
+    else:
+        assert {sha256 for sha256, _ in run_distributed(_read, readers, str(tmp_path))} == set(written)
+
+
+def test_tied_parameters_count_once_in_the_hash() -> None:
+    model = Decoder(SHAPE, 11)
+    before = parameters_sha256(model)
+    assert before == parameters_sha256(model)
+    with torch.no_grad():
+        model.embedding.weight[0, 0] += 1e-7
+    assert before != parameters_sha256(model)

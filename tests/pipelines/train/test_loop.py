@@ -1,0 +1,168 @@
+"""The loop in this process: it learns, logs, validates, saves, ends for every reason it may end, and goes on exactly."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.config import Checkpoint, Config, Model, Optimizer, SettingError, Train, Validation
+from pipelines.launch.job import Job, Place
+from pipelines.launch.worker import build_training
+from pipelines.observers import Observer
+from pipelines.train.fingerprint import parameters_sha256
+from pipelines.train.loop import Diverged, Ending, Training
+from tests.processes import make_job
+from tests.tiny import tiny, write_text
+
+
+class Notes(Observer):
+    """Writes down every call."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.logged: dict[int, dict[str, float]] = {}
+
+    def on_step(self, step: int) -> None:
+        self.calls.append(("step", step))
+
+    def on_log(self, step: int, measured: dict[str, float]) -> None:
+        self.logged.setdefault(step, {}).update(measured)
+
+    def on_checkpoint(self, step: int, path: str) -> None:
+        self.calls.append(("checkpoint", step))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text, prepared once."""
+    path = tmp_path_factory.mktemp("loop")
+    write_text(path)
+    return path
+
+
+def _config(folder: Path, **changes: Any) -> Config:
+    return tiny(folder / "text.txt", **changes)
+
+
+def _training(
+    folder: Path, config: Config, run: str, notes: Notes | None = None, stopping: Callable[[], bool] = lambda: False
+) -> Training:
+    job: Job = make_job(config, folder, run)
+    return build_training(job, Place(), [notes] if notes else [], stopping, lambda _: None)
+
+
+def test_the_loss_falls_and_everything_due_happens(folder: Path) -> None:
+    notes = Notes()
+    config = _config(folder, train=Train(steps=40, slots=4, slot_size=2, log_every=10))
+    ending, metrics = _training(folder, config, "falls", notes).run()
+    assert ending is Ending.DONE
+    losses = [notes.logged[step]["train_loss"] for step in (10, 20, 30, 40)]
+    assert losses[-1] < losses[0]
+    assert metrics["val_loss"] == notes.logged[40]["val_loss"]
+    assert [step for kind, step in notes.calls if kind == "step"] == list(range(1, 41))
+    assert {3, 6, 39, 40} <= {step for kind, step in notes.calls if kind == "checkpoint"}
+    assert notes.logged[40]["tokens_seen"] == 40 * 8 * 16
+    assert set(notes.logged[10]) >= {"learning_rate", "gradient_norm", "data_wait_share", "epoch"}
+
+
+@pytest.mark.parametrize("at", [1, 5, 9])
+def test_a_stopped_run_goes_on_with_the_same_bits(folder: Path, at: int) -> None:
+    config = _config(
+        folder, train=Train(steps=12, slots=4, slot_size=2, log_every=5), model=Model(layers=1, width=16, dropout=0.1)
+    )
+    whole = _training(folder, config, f"whole{at}")
+    whole.run()
+    notes = Notes()
+    stopped = _training(folder, config, f"stopped{at}", notes, stopping=lambda: len(notes.calls) >= at)
+    ending, _ = stopped.run()
+    assert ending is Ending.STOPPED
+    assert at <= stopped.state.step <= at + 2
+    resumed = _training(folder, config, f"stopped{at}")
+    assert resumed.state.step == stopped.state.step
+    resumed.run()
+    assert parameters_sha256(resumed.model) == parameters_sha256(whole.model)
+    assert resumed.state.tokens_seen == whole.state.tokens_seen
+
+
+def test_epochs_end_a_run_after_every_sample(folder: Path) -> None:
+    config = _config(folder, train=Train(steps=0, epochs=1.0, slots=4, slot_size=8, log_every=50))
+    training = _training(folder, config, "epochs")
+    samples = training.loader.plan.order.samples
+    training.run()
+    assert training.state.position == samples
+    assert training.state.step == -(-samples // 32)
+    assert training.state.tokens_seen == samples * 16
+
+
+def test_a_run_ends_when_its_time_is_over_and_saves(folder: Path) -> None:
+    config = _config(folder, train=Train(steps=10**6, hours=1e-4, slots=4, slot_size=2, log_every=50))
+    training = _training(folder, config, "time")
+    ending, _ = training.run()
+    assert ending is Ending.OUT_OF_TIME
+    assert training.checkpoints is not None
+    found = training.checkpoints.newest()
+    assert found is not None
+    assert found.step == training.state.step < 10**6
+
+
+def test_early_stopping_keeps_the_best(folder: Path) -> None:
+    config = _config(
+        folder,
+        train=Train(steps=1000, slots=4, slot_size=2, log_every=50),
+        optimizer=Optimizer(learning_rate=3.0, schedule="constant", warmup_steps=0, kind="sgd"),
+        validation=Validation(every=2, samples=8, patience=3),
+    )
+    training = _training(folder, config, "early")
+    ending, _ = training.run()
+    assert ending is Ending.EARLY
+    assert training.state.step < 1000
+    assert training.checkpoints is not None
+    best = training.checkpoints.at_hint("best")
+    assert best is not None
+    assert best.step == training.state.best_step
+    again = _training(folder, config, "early")
+    assert again.run()[0] is Ending.EARLY
+    assert again.state.step == training.state.step
+
+
+def test_no_checkpoint_is_written_where_none_is_wanted(folder: Path) -> None:
+    config = _config(folder, checkpoint=Checkpoint(every=0))
+    _training(folder, config, "none").run()
+    assert not (folder / "none" / "checkpoints").exists()
+
+
+def test_a_loss_that_is_no_number_ends_the_run(folder: Path) -> None:
+    config = _config(
+        folder,
+        optimizer=Optimizer(kind="sgd", learning_rate=1e30, warmup_steps=0),
+        train=Train(steps=50, slots=4, slot_size=2, log_every=5, clip_norm=0.0),
+        validation=Validation(every=0, samples=8),
+    )
+    with pytest.raises(Diverged, match="learning_rate"):
+        _training(folder, config, "diverged").run()
+
+
+def test_an_unknown_metric_names_the_known_ones(folder: Path) -> None:
+    config = _config(folder, validation=Validation(every=2, samples=8, metric="accuracy"))
+    with pytest.raises(SettingError, match="val_loss"):
+        _training(folder, config, "metric").run()
+
+
+def test_bf16_learns_too(folder: Path) -> None:
+    notes = Notes()
+    train = Train(steps=30, slots=4, slot_size=2, log_every=10, precision="bf16")
+    _training(folder, _config(folder, train=train), "bf16", notes).run()
+    assert notes.logged[30]["train_loss"] < notes.logged[10]["train_loss"]
+
+
+def test_micro_batches_do_not_change_the_course(folder: Path) -> None:
+    losses = []
+    for group in (0, 1):
+        notes = Notes()
+        train = Train(steps=10, slots=4, slot_size=2, log_every=10, micro_batch_slots=group)
+        config = _config(folder, train=train)
+        _training(folder, replace(config, checkpoint=Checkpoint(every=0)), f"micro{group}", notes).run()
+        losses.append(notes.logged[10]["train_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
