@@ -26,7 +26,10 @@ import torch
 
 from pipelines.config.run import Record
 from pipelines.files import Folder
-from pipelines.observers import HostMonitor, Observer, RunFacts, Throughput, Tracker
+from pipelines.observers.host_monitor import HostMonitor
+from pipelines.observers.observer import Observer, RunFacts
+from pipelines.observers.throughput import Throughput
+from pipelines.observers.tracker import Tracker
 from pipelines.record import Recorder, Sender, describe_environment
 
 Step = Callable[[], float]

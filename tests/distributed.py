@@ -1,6 +1,6 @@
 """A function on several processes of a gloo group, its results by rank. The function must be a top-level one.
 
-    assert run_distributed(body, 2, argument) == [result_of_rank_0, result_of_rank_1]
+assert run_distributed(body, 2, argument) == [result_of_rank_0, result_of_rank_1]
 """
 
 import tempfile

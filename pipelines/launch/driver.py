@@ -27,7 +27,7 @@ from pipelines.launch.owner import Owned, Ownership
 from pipelines.launch.preflight import Check, failing, preflight
 from pipelines.launch.resources import Resources, Share, resolve
 from pipelines.launch.resume import Earlier, completed, read_earlier, refuse_changes, write_settings
-from pipelines.observers import Progress
+from pipelines.observers.progress import Progress
 from pipelines.prepare.faults import DataError
 from pipelines.prepare.prepare import Prepared, prepare
 from pipelines.record import describe_environment, read_entries

@@ -22,15 +22,16 @@ from pipelines.feed.order import Order
 from pipelines.feed.plan import Plan
 from pipelines.feed.stream import TokenStream
 from pipelines.launch.job import Job, Place
-from pipelines.observers import Observer, RunFacts
 from pipelines.observers.first_step import FirstStep
 from pipelines.observers.host_monitor import HostMonitor
+from pipelines.observers.observer import Observer, RunFacts
 from pipelines.observers.ray_metrics import RayMetrics
 from pipelines.observers.throughput import Throughput
 from pipelines.observers.tracker import Tracker
 from pipelines.prepare.manifest import Manifest
 from pipelines.record.sender import Post, Sender
-from pipelines.strategies import Strategy, build_strategy
+from pipelines.strategies import build_strategy
+from pipelines.strategies.strategy import Strategy
 from pipelines.tasks import Task, build_task
 from pipelines.train.checkpoint import Checkpoints
 from pipelines.train.fingerprint import parameters_sha256
@@ -141,12 +142,13 @@ def build_plan(config: Config, samples: int) -> Plan:
 
 def _use_device(job: Job, place: Place) -> torch.device:
     """Sets threads, determinism and device of this process, and joins the process group where there are several workers."""
-    if job.config.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        # The default would fill every fresh tensor with NaN, which only finds bugs and costs a pass over memory.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if job.device == "cuda":
+        if job.config.train.deterministic:
+            # What runs on CPUs is deterministic by itself, and this call imports the compiler, which takes 1.5 s.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+            # The default would fill every fresh tensor with NaN, which only finds bugs and costs a pass over memory.
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = False

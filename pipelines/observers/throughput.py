@@ -18,7 +18,6 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-import torch
 
 from pipelines.observers.observer import Observer, RunFacts
 from pipelines.observers.peaks import peak_flops
@@ -89,6 +88,8 @@ class Throughput(Observer):
 
 def peak_memory_bytes() -> int:
     """The most memory that this process held so far: on its GPU by PyTorch's count, else resident in main memory."""
+    import torch
+
     if torch.cuda.is_available() and (held := torch.cuda.max_memory_allocated()):
         return held
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -19,7 +19,7 @@ from torch import nn
 
 from pipelines.config import Config
 from pipelines.feed.loader import Loader, Step
-from pipelines.strategies import Strategy
+from pipelines.strategies.strategy import Strategy
 from pipelines.train.agreement import Agreement
 from pipelines.train.checkpoint import Checkpoints
 from pipelines.train.optimizer import learning_rate, set_learning_rate

@@ -17,7 +17,7 @@ from torch import nn
 
 from pipelines.feed.loader import Step
 from pipelines.feed.order import mix64
-from pipelines.strategies import Strategy
+from pipelines.strategies.strategy import Strategy
 
 LOSS, TARGETS, STOP, OUT_OF_TIME = range(4)
 """Where in the measured vector (fp32, 4) the loss sum, the targets, and the numbers of workers that ask to end are."""

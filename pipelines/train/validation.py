@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pipelines.feed.loader import MicroBatch
-from pipelines.strategies import Strategy
+from pipelines.strategies.strategy import Strategy
 from pipelines.tasks import Task
 from pipelines.train.step import StepRules
 

@@ -30,7 +30,7 @@ def test_values_and_gradients_equal_the_reference(rows: list[int], inputs: int, 
 
     exact, ours = run(torch.float64, False), run(torch.float32, True)
     for name, terms, truth, value in zip(
-        "y x w b".split(), (inputs, outputs, x.numel(), x.numel()), exact, ours, strict=False
+        ["y", "x", "w", "b"], (inputs, outputs, x.numel(), x.numel()), exact, ours, strict=False
     ):
         # Rounding of a sum of n products of standard normals grows like sqrt(n), its largest term like log n: 8 is ample.
         bound = 8 * EPS * (terms**0.5 + 1) * (1 + truth.abs().max())

@@ -5,7 +5,8 @@ import sys
 
 PROGRAM = """
 import ray
-from pipelines.observers import RayMetrics, RunFacts
+from pipelines.observers.observer import RunFacts
+from pipelines.observers.ray_metrics import RayMetrics
 
 ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
 metrics = RayMetrics()

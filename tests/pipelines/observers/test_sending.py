@@ -10,7 +10,9 @@ import pytest
 
 from pipelines.config.run import Record
 from pipelines.files import Folder
-from pipelines.observers import HostMonitor, RunFacts, Tracker
+from pipelines.observers.host_monitor import HostMonitor
+from pipelines.observers.observer import RunFacts
+from pipelines.observers.tracker import Tracker
 from pipelines.record import Recorder, Sender, read_entries
 from pipelines.record.sender import Entry
 
@@ -102,7 +104,8 @@ def test_observers_and_senders_import_without_the_heavy_libraries() -> None:
 import sys
 for name in ("ray", "mlflow", "psutil", "rich", "pyarrow", "matplotlib"):
     sys.modules[name] = None
-from pipelines.observers import RayMetrics, RunFacts
+from pipelines.observers.observer import RunFacts
+from pipelines.observers.ray_metrics import RayMetrics
 from pipelines.record import Sender
 import pipelines.report
 metrics = RayMetrics()

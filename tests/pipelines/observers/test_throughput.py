@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from pipelines.observers import RunFacts, Throughput
+from pipelines.observers.observer import RunFacts
 from pipelines.observers.peaks import PEAKS, peak_flops
-from pipelines.observers.throughput import KEPT_STEPS, peak_memory_bytes
+from pipelines.observers.throughput import KEPT_STEPS, Throughput, peak_memory_bytes
 
 
 def facts(**changes: Any) -> RunFacts:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from model.transformer import Decoder
 from pipelines.config import Model, Optimizer
 from pipelines.files import Folder
-from pipelines.strategies import Single
+from pipelines.strategies.strategy import Single
 from pipelines.train.checkpoint import Checkpoints, named_tensors
 from pipelines.train.fingerprint import parameters_sha256
 from pipelines.train.optimizer import build_optimizer

@@ -10,7 +10,7 @@ import pytest
 from pipelines.config import Checkpoint, Config, Model, Optimizer, SettingError, Train, Validation
 from pipelines.launch.job import Job, Place
 from pipelines.launch.worker import build_training
-from pipelines.observers import Observer
+from pipelines.observers.observer import Observer
 from pipelines.train.fingerprint import parameters_sha256
 from pipelines.train.loop import Diverged, Ending, Training
 from tests.processes import make_job

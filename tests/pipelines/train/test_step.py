@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from model.transformer import Decoder
 from pipelines.config import Model
 from pipelines.feed.loader import MicroBatch, Step
-from pipelines.strategies import Single, build_strategy
+from pipelines.strategies import build_strategy
+from pipelines.strategies.strategy import Single
 from pipelines.train.agreement import Agreement
 from pipelines.train.step import LOSS, STOP, TARGETS, StepRules, micro_batch_seed, scale_gradients, train_step
 from tests.distributed import run_distributed
@@ -60,10 +61,10 @@ def _reference() -> tuple[torch.Tensor, torch.Tensor, float]:
 @pytest.mark.parametrize(
     "rows",
     [
-        [[range(0, 6)]],
-        [[range(0, 2), range(2, 3), range(3, 6)]],
-        [[range(0, 3)], [range(3, 5), range(5, 6)]],
-        [[range(0, 6)], []],
+        [[range(6)]],
+        [[range(2), range(2, 3), range(3, 6)]],
+        [[range(3)], [range(3, 5), range(5, 6)]],
+        [[range(6)], []],
     ],
 )
 def test_the_gradient_is_the_mean_over_all_targets(rows: list[list[range]]) -> None:
