@@ -87,13 +87,13 @@ class Decoder(nn.Module):
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The normalised last hidden states (B, T, C) of ids (B, T); `positions` (B or 1, T) default to 0, 1, 2, ..."""
-        if positions is None:
-            positions = torch.arange(ids.shape[1], device=ids.device)[None]
         x = self.embedding(ids)
         rotation = None
         if self.positions is not None:
-            x = x + self.positions(positions)
+            x = x + (self.positions.weight[: ids.shape[1]] if positions is None else self.positions(positions))
         else:
+            if positions is None:
+                positions = torch.arange(ids.shape[1], device=ids.device)[None]
             rotation = rotation_table(positions, self.shape.width // self.shape.heads, self.shape.rope_theta)
         x = self.dropout(x)
         for layer, block in enumerate(self.blocks):

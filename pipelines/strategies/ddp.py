@@ -3,12 +3,14 @@
 strategy = DataParallel(torch.device("cpu"), rank=0, world=2, bucket_mib=25)
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from pipelines.strategies.reduction import Buckets
-from pipelines.strategies.strategy import MakeOptimizer
+from pipelines.strategies.strategy import Optimizer
 
 
 class DataParallel:
@@ -18,7 +20,7 @@ class DataParallel:
         self.device, self.rank, self.world = device, rank, world
         self._bucket_bytes = int(bucket_mib * 2**20)
 
-    def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> tuple[nn.Module, Optimizer]:
         """Moves the model to the device and gives every worker rank 0's parameters."""
         model = model.to(self.device)
         for parameter in model.parameters():

@@ -10,12 +10,13 @@ so is `measured`, a small fp32 vector (loss sum, targets, stop flags) that trave
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
 
-MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+Optimizer = TypeVar("Optimizer")
+"""Whatever updates the parameters; a strategy only makes it, at the right moment."""
 
 
 class Strategy(Protocol):
@@ -25,7 +26,7 @@ class Strategy(Protocol):
     rank: int
     world: int
 
-    def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> tuple[nn.Module, Optimizer]:
         """The model on its device, spread out, with its optimiser."""
         ...
 
@@ -60,7 +61,7 @@ class Single:
         self.device = device
         self._parameters: list[nn.Parameter] = []
 
-    def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> tuple[nn.Module, Optimizer]:
         """Moves the model to the device."""
         model = model.to(self.device)
         self._parameters = [p for p in model.parameters() if p.requires_grad]

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipelines.files import Folder
+from pipelines.train.optimizer import Updater
 from pipelines.train.state import TrainState
 
 Say = Callable[[str], None]
@@ -62,9 +63,7 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState, header: dict[str, Any], *, best: bool
-    ) -> None:
+    def save(self, model: nn.Module, optimizer: Updater, state: TrainState, header: dict[str, Any], *, best: bool) -> None:
         """Copies everything now and writes it in a thread. Waits first for the save before, and raises what that one met."""
         self.wait()
         tensors = {name: _copy(tensor) for name, tensor in named_tensors(model, optimizer).items()}
@@ -164,7 +163,7 @@ class Checkpoints:
             problem = next(filter(None, problems), None)
         return problem, manifest
 
-    def load(self, found: Found, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def load(self, found: Found, model: nn.Module, optimizer: Updater | None = None) -> None:
         """Fills the model and, where given, the optimiser, whatever number of workers wrote the checkpoint."""
         from pipelines.train.storage import CheckpointReader, load
 
@@ -183,7 +182,7 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def named_tensors(model: nn.Module, optimizer: Updater) -> dict[str, torch.Tensor]:
     """All that a checkpoint holds, by name: `model.<parameter>` and `optimizer.<parameter>.<state>`; tied ones once."""
     parameters = _parameters(model)
     tensors: dict[str, torch.Tensor] = {f"model.{name}": p.detach() for name, p in parameters.items()}
@@ -198,17 +197,12 @@ def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters())
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    content = optimizer.state_dict()
-    names = {id(parameter): name for name, parameter in _parameters(model).items()}
-    members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    content["state"] = {}
-    for index, parameter in enumerate(members):
-        prefix = f"optimizer.{names[id(parameter)]}."
-        state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+def _load_optimizer(optimizer: Updater, model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    for name, parameter in _parameters(model).items():
+        prefix = f"optimizer.{name}."
+        state = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
         if state:
-            content["state"][index] = state
-    optimizer.load_state_dict(content)
+            optimizer.state[parameter] = {key: tensor.to(parameter.device) for key, tensor in state.items()}
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from pipelines.feed.loader import Loader, Step
 from pipelines.strategies.strategy import Strategy
 from pipelines.train.agreement import Agreement
 from pipelines.train.checkpoint import Checkpoints
-from pipelines.train.optimizer import learning_rate, set_learning_rate
+from pipelines.train.optimizer import Updater, learning_rate
 from pipelines.train.state import TrainState
 from pipelines.train.step import TARGETS, StepResult, StepRules, train_step
 
@@ -56,7 +56,7 @@ class Training:
     config: Config
     strategy: Strategy
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Updater
     loader: Loader
     state: TrainState
     rules: StepRules
@@ -89,8 +89,8 @@ class Training:
         ending = Ending.EARLY if exhausted else Ending.DONE
         until = self.state.step if exhausted else self.total_steps
         for step in self.loader.steps(self.state.step, until):
-            set_learning_rate(self.optimizer, self._learning_rate(step.number))
-            result = train_step(self.strategy, self.model, self.optimizer, step, self.rules, self._wishes())
+            self._rate = self._learning_rate(step.number)
+            result = train_step(self.strategy, self.model, self.optimizer, step, self.rules, self._rate, self._wishes())
             self._after(step, result)
             if reason := self._reason_to_end(result):
                 ending = reason
@@ -159,7 +159,7 @@ class Training:
             )
         now = time.perf_counter()
         measured = {
-            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "learning_rate": self._rate,
             "gradient_norm": float(result.gradient_norm),
             "epoch": self.state.position / self.loader.plan.order.samples,
             "tokens_seen": float(self.state.tokens_seen),

@@ -4,7 +4,7 @@ Each micro-batch's loss sum is divided by the nominal number of targets in a ste
 number that really counted (masks, a short last step) is summed with the gradients, and the factor nominal / actual joins the
 clipping coefficient. So the gradient is the exact mean over the targets of all workers, with no exchange before backward.
 
-    result = train_step(strategy, model, optimizer, step, rules)
+    result = train_step(strategy, model, optimizer, step, rules, rate=1e-3)
     result.measured[LOSS] / result.measured[TARGETS]          # the step's mean loss; stays on the device
 """
 
@@ -18,6 +18,7 @@ from torch import nn
 from pipelines.feed.loader import Step
 from pipelines.feed.order import mix64
 from pipelines.strategies.strategy import Strategy
+from pipelines.train.optimizer import Updater
 
 LOSS, TARGETS, STOP, OUT_OF_TIME = range(4)
 """Where in the measured vector (fp32, 4) the loss sum, the targets, and the numbers of workers that ask to end are."""
@@ -54,12 +55,13 @@ class StepResult:
 def train_step(
     strategy: Strategy,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Updater,
     step: Step,
     rules: StepRules,
+    rate: float,
     stop: tuple[float, float] = (0.0, 0.0),
 ) -> StepResult:
-    """Runs a step. `stop` is this worker's wish to end (by signal, by the clock), which the others learn in the sum."""
+    """Runs a step at a learning rate. `stop` is this worker's wish to end (by signal, by the clock), which the others learn in the sum."""
     device = strategy.device
     strategy.begin()
     measured = torch.zeros(4, device=device)
@@ -74,7 +76,7 @@ def train_step(
         strategy.backward(loss_sum / rules.nominal_targets, measured, last=number == len(step.micro_batches) - 1)
     measured = strategy.reduce(measured)
     norm = scale_gradients(strategy.gradients(), rules.nominal_targets / measured[TARGETS].clamp(min=1), rules.clip_norm)
-    optimizer.step()
+    optimizer.update(rate)
     # The vector lies in a bucket that the next step clears, so the loop gets a copy.
     return StepResult(measured.clone(), norm)
 

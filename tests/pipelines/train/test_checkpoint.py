@@ -15,14 +15,14 @@ from pipelines.files import Folder
 from pipelines.strategies.strategy import Single
 from pipelines.train.checkpoint import Checkpoints, named_tensors
 from pipelines.train.fingerprint import parameters_sha256
-from pipelines.train.optimizer import build_optimizer
+from pipelines.train.optimizer import Updater, build_optimizer
 from pipelines.train.state import TrainState
 from tests.distributed import run_distributed
 
 SHAPE = Model(layers=1, heads=2, width=8, context=6)
 
 
-def _trained(seed: int, steps: int = 2, kind: str = "adamw") -> tuple[Decoder, torch.optim.Optimizer]:
+def _trained(seed: int, steps: int = 2, kind: str = "adamw") -> tuple[Decoder, Updater]:
     torch.manual_seed(seed)
     settings = Optimizer(kind=kind, momentum=0.9 if kind == "sgd" else 0.0)  # type: ignore[arg-type]
     model = Decoder(SHAPE, 11)
@@ -30,8 +30,8 @@ def _trained(seed: int, steps: int = 2, kind: str = "adamw") -> tuple[Decoder, t
     for _ in range(steps):
         loss, _ = model(torch.randint(0, 11, (2, 6)), torch.randint(0, 11, (2, 6)))
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.update(1e-3)
+        model.zero_grad()
     return model, optimizer
 
 

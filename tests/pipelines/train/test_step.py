@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.transformer import Decoder
-from pipelines.config import Model
+from pipelines.config import Model, Optimizer
 from pipelines.feed.loader import MicroBatch, Step
 from pipelines.strategies import build_strategy
 from pipelines.strategies.strategy import Single
 from pipelines.train.agreement import Agreement
+from pipelines.train.optimizer import Updater, build_optimizer
 from pipelines.train.step import LOSS, STOP, TARGETS, StepRules, micro_batch_seed, scale_gradients, train_step
 from tests.distributed import run_distributed
 
@@ -33,8 +34,8 @@ def _step(rows: list[range]) -> Step:
     return Step(number=0, position=0, samples=6, micro_batches=batches, digest=0)
 
 
-def _sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=1.0)
+def _sgd(model: torch.nn.Module) -> Updater:
+    return build_optimizer(Optimizer(kind="sgd", weight_decay=0.0), model)
 
 
 def _train(rank: int, world: int, rows_by_rank: list[list[range]], clip_norm: float) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def _train(rank: int, world: int, rows_by_rank: list[list[range]], clip_norm: fl
     torch.manual_seed(3)
     model, optimizer = strategy.prepare(Decoder(SHAPE, 11), _sgd)
     rules = StepRules(seed=0, nominal_targets=6 * CONTEXT, clip_norm=clip_norm, precision="fp32")
-    result = train_step(strategy, model, optimizer, _step(rows_by_rank[rank]), rules, (float(rank == world - 1), 0.0))
+    result = train_step(strategy, model, optimizer, _step(rows_by_rank[rank]), rules, 1.0, (float(rank == world - 1), 0.0))
     parameters = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     return {"parameters": parameters, "measured": result.measured, "norm": result.gradient_norm}
 
@@ -104,7 +105,7 @@ def test_a_step_without_any_target_changes_nothing_but_the_count() -> None:
     model, optimizer = strategy.prepare(Decoder(SHAPE, 11), _sgd)
     before = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     step = Step(0, 0, 2, [MicroBatch(0, IDS[:2, :-1], torch.full((2, CONTEXT), -100))], 0)
-    result = train_step(strategy, model, optimizer, step, StepRules(0, 12, 1.0, "fp32"))
+    result = train_step(strategy, model, optimizer, step, StepRules(0, 12, 1.0, "fp32"), 1.0)
     assert result.measured[TARGETS] == 0
     assert torch.equal(before, torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
 
