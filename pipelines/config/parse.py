@@ -28,6 +28,7 @@ class Parsed(Generic[T]):
     """What the command line said."""
 
     settings: T
+    """The dataclass, checked."""
     preset: str
     """Name of the YAML file without its ending; `run` where there was none."""
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -281,6 +281,8 @@ def _end(job: Job, wire: Any, outcome: dict[str, Any] | BaseException) -> int:
     except Exception as error:  # as above
         print(f"warning: the record could not be closed ({error}); `runs.py replay {job.run}` does it", file=sys.stderr)
         summary = {"status": status} | (given or {})  # type: ignore[operator]
+    with suppress(Exception):
+        state = wire.state()  # what the end of the record met
     for warning in state.get("warnings", []):
         print(f"warning: {warning}", file=sys.stderr)
     if isinstance(outcome, BaseException):

@@ -1,29 +1,66 @@
 """A training in this very process: no Ray, one worker, the same loop. For debuggers, profilers and small machines.
 
-summary = train_inline(job, InlineWire(...))
+The recorder gets a process of its own where it logs to MLflow, whose import and first tables would hold up the loop's first
+steps for seconds.
+
+    summary = train_inline(job, InlineWire(run_folder=..., run="my-run", ...))
 """
 
+import signal
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing import get_context
+from multiprocessing.managers import BaseManager
 from typing import Any
 
 from pipelines.launch.job import Job, Place
 from pipelines.record import Recorder
+from pipelines.record.sender import Entry
 
 
 class InlineWire:
-    """The recorder in this process, with the calls of `wire.Wire`."""
+    """The recorder of an inline run, with the calls of `wire.Wire`; it starts beside the training."""
 
     def __init__(self, **arguments: Any) -> None:
-        self._recorder = Recorder(**arguments)
         self._stop = threading.Event()
-        self.post = self._recorder.receive
-        self.state = self._recorder.state
+        self._recorder: Future[Any] = ThreadPoolExecutor(1, "recorder-start").submit(_start, arguments)
         self.stop_requested = self._stop.is_set
         self.request_stop = self._stop.set
 
+    def post(self, sender: str, entries: list[Entry]) -> int:
+        """Sends entries; the highest sequence number that is recorded."""
+        return int(self._recorder.result().receive(sender, entries))
+
+    def state(self) -> dict[str, Any]:
+        """The newest figures, for the progress line."""
+        return dict(self._recorder.result().state()) if self._recorder.done() else {}
+
     def finish(self, status: str, summary: dict[str, Any] | None) -> dict[str, Any]:
         """Ends the record and returns the summary as written."""
-        return self._recorder.finish(status, summary)
+        return dict(self._recorder.result().finish(status, summary))
+
+
+class _RecorderProcess(BaseManager):
+    """Holds a recorder in a process of its own, which ends with this one."""
+
+
+_RecorderProcess.register("Recorder", Recorder, exposed=("receive", "state", "finish"))
+
+
+def _start(arguments: dict[str, Any]) -> Any:
+    """The recorder, or a stand-in that calls the one in the other process."""
+    if not arguments["settings"].mlflow:
+        return Recorder(**arguments)
+    process = _RecorderProcess(ctx=get_context("spawn"))
+    process.start(_leave_signals_to_the_driver)
+    recorder = process.Recorder(**arguments)  # type: ignore[attr-defined]
+    recorder.process = process  # its process ends when nothing refers to it
+    return recorder
+
+
+def _leave_signals_to_the_driver() -> None:
+    """Ctrl-C reaches every process of a terminal; the record ends when the driver says so."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def train_inline(job: Job, wire: InlineWire) -> dict[str, Any]:
