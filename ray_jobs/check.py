@@ -8,20 +8,9 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from pipelines.config import Config, SettingError  # noqa: E402
-from pipelines.config.parse import fail, parse  # noqa: E402
-
-
-def main(arguments: list[str]) -> int:
-    """Checks; returns 0 where all passed, 3 where something did not."""
-    try:
-        parsed = parse(Config, arguments, program="check.py", description="See whether a configuration will run here.")
-    except SettingError as error:
-        return fail(error)
-    from pipelines.launch.driver import run_check
-
-    return run_check(parsed)
-
+from pipelines.config import Config  # noqa: E402
+from pipelines.config.parse import command  # noqa: E402
+from pipelines.launch.driver import run_check  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(command(Config, run_check, program="check.py", description="See whether a configuration will run here."))

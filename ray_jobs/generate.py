@@ -4,14 +4,14 @@ python ray_jobs/generate.py --run NAME --prompt "def main():" --sample.tokens 20
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from pipelines.config import Sample, Section, SettingError, setting  # noqa: E402
-from pipelines.config.parse import fail, parse  # noqa: E402
+from pipelines.config import Sample, Section, setting  # noqa: E402
+from pipelines.config.parse import Parsed, command  # noqa: E402
 from pipelines.files import Folder  # noqa: E402
 
 
@@ -38,22 +38,18 @@ class Generate(Section):
             raise self.error("run", "must name a run; `python ray_jobs/runs.py list` shows them")
 
 
-def main(arguments: list[str]) -> int:
-    """Writes; returns the exit code."""
-    try:
-        settings = parse(Generate, arguments, program="generate.py", description="Write text with a trained model.").settings
-        from pipelines.evaluate.opening import open_run
-        from pipelines.evaluate.writing import write_texts
+def write(parsed: Parsed[Generate]) -> int:
+    """Opens the run and writes; returns the exit code. Raises SettingError where there is nothing to open."""
+    from pipelines.evaluate.opening import open_run
+    from pipelines.evaluate.writing import write_texts
 
-        storage = Folder.at(settings.storage)
-        opened = open_run(storage, settings.run, settings.checkpoint)
-    except SettingError as error:
-        return fail(error)
+    settings = parsed.settings
+    storage = Folder.at(settings.storage)
+    opened = open_run(storage, settings.run, settings.checkpoint)
     prompts = [settings.prompt] if isinstance(settings.prompt, str) else list(settings.prompt)
-    chosen = replace(settings.sample, tokens=settings.sample.tokens or 200)
     texts = [""] * len(prompts)
     print(prompts[0], end="", flush=True)
-    for pieces in write_texts(opened.model, opened.encoder, chosen, prompts):
+    for pieces in write_texts(opened.model, opened.encoder, settings.sample, prompts):
         texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
         print(pieces[0], end="", flush=True)
     for prompt, text in zip(prompts[1:], texts[1:], strict=True):
@@ -65,4 +61,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(command(Generate, write, program="generate.py", description="Write text with a trained model."))

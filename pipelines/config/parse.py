@@ -8,7 +8,7 @@ parsed.preset                                             # "lm_python"
 import difflib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -175,7 +175,13 @@ def _described(annotation: Any) -> str:
     return " or ".join(_described(part) for part in get_args(annotation))
 
 
-def fail(error: Exception) -> "int":
-    """Prints an error of settings or data on one line and gives the exit code for it."""
-    print(f"error: {error}", file=sys.stderr)
-    return 2
+def command(cls: type[T], job: Callable[[Parsed[T]], int], *, program: str, description: str) -> int:
+    """A job's whole command line: parses what the process was given and runs `job` on it; returns the exit code.
+
+    Wrong settings, whether the parser finds them or the job does, are one line and exit code 2.
+    """
+    try:
+        return job(parse(cls, sys.argv[1:], program=program, description=description))
+    except SettingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2

@@ -1,6 +1,6 @@
 """A training job from its settings to its exit code.
 
-    sys.exit(run_training(parse(Config, sys.argv[1:], program="train.py")))
+    sys.exit(command(Config, run_training, program="train.py", description="..."))
 
 Cheap things come first: whose run it is, whether anything is left to do, whether the settings may change. Then Ray, the
 preflight, the data, the training; at the end the record is closed whatever happened, and the last screen says where to look.
@@ -23,7 +23,7 @@ from pipelines.files import Folder
 from pipelines.launch.cluster import NoCluster, cluster, joined, on_a_worker
 from pipelines.launch.failure import failure_screen
 from pipelines.launch.job import Job
-from pipelines.launch.owner import Owned, Ownership
+from pipelines.launch.owner import Owned, Ownership, process_start
 from pipelines.launch.preflight import Check, failing, preflight
 from pipelines.launch.resources import Resources, Share, resolve
 from pipelines.launch.resume import Earlier, completed, read_earlier, refuse_changes, write_settings
@@ -43,9 +43,9 @@ class CannotRun(RuntimeError):
     """The cluster cannot run this configuration; the message has a line for each check that failed."""
 
 
-def run_training(parsed: Parsed[Config], started_at: float | None = None) -> int:
+def run_training(parsed: Parsed[Config]) -> int:
     """Trains, or resumes, or says that there is nothing to do; returns the exit code and raises nothing a user can cause."""
-    return _guarded(lambda: _run(*locate(parsed), started_at or time.time()))
+    return _guarded(lambda: _run(*locate(parsed)))
 
 
 def run_preparation(parsed: Parsed[Config]) -> int:
@@ -82,7 +82,7 @@ def locate(parsed: Parsed[Config]) -> tuple[Config, Folder]:
     return replace(config, storage=storage.uri, run=config.run or config.default_run(parsed.preset)), storage
 
 
-def _run(config: Config, storage: Folder, started_at: float) -> int:
+def _run(config: Config, storage: Folder) -> int:
     assert config.run
     marks = {"driver": time.time()}
     folder = storage / config.run
@@ -116,10 +116,10 @@ def _run(config: Config, storage: Folder, started_at: float) -> int:
             device=share.device,
             threads=share.threads,
             facts=_facts(environment, share),
-            started_at=started_at,
+            started_at=process_start(os.getpid()) or marks["driver"],
             marks=marks,
         )
-        return _train(job, share, storage, _tags(environment, share))
+        return _train(job, share, storage, _tags(environment, config, share))
 
 
 def _prepare(config: Config, storage: Folder) -> int:
@@ -309,8 +309,10 @@ def _facts(environment: dict[str, Any], share: Share) -> dict[str, Any]:
     return kept | {"device": share.device, "threads": share.threads}
 
 
-def _tags(environment: dict[str, Any], share: Share) -> dict[str, str]:
+def _tags(environment: dict[str, Any], config: Config, share: Share) -> dict[str, str]:
+    strategy = config.scaling.strategy
     tags = {
+        "strategy": strategy if strategy != "auto" else "ddp" if share.workers > 1 else "single",
         "commit": environment.get("commit"),
         "dirty": environment.get("dirty"),
         "data": environment["data"],

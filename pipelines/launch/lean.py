@@ -1,8 +1,8 @@
 """A Ray Train trainer without the parts that a run on its own local cluster has no use for; it starts in half the time.
 
 The stock TorchTrainer imports torch in the driver and in the controller, gives every process an environment of its own (so
-that none of the processes that Ray starts ahead fits), and starts actors that clean up after lost drivers, ask an autoscaler for
-nodes, manage data sets and watch for preemption. On a shared or autoscaled cluster all of that is wanted, and the stock
+that none of the processes that Ray starts ahead fits), and starts actors that clean up after lost drivers, ask an autoscaler
+for nodes, manage data sets and watch for preemption. On a shared or autoscaled cluster all of that is wanted, and the stock
 trainer is used. Here the workers import torch, and join the process group, by themselves.
 
 This reaches into Ray's internals. Where they are not as expected, importing this module or making the trainer raises, and

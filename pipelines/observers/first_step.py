@@ -12,7 +12,7 @@ from pipelines.observers.observer import Observer
 
 
 class FirstStep(Observer):
-    """Adds `seconds_to_first_step`, and `start/<milestone>_s`, the seconds since the milestone before, to the first figures."""
+    """Adds `seconds_to_first_step` and `start/<milestone>_s`, seconds since the milestone before, to the first figures."""
 
     def __init__(self, started_at: float, marks: dict[str, float]) -> None:
         self._started_at = started_at

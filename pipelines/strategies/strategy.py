@@ -1,7 +1,7 @@
 """What the loop asks of a strategy, and the simplest one.
 
-A step is: begin, then backward for every micro-batch, then reduce. After `reduce`, gradients are summed over all workers, and
-so is `measured`, a small fp32 vector (loss sum, targets, stop flags) that travels with the gradients at no cost of its own.
+A step is: begin, then backward for every micro-batch, then reduce. After `reduce`, gradients are summed over all workers,
+and so is `measured`, a small fp32 vector (loss sum, targets, stop flags) that travels with the gradients at no cost.
 
     model, optimizer = strategy.prepare(model, build_optimizer)
     strategy.begin()

@@ -1,7 +1,7 @@
 """What the workers agreed on in the step before, read without waiting for the step that is under way.
 
-Each worker adds its wish to end to the vector that is summed with the gradients, so all see the same sum. On a GPU the sum of
-step n is copied to the host in the background and read after step n + 1, when it has long arrived.
+Each worker adds its wish to end to the vector that is summed with the gradients, so all see the same sum. On a GPU the sum
+of step n is copied to the host in the background and read after step n + 1, when it has long arrived.
 
     agreement = Agreement(device)
     asked, late = agreement.previous(result.measured)         # of the call before; (False, False) at first

@@ -1,7 +1,7 @@
 """Checkpoints: saved in the background, found and verified at the start of an attempt, pruned as they age.
 
-The newest valid manifest is the truth. `last` and `best` are hints for people; old checkpoints lose their data but keep their
-manifests, so that the whole history of what was fed can be audited.
+The newest valid manifest is the truth. `last` and `best` are hints for people; old checkpoints lose their data but keep
+their manifests, so that the whole history of what was fed can be audited.
 
     checkpoints = Checkpoints(run / "checkpoints", attempt, keep=3, group=group)
     checkpoints.save(model, optimizer, state, header)         # returns when parameters are copied
@@ -109,7 +109,7 @@ class Checkpoints:
             self._error = error
 
     def _prune(self) -> None:
-        """Removes data, never manifests, of all but the newest `keep` and the best, and what attempts that died left behind."""
+        """Removes data, never manifests, of all but the newest `keep` and the best, and what dead attempts left."""
         best = self.folder.read("best").decode().strip() if self.folder.exists("best") else ""
         whole = self.steps()
         keep = {*whole[-self.keep :], best}

@@ -10,7 +10,7 @@ from torch import nn
 
 
 def parameters_sha256(model: nn.Module) -> str:
-    """SHA-256 over the parameters sorted by name, tied ones once: name, shape, type, and their bytes as little-endian fp32."""
+    """SHA-256 over the parameters by name, tied ones once: name, shape, type, and the values as little-endian fp32."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         dtype = str(parameter.dtype).removeprefix("torch.")

@@ -116,8 +116,7 @@ def test_an_abandoned_loader_ends_its_thread(prepared: tuple[Prepared, Task, byt
 
 
 def test_a_lost_shard_is_an_error_in_the_loop(prepared: tuple[Prepared, Task, bytes], tmp_path: Path) -> None:
-    result, task, _ = prepared
-    loader = _loader(prepared, stream=_stream(result, folder=Folder.at(str(tmp_path))))
+    loader = _loader(prepared, stream=_stream(prepared[0], folder=Folder.at(str(tmp_path))))
     loader.stream.tokens = 10**6
     with pytest.raises(FileNotFoundError):
         list(loader.steps(0, 5))

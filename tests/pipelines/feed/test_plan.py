@@ -39,7 +39,7 @@ def test_every_sample_once_an_epoch_on_workers_that_come_and_go(
 def test_shares_are_neighbouring_and_even(slots: int, world: int) -> None:
     plan = Plan(Order(10), slots, 1)
     if world > slots:
-        with pytest.raises(ValueError, match="raise train.slots"):
+        with pytest.raises(ValueError, match=r"raise train\.slots"):
             plan.share(0, world)
         return
     shares = [plan.share(rank, world) for rank in range(world)]

@@ -188,7 +188,7 @@ def _read(rank: int, world: int, folder: str) -> tuple[str, dict[str, Any]]:
 def test_another_number_of_workers_reads_it(tmp_path: Path, writers: int, readers: int) -> None:
     written = run_distributed(_write, writers, str(tmp_path))
     if readers == 1:
-        model, optimizer = Single(torch.device("cpu")).prepare(Decoder(SHAPE, 11), lambda m: _trained(9)[1])
+        model, _ = Single(torch.device("cpu")).prepare(Decoder(SHAPE, 11), lambda m: _trained(9)[1])
         checkpoints = _checkpoints(tmp_path)
         found = checkpoints.newest()
         assert found is not None
