@@ -28,6 +28,10 @@ class Plan:
     """Samples in a slot."""
     epochs: float = math.inf
     """Passes over the data after which the stream ends; the last step may be short or have empty slots."""
+    first_step: int = 0
+    """The step at which this attempt begins ..."""
+    first_position: int = 0
+    """... and the position there: after a short last step, and more epochs asked for, not `first_step` x `batch`."""
 
     @property
     def batch(self) -> int:
@@ -37,7 +41,9 @@ class Plan:
     @property
     def steps(self) -> float:
         """Steps in all epochs, the short one at the end included; infinite without a bound."""
-        return math.inf if math.isinf(self.epochs) else math.ceil(self.end / self.batch)
+        if math.isinf(self.epochs):
+            return math.inf
+        return self.first_step + max(0, math.ceil((self.end - self.first_position) / self.batch))
 
     @property
     def end(self) -> float:
@@ -46,12 +52,15 @@ class Plan:
 
     def position(self, step: int) -> int:
         """Samples before a step, which is also the position of its first one."""
-        return int(min(step * self.batch, self.end))
+        return int(max(self.first_position, min(self._begin(step), self.end)))
 
     def slot(self, step: int, slot: int) -> np.ndarray:
         """Positions (int64) of a slot's samples; fewer than `slot_size`, or none, only at the end of the last epoch."""
-        first = step * self.batch + slot * self.slot_size
+        first = self._begin(step) + slot * self.slot_size
         return np.arange(first, max(first, min(first + self.slot_size, self.end)), dtype=np.int64)
+
+    def _begin(self, step: int) -> int:
+        return self.first_position + (step - self.first_step) * self.batch
 
     def share(self, rank: int, world: int) -> range:
         """The neighbouring slots that a worker computes; shares differ by one at most. Needs world <= slots."""

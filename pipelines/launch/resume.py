@@ -8,6 +8,8 @@ completed(earlier, config)                                # "my-run is complete:
 from dataclasses import dataclass
 from typing import Any
 
+from yaml import YAMLError
+
 from pipelines.config import Config, SettingError
 from pipelines.config.parse import from_yaml, to_yaml
 from pipelines.files import Folder
@@ -33,7 +35,7 @@ def read_earlier(folder: Folder) -> Earlier | None:
         return None
     try:
         config = from_yaml(Config, folder.read(SETTINGS).decode())
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, YAMLError) as error:
         raise SettingError(
             f"{folder}/{SETTINGS} of the earlier attempt cannot be read ({error}): use another --run"
         ) from None
@@ -76,7 +78,11 @@ def completed(earlier: Earlier, config: Config) -> str | None:
 
 
 def write_settings(folder: Folder, attempt: str, config: Config, environment: dict[str, Any]) -> None:
-    """Keeps the resolved settings of every attempt, and where it ran; the newest also under the plain names."""
+    """Keeps the resolved settings of every attempt, and where it ran; the newest also under the plain names.
+
+    The summary of the attempt before goes: were this one killed, its settings would pass for those that came to that end.
+    """
+    folder.remove("summary.json")
     text = to_yaml(config)
     (folder / "attempts" / attempt).put(SETTINGS, text)
     (folder / "attempts" / attempt).put_json(ENVIRONMENT, environment)

@@ -102,7 +102,7 @@ def build_training(
     )
     train, held_out = (TokenStream(job.prepared, manifest, split, cache) for split in ("train", "validation"))
     loader = Loader(
-        plan=build_plan(config, task.samples(train.tokens)),
+        plan=build_plan(config, task.samples(train.tokens), state),
         stream=train,
         task=task,
         rank=rank,
@@ -133,11 +133,11 @@ def build_training(
     )
 
 
-def build_plan(config: Config, samples: int) -> Plan:
-    """The plan of a run over so many training samples."""
+def build_plan(config: Config, samples: int, state: TrainState) -> Plan:
+    """The plan of a run over so many training samples, from where it stands."""
     data, train = config.data, config.train
     order = Order(samples, config.seed, data.shuffle, data.shuffle_block, data.shuffle_window)
-    return Plan(order, train.slots, train.slot_size, train.epochs or math.inf)
+    return Plan(order, train.slots, train.slot_size, train.epochs or math.inf, state.step, state.position)
 
 
 def _use_device(job: Job, place: Place) -> torch.device:

@@ -47,6 +47,16 @@ def test_shares_are_neighbouring_and_even(slots: int, world: int) -> None:
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
+def test_more_epochs_go_on_where_the_short_last_step_ended() -> None:
+    first = Plan(Order(10), slots=2, slot_size=2, epochs=1)
+    assert first.steps == 3
+    fed = [_fed(first, step, 1) for step in range(3)]
+    longer = Plan(Order(10), slots=2, slot_size=2, epochs=2, first_step=3, first_position=first.position(3))
+    fed += [_fed(longer, step, 2) for step in range(3, int(longer.steps))]
+    assert np.concatenate(fed).tolist() == list(range(20))
+    assert Plan(Order(10), 2, 2, epochs=0.5, first_step=3, first_position=10).steps == 3
+
+
 def test_an_endless_plan_goes_on() -> None:
     plan = Plan(Order(10), 2, 2)
     assert math.isinf(plan.steps)

@@ -166,3 +166,16 @@ def test_micro_batches_do_not_change_the_course(folder: Path) -> None:
         _training(folder, replace(config, checkpoint=Checkpoint(every=0)), f"micro{group}", notes).run()
         losses.append(notes.logged[10]["train_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_more_epochs_leave_no_sample_out(folder: Path) -> None:
+    def config(epochs: float) -> Config:
+        return _config(folder, train=Train(steps=0, epochs=epochs, slots=4, slot_size=8, log_every=50))
+
+    first = _training(folder, config(1.0), "more-epochs")
+    first.run()
+    again = _training(folder, config(2.0), "more-epochs")
+    assert again.state.position == first.state.position == again.loader.plan.order.samples
+    again.run()
+    assert again.state.position == 2 * first.state.position
+    assert again.state.tokens_seen == 2 * first.state.tokens_seen
