@@ -22,6 +22,12 @@ class Resources:
     gpu_memory_bytes: float | None
     """Memory of one GPU, where that is known."""
     nodes: int = 1
+    node_cpus: tuple[float, ...] = ()
+    """Processors of each node; none: all on one."""
+
+    def fit(self, cpus: float) -> int:
+        """How many workers with that many processors each find a place: none lies across two nodes."""
+        return sum(int(node // cpus) for node in self.node_cpus or (self.cpus,))
 
     @classmethod
     def of_this_machine(cls) -> "Resources":
@@ -46,6 +52,7 @@ class Resources:
             memory_bytes=min(total.get("memory", 0) + total.get("object_store_memory", 0) for total in totals),
             gpu_memory_bytes=_local_gpus()[1],
             nodes=len(nodes),
+            node_cpus=tuple(total.get("CPU", 0) for total in totals),
         )
 
 
@@ -79,7 +86,12 @@ def resolve(config: Config, there: Resources) -> Share:
         workers = 1
     else:
         workers = max(1, min(slots, int(there.gpus if device == "cuda" else there.cpus)))
-    return Share(workers, device, scaling.threads or max(1, int(there.cpus) // workers))
+    return Share(workers, device, scaling.threads or _threads(there, workers))
+
+
+def _threads(there: Resources, workers: int) -> int:
+    """The most threads a worker with which all of them find a place, at least 1."""
+    return next((threads for threads in range(int(there.cpus) // workers, 1, -1) if there.fit(threads) >= workers), 1)
 
 
 def usable_cores() -> int:
