@@ -1,0 +1,160 @@
+"""One driver a run: the second is told who trains it, the dead are taken over from at once, and a race has one winner."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from pipelines.files import Folder
+from pipelines.launch import owner
+from pipelines.launch.owner import LEASE_S, Owned, Owner, Ownership, read_owner
+
+ROOT = Path(__file__).resolve().parents[3]
+DRIVER = """
+import sys, time
+from pathlib import Path
+from pipelines.files import Folder
+from pipelines.launch.owner import Owned, Ownership
+import psutil  # so that those who race are ready
+folder, attempt, gate = sys.argv[1:]
+print("ready", flush=True)
+while gate and not Path(gate).exists():
+    time.sleep(0.001)
+try:
+    Ownership.take(Folder(folder), attempt)
+    print("taken", flush=True)
+except Owned as refusal:
+    print(refusal, flush=True)
+sys.stdin.read()
+"""
+
+StartDriver = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    """A run's folder, called `run`."""
+    return Folder(str(tmp_path / "run"))
+
+
+@pytest.fixture
+def start_driver(folder: Folder) -> Iterator[StartDriver]:
+    """Starts processes that try to own the run, print what came of it, and live until the test ends."""
+    started = []
+
+    def start(attempt: str, gate: str = "") -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, folder.uri, attempt, gate],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        assert _line(process) == "ready"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout
+    return process.stdout.readline().strip()
+
+
+def _write(folder: Folder, **changes: object) -> None:
+    folder.put_json("owner.json", asdict(Owner.this_process("earlier")) | changes)
+
+
+def test_a_second_driver_is_told_who_trains(folder: Folder, start_driver: StartDriver) -> None:
+    with Ownership.take(folder, "first"):
+        said = _line(start_driver("second"))
+    for part in ("run run", f"process {os.getpid()}", socket.gethostname(), "first", "--run"):
+        assert part in said
+
+
+def test_a_killed_driver_is_taken_over_from_at_once_even_as_a_zombie(folder: Folder, start_driver: StartDriver) -> None:
+    first = start_driver("first")
+    assert _line(first) == "taken"
+    with pytest.raises(Owned, match=f"process {first.pid} .*first"):
+        Ownership.take(folder, "second")
+    first.kill()
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)  # dead, and not yet collected by its parent
+    with Ownership.take(folder, "second"):
+        assert _attempt(folder) == "second"
+    assert first.poll() is not None
+
+
+def test_a_process_number_that_is_used_again_owns_nothing(folder: Folder) -> None:
+    start = owner.process_start(os.getpid())
+    assert start
+    _write(folder, start=start - 100)
+    with Ownership.take(folder, "now"):
+        assert _attempt(folder) == "now"
+
+
+def test_an_owner_on_another_host_is_believed_until_its_lease_ends(folder: Folder) -> None:
+    _write(folder, host="elsewhere.example", pid=1, renewed=time.time() - LEASE_S + 30)
+    with pytest.raises(Owned, match=r"process 1 on elsewhere\.example \(attempt earlier\)"):
+        Ownership.take(folder, "now")
+    _write(folder, host="elsewhere.example", pid=1, renewed=time.time() - LEASE_S - 1)
+    with Ownership.take(folder, "now"):
+        assert _attempt(folder) == "now"
+
+
+def test_the_lease_is_renewed(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "RENEW_S", 0.02)
+    with Ownership.take(folder, "now"):
+        first = read_owner(folder)
+        assert first
+        deadline = time.monotonic() + 20
+        while (newest := read_owner(folder)) is None or newest.renewed <= first.renewed:
+            assert time.monotonic() < deadline, "the lease was not renewed"
+            time.sleep(0.01)
+
+
+def test_release_leaves_the_run_free_and_another_owner_alone(folder: Folder) -> None:
+    mine = Ownership.take(folder, "mine")
+    mine.release()
+    assert read_owner(folder) is None
+    mine = Ownership.take(folder, "mine")
+    _write(folder, attempt="theirs")
+    mine.release()
+    assert _attempt(folder) == "theirs"
+
+
+@pytest.mark.parametrize("content", ["", '{"host": "x"', "[]", json.dumps({"host": "x", "unknown": 1})])
+def test_a_damaged_owner_file_stops_nobody(folder: Folder, content: str) -> None:
+    folder.put("owner.json", content)
+    with Ownership.take(folder, "now"):
+        assert _attempt(folder) == "now"
+
+
+def test_of_several_that_race_exactly_one_wins(folder: Folder, start_driver: StartDriver, tmp_path: Path) -> None:
+    for turn in range(3):
+        gate = tmp_path / f"gate-{turn}"
+        racers = [start_driver(f"racer{turn}{number}", str(gate)) for number in range(4)]
+        gate.touch()
+        said = [_line(racer) for racer in racers]
+        assert sorted(line == "taken" for line in said) == [False, False, False, True]
+        winner = racers[said.index("taken")]
+        assert all(f"process {winner.pid} " in line for line in said if line != "taken")
+        for racer in racers:
+            racer.kill()
+            racer.wait()
+
+
+def _attempt(folder: Folder) -> str:
+    found = read_owner(folder)
+    assert found
+    return found.attempt

@@ -1,0 +1,146 @@
+"""Each check of the preflight fails where it should, and says what was asked, what there is and what to do."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipelines.config import Train
+from pipelines.files import Folder
+from pipelines.launch.preflight import Check, failing, preflight
+from pipelines.launch.resources import Resources, Share
+from tests.tiny import tiny
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIG = tiny(Path("text.txt"))
+THERE = Resources(4, 0, 2**36, None)
+
+
+def _checks(
+    storage: Folder,
+    share: Share = Share(2, "cpu", 1),
+    there: Resources = THERE,
+    on_a_worker: Callable[[Callable[[], str]], str] | None = None,
+) -> dict[str, Check]:
+    checks = preflight(CONFIG, share, there, storage, vocabulary_size=257, on_a_worker=on_a_worker)
+    return {check.name: check for check in checks}
+
+
+def _only_failure(checks: dict[str, Check]) -> str:
+    """The text of the one check that did not pass."""
+    (text,) = failing(list(checks.values()))
+    return text
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Folder:
+    """A storage that can be written."""
+    return Folder(str(tmp_path / "runs"))
+
+
+def test_a_healthy_place_passes_and_no_probe_is_left(storage: Folder) -> None:
+    checks = _checks(storage, on_a_worker=lambda probe: probe())
+    assert set(checks) == {"triton_kernels", "slots", "resources", "memory", "storage"}
+    assert not list(failing(list(checks.values())))
+    assert storage.names() == []
+
+
+def test_a_foreign_package_of_the_kernels_name(tmp_path: Path) -> None:
+    (tmp_path / "triton_kernels").mkdir()
+    (tmp_path / "triton_kernels" / "__init__.py").write_text("")
+    program = f"""
+import sys
+sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]
+from pipelines.files import Folder
+from tests.pipelines.launch.test_preflight import _checks, _only_failure
+print(_only_failure(_checks(Folder(sys.argv[1]))))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "runs")], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    said, remedy = done.stdout.strip().splitlines()
+    assert said == f"triton_kernels: imported from {tmp_path / 'triton_kernels'}"
+    assert "remove it" in remedy
+    assert str(ROOT) in remedy
+
+
+def test_more_workers_than_slots(storage: Folder) -> None:
+    text = _only_failure(_checks(storage, Share(5, "cpu", 1), replace(THERE, cpus=8)))
+    assert text.startswith("slots: 4 slots a step for 5 workers")
+    assert "raise train.slots to 5" in text
+
+
+def test_more_cores_than_the_cluster_has(storage: Folder) -> None:
+    text = _only_failure(_checks(storage, Share(3, "cpu", 2)))
+    assert text.startswith("resources: CPU: 6 asked, 4 there")
+    assert "scaling.workers or scaling.threads" in text
+
+
+def test_a_gpu_where_there_is_none(storage: Folder) -> None:
+    text = _only_failure(_checks(storage, Share(1, "cuda", 1)))
+    assert text.startswith("resources: GPU: 1 asked, 0 there")
+    assert "--scaling.device cpu" in text
+
+
+def test_workers_that_fit_in_the_sum_but_on_no_node(storage: Folder) -> None:
+    nodes = replace(THERE, nodes=2, node_cpus=(2.0, 2.0))
+    assert _checks(storage, Share(2, "cpu", 2), nodes)["resources"].passed
+    text = _only_failure(_checks(storage, Share(1, "cpu", 3), nodes))
+    assert text.startswith("resources: ")
+    assert "0 of 1 workers with 3 CPU each fit on nodes with 2, 2" in text
+    assert "scaling.threads" in text
+
+
+def test_a_model_that_does_not_fit(storage: Folder) -> None:
+    text = _only_failure(_checks(storage, there=replace(THERE, memory_bytes=2**29)))
+    assert "for 2 worker(s), 0.5 GiB there" in text
+    assert "train.micro_batch_slots" in text
+    assert _checks(storage, Share(1, "cpu", 1), replace(THERE, memory_bytes=2**29))["memory"].passed
+
+
+def test_the_memory_of_a_gpu_that_is_not_known_is_no_failure(storage: Folder) -> None:
+    check = _checks(storage, Share(1, "cuda", 1), replace(THERE, gpus=1))["memory"]
+    assert check.passed
+    assert "not known" in check.found
+
+
+def test_a_larger_micro_batch_needs_more_memory(storage: Folder) -> None:
+    from pipelines.launch.preflight import estimate_memory
+
+    one = replace(CONFIG, train=Train(steps=1, slots=4, slot_size=512, micro_batch_slots=1))
+    four = replace(CONFIG, train=Train(steps=1, slots=4, slot_size=512))
+    share = Share(1, "cpu", 1)
+    assert estimate_memory(four, share, 257).activations == 4 * estimate_memory(one, share, 257).activations
+
+
+def test_a_storage_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    text = _only_failure(_checks(Folder(str(tmp_path / "file" / "runs"))))
+    assert text.startswith("storage: NotADirectoryError")
+    assert "--storage" in text
+
+
+def test_a_storage_that_workers_do_not_share(storage: Folder, tmp_path: Path) -> None:
+    def elsewhere(probe: Callable[[], str]) -> str:
+        """A worker on a machine where the same path is another folder."""
+        return replace(probe, storage=Folder(str(tmp_path / "other")))()  # type: ignore[type-var, misc]
+
+    text = _only_failure(_checks(storage, on_a_worker=elsewhere))
+    assert "is not seen by the driver" in text
+
+    def read_only(probe: Callable[[], str]) -> str:
+        (tmp_path / "file").write_text("in the way")
+        return replace(probe, storage=Folder(str(tmp_path / "file" / "runs")))()  # type: ignore[type-var, misc]
+
+    assert "from a worker: NotADirectoryError" in _only_failure(_checks(storage, on_a_worker=read_only))
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_the_probe_runs_in_a_real_worker(storage: Folder) -> None:
+    from pipelines.launch.cluster import on_a_worker
+
+    assert _checks(storage, on_a_worker=on_a_worker)["storage"].passed
+    assert storage.names() == []

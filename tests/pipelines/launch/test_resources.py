@@ -1,0 +1,87 @@
+"""Every `auto` becomes a number that fits what there is."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.config import Launch, Scaling, SettingError, Train
+from pipelines.launch.resources import Resources, Share, resolve, usable_cores
+from tests.tiny import tiny
+
+
+def _resolve(there: Resources, slots: int = 8, mode: str = "ray", **scaling: Any) -> Share:
+    config = tiny(
+        Path("text.txt"),
+        train=Train(steps=1, slots=slots, slot_size=1),
+        scaling=Scaling(**scaling),
+        launch=Launch(mode=mode),  # type: ignore[arg-type]
+    )
+    return resolve(config, there)
+
+
+def _machine(cpus: float, gpus: float = 0.0) -> Resources:
+    return Resources(cpus, gpus, 2**34, None)
+
+
+@pytest.mark.parametrize(
+    ("there", "expected"),
+    [
+        (_machine(4), Share(4, "cpu", 1)),
+        (_machine(1), Share(1, "cpu", 1)),
+        (_machine(0.5), Share(1, "cpu", 1)),
+        (_machine(20), Share(8, "cpu", 2)),  # as many as slots, and the cores shared out
+        (_machine(16, gpus=2), Share(2, "cuda", 8)),
+        (_machine(16, gpus=64), Share(8, "cuda", 2)),
+    ],
+    ids=str,
+)
+def test_auto_takes_what_there_is_up_to_the_slots(there: Resources, expected: Share) -> None:
+    assert _resolve(there) == expected
+
+
+def test_what_is_given_is_taken() -> None:
+    assert _resolve(_machine(4), workers=2) == Share(2, "cpu", 2)
+    assert _resolve(_machine(4), workers=2, threads=1) == Share(2, "cpu", 1)
+    assert _resolve(_machine(4), workers=6) == Share(6, "cpu", 1)  # more than there is: the preflight says so
+    assert _resolve(_machine(4, gpus=2), device="cpu") == Share(4, "cpu", 1)
+    assert _resolve(_machine(4), device="cuda") == Share(1, "cuda", 4)
+
+
+def test_a_single_strategy_is_one_worker() -> None:
+    assert _resolve(_machine(4), strategy="single") == Share(1, "cpu", 4)
+
+
+def test_inline_is_one_worker_and_refuses_more() -> None:
+    assert _resolve(_machine(4), mode="inline") == Share(1, "cpu", 4)
+    assert _resolve(_machine(4), mode="inline", workers=1, threads=3) == Share(1, "cpu", 3)
+    with pytest.raises(SettingError, match=r"scaling\.workers is 2: .*--launch inline"):
+        _resolve(_machine(4), mode="inline", workers=2)
+
+
+def test_a_worker_takes_no_more_threads_than_a_node_has() -> None:
+    two_nodes = Resources(8, 0, 2**34, None, nodes=2, node_cpus=(4.0, 4.0))
+    assert _resolve(two_nodes, workers=1) == Share(1, "cpu", 4)
+    assert _resolve(two_nodes, workers=3) == Share(3, "cpu", 2)
+    assert _resolve(two_nodes) == Share(8, "cpu", 1)
+    uneven = Resources(8, 0, 2**34, None, nodes=2, node_cpus=(6.0, 2.0))
+    assert _resolve(uneven, workers=2) == Share(2, "cpu", 3)
+
+
+def test_a_worker_asks_for_its_threads_or_for_a_gpu() -> None:
+    assert Share(2, "cpu", 3).per_worker == {"CPU": 3}
+    assert Share(2, "cuda", 3).per_worker == {"GPU": 1}
+
+
+def test_this_machine_has_cores_and_memory() -> None:
+    there = Resources.of_this_machine()
+    assert there.cpus == usable_cores() >= 1
+    assert there.memory_bytes > 2**28
+    assert there.nodes == 1
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_the_cluster_is_counted_whole() -> None:
+    there = Resources.of_cluster()
+    assert (there.cpus, there.nodes, there.node_cpus) == (2, 1, (2,))
+    assert there.memory_bytes > 2**28

@@ -1,0 +1,127 @@
+"""Starting a run's name again: what may differ and what may not, and when there is nothing left to do."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.config import Config, Data, Launch, Model, Optimizer, Record, Scaling, SettingError, Train, Validation
+from pipelines.files import Folder
+from pipelines.launch.resume import Earlier, completed, read_earlier, refuse_changes, write_settings
+from tests.tiny import tiny
+
+CONFIG = tiny(Path("text.txt"))
+
+
+def _earlier(config: Config = CONFIG, **summary: Any) -> Earlier:
+    """An attempt that came to its end after 6 steps, unless `summary` says otherwise."""
+    return Earlier(config, "f" * 64, {"status": "finished", "complete": True, "steps": 6, "ending": "done"} | summary)
+
+
+def _train(**changes: Any) -> Config:
+    return replace(CONFIG, train=replace(CONFIG.train, **changes))
+
+
+def test_every_fixed_setting_that_changed_is_shown() -> None:
+    now = replace(CONFIG, seed=3, model=replace(CONFIG.model, width=32), data=replace(CONFIG.data, shuffle="none"))
+    with pytest.raises(SettingError) as refusal:
+        refuse_changes(_earlier(), now)
+    said = str(refusal.value)
+    for line in ("seed: 0 before, 3 now", "model.width: 16 before, 32 now", "data.shuffle: 'full' before, 'none' now"):
+        assert line in said
+    assert len(said.splitlines()) == 4
+    assert "--run" in said.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scaling": Scaling(workers=2, strategy="ddp", threads=3)},
+        {"launch": Launch(mode="inline", restarts=3)},
+        {"record": Record(experiment="another")},
+        {"train": Train(steps=600, slots=4, slot_size=2, hours=2.0, micro_batch_slots=1)},
+        {"optimizer": Optimizer(learning_rate=0.5)},
+        {"run": "name", "storage": "elsewhere"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_free_settings_may_change(changes: dict[str, Any]) -> None:
+    refuse_changes(_earlier(), replace(CONFIG, **changes))
+
+
+def test_other_data_behind_the_same_settings_is_refused() -> None:
+    refuse_changes(_earlier(), CONFIG, "f" * 64)
+    with pytest.raises(SettingError, match="fingerprint ffffffffffff before, eeeeeeeeeeee now"):
+        refuse_changes(_earlier(), CONFIG, "e" * 64)
+
+
+def test_a_run_that_left_no_fingerprint_takes_any_data() -> None:
+    refuse_changes(replace(_earlier(), data=None), CONFIG, "e" * 64)
+
+
+def test_what_is_written_is_what_the_next_attempt_reads(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path / "run"))
+    assert read_earlier(folder) is None
+    config = replace(CONFIG, data=Data(source="text.txt"), model=Model(dropout=0.25), scaling=Scaling(workers=3))
+    write_settings(folder, "a1", config, {"data": "d1"})
+    assert read_earlier(folder) == Earlier(config, "d1", None)
+    write_settings(folder, "a2", replace(config, scaling=Scaling(workers=1)), {"data": "d1"})
+    found = read_earlier(folder)
+    assert found
+    assert found.config.scaling.workers == 1
+    assert read_earlier(folder / "attempts" / "a1") == Earlier(config, "d1", None)
+
+
+@pytest.mark.parametrize("content", ["train: {steps: [", "train: 7", "train: {steps: -1}"])
+def test_damaged_settings_are_an_error_that_names_the_file(tmp_path: Path, content: str) -> None:
+    folder = Folder(str(tmp_path / "run"))
+    folder.put("config.yaml", content)
+    with pytest.raises(SettingError, match=r"(?s)run/config\.yaml .*--run"):
+        read_earlier(folder)
+
+
+def test_a_run_is_complete_when_its_steps_are_done() -> None:
+    assert completed(_earlier(), CONFIG) == "6 steps"
+    assert completed(_earlier(), _train(steps=4)) == "6 steps"
+    assert completed(_earlier(), _train(steps=7)) is None
+    assert completed(_earlier(), _train(hours=1.0)) == "6 steps"
+
+
+def test_epochs_end_a_run_as_well() -> None:
+    once = _train(steps=0, epochs=1.0)
+    assert completed(_earlier(once), once) == "6 steps"
+    assert completed(_earlier(once), _train(steps=0, epochs=0.5)) == "6 steps"
+    assert completed(_earlier(once), _train(steps=0, epochs=2.0)) is None
+    assert completed(_earlier(once), _train(steps=100, epochs=1.0)) == "6 steps"
+    assert completed(_earlier(once), _train(steps=100, epochs=2.0)) is None
+    assert completed(_earlier(once), _train(steps=100)) is None
+    assert completed(_earlier(), once) is None
+
+
+def test_a_run_whose_patience_ended_goes_on_under_another_validation() -> None:
+    early = {"ending": "stopped_early"}
+    assert completed(_earlier(**early), _train(steps=1000)) == "6 steps, stopped early"
+    other = replace(_train(steps=1000), validation=replace(CONFIG.validation, patience=9))
+    assert completed(_earlier(**early), other) is None
+    assert completed(_earlier(**early), replace(CONFIG, validation=Validation(every=2, patience=1))) is None
+
+
+@pytest.mark.parametrize("summary", [{"status": "stopped"}, {"status": "failed"}, {"complete": False}, {"complete": None}])
+def test_a_run_that_did_not_come_to_its_end_is_not_complete(summary: dict[str, Any]) -> None:
+    assert completed(_earlier(**summary), CONFIG) is None
+
+
+def test_a_run_without_a_summary_is_not_complete() -> None:
+    assert completed(Earlier(CONFIG, None, None), CONFIG) is None
+
+
+def test_an_attempt_that_was_killed_does_not_pass_for_the_one_before_it(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path / "run"))
+    once, twice = _train(steps=0, epochs=1.0), _train(steps=0, epochs=2.0)
+    write_settings(folder, "a1", once, {})
+    folder.put_json("summary.json", _earlier().summary)
+    write_settings(folder, "a2", twice, {})  # and then it is killed
+    found = read_earlier(folder)
+    assert found
+    assert completed(found, twice) is None
