@@ -1,0 +1,171 @@
+"""A character GPT and its training in one file of plain PyTorch, in the manner of nanoGPT: the peer of `benchmarks.training`.
+
+The setting is nanoGPT's small one for CPUs (4 layers, 4 heads, 128 wide, block 64, batch 12). Shapes: ids (B, T), hidden
+(B, T, C), logits (B, T, V). The last line printed is JSON: tokens a second and milliseconds a step after the first 20 steps.
+
+    python -m benchmarks.peers.plain_loop --text input.txt --steps 500 --threads 2
+"""
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+LAYERS, HEADS, WIDTH, BLOCK, BATCH = 4, 4, 128, 64, 12
+RATE, LOWEST_RATE, WARM_UP = 1e-3, 1e-4, 100
+LEFT_OUT = 20
+"""First steps that are not counted."""
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm without a bias."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        return F.layer_norm(x, self.weight.shape, self.weight, None, 1e-5)
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        b, t, c = x.shape
+        q, k, v = (part.view(b, t, HEADS, c // HEADS).transpose(1, 2) for part in self.qkv(x).split(c, dim=2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).contiguous().view(b, t, c))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each on a normalised input and added to the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = LayerNorm(WIDTH), LayerNorm(WIDTH)
+        self.attention = Attention()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Embeddings, blocks, and a head that shares the embedding's weight."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, WIDTH), nn.Embedding(BLOCK, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm = LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, vocabulary, bias=False)
+        self.tokens.weight = self.head.weight
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                adds_to_stream = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(parameter, 0.0, 0.02 / math.sqrt(2 * LAYERS) if adds_to_stream else 0.02)
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The mean loss in nats."""
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
+
+
+def write_tokens(text: Path, file: Path) -> int:
+    """Writes the first nine tenths of a text as uint16, one a character; the size of the vocabulary."""
+    content = text.read_text()
+    characters = sorted(set(content))
+    number = {character: i for i, character in enumerate(characters)}
+    np.array([number[c] for c in content[: int(0.9 * len(content))]], dtype=np.uint16).tofile(file)
+    return len(characters)
+
+
+def get_batch(tokens: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random crops: ids and the ids that follow them, (B, T) each."""
+    starts = torch.randint(len(tokens) - BLOCK, (BATCH,))
+    ids = torch.stack([torch.from_numpy(tokens[i : i + BLOCK].astype(np.int64)) for i in starts])
+    targets = torch.stack([torch.from_numpy(tokens[i + 1 : i + 1 + BLOCK].astype(np.int64)) for i in starts])
+    return ids, targets
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW that decays matrices and no vectors."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.99), fused=True)
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """Linear warm-up, then a cosine."""
+    if step < WARM_UP:
+        return RATE * (step + 1) / (WARM_UP + 1)
+    done = (step - WARM_UP) / max(1, steps - WARM_UP)
+    return LOWEST_RATE + 0.5 * (1 + math.cos(math.pi * done)) * (RATE - LOWEST_RATE)
+
+
+def train(text: Path, steps: int) -> dict[str, float]:
+    """Trains; tokens a second, milliseconds a step (median) and the last loss."""
+    torch.manual_seed(1337)
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "train.bin"
+        model = GPT(write_tokens(text, file))
+        tokens = np.memmap(file, dtype=np.uint16, mode="r")
+        optimizer = make_optimizer(model)
+        loss, ends = 0.0, []
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, steps)
+            found = model(*get_batch(tokens))
+            found.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if (step + 1) % 50 == 0:
+                loss = found.item()
+            ends.append(time.perf_counter())
+    counted = np.diff(ends[LEFT_OUT - 1 :])
+    return {
+        "tokens_per_second": BATCH * BLOCK / float(counted.mean()),
+        "step_ms": 1000 * statistics.median(counted.tolist()),
+        "loss": loss,
+    }
+
+
+def main() -> None:
+    """Trains on a text and prints the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--threads", type=int, default=2)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    print(json.dumps(train(given.text, given.steps)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Our runs as their user sees them: a command started in a process of its own, and the figures it leaves behind.
+
+Times in seconds, rates in tokens a second. The text is the standard library's own source where none is given, so that every
+benchmark runs anywhere.
+
+    text = small_text(folder)                                 # 1.1 MB of ASCII, as much as nanoGPT's Shakespeare
+    prepare(storage, *small_setting(text))
+    train(storage, *small_setting(text), "--train.steps", "200")["tokens_per_second"]
+"""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipelines.files import Folder
+from pipelines.record import read_entries
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT_BYTES = 1_115_394
+"""Size of nanoGPT's Shakespeare text."""
+TIMEOUT_S = 900
+ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "TOKENIZERS_PARALLELISM": "false"}
+"""Ours and peers alike must not wait for a network."""
+
+
+class Failed(RuntimeError):
+    """A measured process did not end well; the message ends with what it printed."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A process that ended well."""
+
+    output: str
+    """What it printed."""
+    started_at: float
+    """When it was started, in seconds since 1970."""
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        """The last line, which is JSON."""
+        return dict(json.loads(self.output.strip().splitlines()[-1]))
+
+
+def run(*arguments: str) -> Finished:
+    """Runs this Python with arguments in the repository, outside any Ray cluster there may be. Raises Failed."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | ENVIRONMENT
+    started_at = time.time()
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        raise Failed(f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
+    return Finished(done.stdout, started_at)
+
+
+def small_text(folder: Path) -> Path:
+    """A file with as much of the standard library's source as nanoGPT's text is long, ASCII only as that is."""
+    from pipelines.prepare.sources import standard_library
+
+    target, text = folder / "text.txt", ""
+    for file in standard_library():
+        content = Path(file.uri).read_text(encoding="utf-8")
+        text += content if content.isascii() else ""
+        if len(text) >= TEXT_BYTES:
+            break
+    target.write_text(text[:TEXT_BYTES])
+    return target
+
+
+def small_setting(text: Path) -> list[str]:
+    """Flags of nanoGPT's small CPU setting on a text, with nothing but training steps: what else there is, is not compared."""
+    flags = {"data.source": text, "validation.every": 0, "validation.samples": 12, "checkpoint.every": 0, "sample.tokens": 0}
+    return ["--config", "configs/lm_shakespeare_cpu.yaml", *(f"--{name}={value}" for name, value in flags.items())]
+
+
+def prepare(storage: Path, *flags: str) -> None:
+    """Prepares the data, so that no measured run does."""
+    run("ray_jobs/prepare.py", *flags, "--launch", "inline", "--storage", str(storage))
+
+
+def train(storage: Path, *flags: str) -> dict[str, Any]:
+    """Trains a run of a new name; its summary, with `started_at` and `start`, the seconds of each part of the start."""
+    name = f"run-{secrets.token_hex(4)}"
+    done = run("ray_jobs/train.py", *flags, "--storage", str(storage), "--run", name)
+    folder = Folder.at(str(storage / name))
+    return folder.read_json("summary.json") | {"started_at": done.started_at, "start": _start(read_entries(folder))}
+
+
+def _start(entries: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Seconds by milestone, in order, of the first measurement."""
+    for entry in entries:
+        found = {
+            key.removeprefix("start/").removesuffix("_s"): value
+            for key, value in (entry.get("values") or {}).items()
+            if key.startswith("start/")
+        }
+        if found:
+            return found
+    return {}
+
+
+def interpreter_seconds() -> float:
+    """Seconds from the start of a process to the first line of a script: what a run does not know of its own start."""
+    done = run("-c", "import sys, time; from pathlib import Path; print(time.time())")
+    return float(done.output) - done.started_at

@@ -1,0 +1,122 @@
+"""Training steps of nanoGPT's small CPU setting: ours inline and under Ray, beside a plain one-file PyTorch loop.
+
+Tokens a second and milliseconds a step, each way a process of its own. What is not a training step (start, validation) is
+left out on both sides: the plain loop leaves out its first 20 steps, ours its first. Ours records as usual, MLflow included.
+The ratio depends on what multiplies matrices: on AMD processors ours goes through oneDNN, elsewhere through MKL as the peer.
+
+    python -m benchmarks.training --rounds 3 --steps 500       # about 5 minutes on two cores
+    python -m benchmarks.training --source input.txt --loss    # three seeds, 2,000 steps each: loss on all validation text
+"""
+
+import argparse
+import statistics
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks import runs
+from benchmarks.pairs import Comparison, command_line, machine, machine_line, report, take_turns
+
+THREADS = 2
+PEER = "plain loop"
+WAYS = {
+    "inline": ["--launch", "inline", "--scaling.threads", str(THREADS)],
+    "Ray, workers auto": [],
+    "Ray, 1 worker": ["--scaling.workers", "1", "--scaling.threads", str(THREADS)],
+}
+PUBLISHED_LOSS = 1.88
+"""nanoGPT's README, for its Shakespeare text: the mean of 20 random validation batches after 2,000 steps."""
+SEEDS = (0, 1, 2)
+
+
+def backend() -> tuple[str, str]:
+    """What multiplies matrices here, and the ratio to the peer that this should give inline."""
+    from model.linear import use_onednn
+
+    if use_onednn("auto"):
+        return "linear layers of ours by oneDNN (an AMD processor), the peer's by PyTorch's default", "at least 1.35"
+    return "linear layers of both by PyTorch's default (no AMD processor)", "about 1.0, 1.35 on AMD"
+
+
+def run_plain(text: Path, steps: int) -> dict[str, Any]:
+    """The peer's figures."""
+    return runs.run("-m", "benchmarks.peers.plain_loop", f"--text={text}", f"--steps={steps}", f"--threads={THREADS}").answer
+
+
+def run_ours(storage: Path, flags: list[str]) -> dict[str, Any]:
+    """Our figures under the peer's names."""
+    summary = runs.train(storage, *flags)
+    return {"tokens_per_second": summary["tokens_per_second"], "step_ms": 1000 * summary["step_seconds_p50"]}
+
+
+def compare_speed(given: argparse.Namespace, text: Path, storage: Path) -> None:
+    """All ways in turns; prints tokens a second and milliseconds a step."""
+    found = machine(f"{THREADS} threads in all")
+    multiplies, aim = backend()
+    print(f"{machine_line(found)}\n{multiplies}\n{given.steps} steps of 768 tokens a run, {given.rounds} rounds")
+    flags = [*runs.small_setting(text), "--train.steps", str(given.steps)]
+    runs.prepare(storage, *flags)
+    ways = {PEER: partial(run_plain, text, given.steps)} | {
+        name: partial(run_ours, storage, [*flags, *more])
+        for name, more in WAYS.items()
+        if not given.no_ray or name == "inline"
+    }
+    results = take_turns(
+        ways, given.rounds, lambda _, got: f"{got['tokens_per_second']:,.0f} tokens/s, {got['step_ms']:.1f} ms"
+    )
+
+    def comparison(what: str, key: str, **more: Any) -> Comparison:
+        return Comparison(what, {way: [got[key] for got in values] for way, values in results.items()}, peer=PEER, **more)
+
+    report(
+        given,
+        found,
+        [
+            comparison("tokens a second", "tokens_per_second", aims={"inline": aim}, form=",.0f"),
+            comparison("milliseconds a step (each run's median)", "step_ms"),
+        ],
+        backend=multiplies,
+    )
+
+
+def train_seeds(given: argparse.Namespace, text: Path, storage: Path) -> None:
+    """Whole trainings, inline, of three seeds; prints the loss on the whole validation tail."""
+    found = machine(f"{THREADS} threads")
+    steps = given.steps or 2000
+    print(f"{machine_line(found)}\n{steps} steps, inline, loss in nats on the whole validation tail")
+    losses = []
+    for seed in SEEDS:
+        flags = [*runs.small_setting(text), "--validation.samples", "0", "--train.steps", str(steps), "--seed", str(seed)]
+        summary = runs.train(storage, *flags, *WAYS["inline"])
+        losses.append(summary["val_loss"])
+        print(f"  seed {seed}: {losses[-1]:.4f}, {summary['tokens_per_second']:,.0f} tokens/s", flush=True)
+    print(
+        f"mean {statistics.mean(losses):.4f} (aim on nanoGPT's text: at most {PUBLISHED_LOSS}, as published for 20 random batches)"
+    )
+    if not given.source:
+        print("the text is the standard library's, whose loss says nothing beside the published one: give --source")
+    report(
+        given, found, [], loss={"seeds": SEEDS, "values": losses, "published": PUBLISHED_LOSS, "own_text": not given.source}
+    )
+
+
+def main() -> None:
+    """Parses the command line and runs what it asks for."""
+    parser = command_line("training", __doc__, rounds=3)
+    parser.add_argument("--steps", type=int, help="steps of a run (default 500, with --loss 2,000)")
+    parser.add_argument("--source", type=Path, help="text to train on; else the standard library's source")
+    parser.add_argument("--no-ray", action="store_true", help="only inline and the peer")
+    parser.add_argument("--loss", action="store_true", help="train three seeds to the end and print the validation loss")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="training-") as scratch:
+        work = Path(scratch)
+        text = given.source.resolve() if given.source else runs.small_text(work)
+        if given.loss:
+            return train_seeds(given, text, work / "runs")
+        given.steps = given.steps or 500
+        return compare_speed(given, text, work / "runs")
+
+
+if __name__ == "__main__":
+    main()
