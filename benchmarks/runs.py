@@ -82,7 +82,7 @@ def small_text(folder: Path) -> Path:
 
 
 def small_setting(text: Path) -> list[str]:
-    """Flags of nanoGPT's small CPU setting on a text, with nothing but training steps: what else there is, is not compared."""
+    """Flags of nanoGPT's small CPU setting on a text, with nothing but training steps, which alone are compared."""
     flags = {"data.source": text, "validation.every": 0, "validation.samples": 12, "checkpoint.every": 0, "sample.tokens": 0}
     return ["--config", "configs/lm_shakespeare_cpu.yaml", *(f"--{name}={value}" for name, value in flags.items())]
 
@@ -103,13 +103,9 @@ def train(storage: Path, *flags: str) -> dict[str, Any]:
 def _start(entries: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Seconds by milestone, in order, of the first measurement."""
     for entry in entries:
-        found = {
-            key.removeprefix("start/").removesuffix("_s"): value
-            for key, value in (entry.get("values") or {}).items()
-            if key.startswith("start/")
-        }
-        if found:
-            return found
+        values = entry.get("values") or {}
+        if found := [name for name in values if name.startswith("start/")]:
+            return {name.removeprefix("start/").removesuffix("_s"): float(values[name]) for name in found}
     return {}
 
 

@@ -1,4 +1,4 @@
-"""A character GPT and its training in one file of plain PyTorch, in the manner of nanoGPT: the peer of `benchmarks.training`.
+"""A character GPT and its training in one file of plain PyTorch, as nanoGPT does it: the peer of `benchmarks.training`.
 
 The setting is nanoGPT's small one for CPUs (4 layers, 4 heads, 128 wide, block 64, batch 12). Shapes: ids (B, T), hidden
 (B, T, C), logits (B, T, V). The last line printed is JSON: tokens a second and milliseconds a step after the first 20 steps.
