@@ -88,6 +88,7 @@ def _run(config: Config, storage: Folder) -> int:
     folder = storage / config.run
     print(f"run {config.run} in {storage}", flush=True)
     earlier = read_earlier(folder)
+    _check_metric(config)
     if earlier:
         refuse_changes(earlier, config)
         if reached := completed(earlier, config):
@@ -168,6 +169,13 @@ def _say_complete(folder: Folder, config: Config, reached: str, earlier: Earlier
     print(f"  --run {config.run} --train.steps {2 * max(1, (earlier.summary or {}).get('steps') or config.train.steps)}")
     print("and to train another one, another name (--run NAME) or other settings")
     print(closing_screen(earlier.summary or {}, folder))
+
+
+def _check_metric(config: Config) -> None:
+    """Refuses a metric that the task does not measure, before hours of training end at the first validation."""
+    known = build_task(config).score(1.0, 1.0)
+    if config.validation.metric not in known:
+        raise config.validation.error("metric", f"must be one of {', '.join(sorted(known))}")
 
 
 def _check_samples(config: Config, prepared: Prepared) -> None:

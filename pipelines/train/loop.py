@@ -177,8 +177,6 @@ class Training:
         self._validated_at = self.state.step
         self.state.val_loss = self.metrics.get("val_loss")
         chosen = self.config.validation
-        if chosen.metric not in self.metrics:
-            raise chosen.error("metric", f"must be one of {', '.join(sorted(self.metrics))}")
         value = self.metrics[chosen.metric]
         best = self.state.best
         improved = best is None or (value < best if chosen.direction == "min" else value > best)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipelines.config import Checkpoint, Config, Model, Optimizer, SettingError, Train, Validation
+from pipelines.config import Checkpoint, Config, Model, Optimizer, Train, Validation
 from pipelines.launch.job import Job, Place
 from pipelines.launch.worker import build_training
 from pipelines.observers.observer import Observer
@@ -142,12 +142,6 @@ def test_a_loss_that_is_no_number_ends_the_run(folder: Path) -> None:
     )
     with pytest.raises(Diverged, match="learning_rate"):
         _training(folder, config, "diverged").run()
-
-
-def test_an_unknown_metric_names_the_known_ones(folder: Path) -> None:
-    config = _config(folder, validation=Validation(every=2, samples=8, metric="accuracy"))
-    with pytest.raises(SettingError, match="val_loss"):
-        _training(folder, config, "metric").run()
 
 
 def test_bf16_learns_too(folder: Path) -> None:

@@ -1,0 +1,26 @@
+"""What the driver refuses before anything expensive starts."""
+
+from pathlib import Path
+
+import pytest
+
+from pipelines.config import Data, Launch, Model, Validation
+from pipelines.config.parse import Parsed
+from pipelines.launch.driver import WRONG_SETTINGS, run_training
+from tests.tiny import tiny, write_text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"validation": Validation(metric="accuracy")}, "must be one of val_loss, val_perplexity"),
+        ({"model": Model(context=100_000, width=16, heads=2)}, "which is not one sample"),
+        ({"data": Data(source="/no/such/file")}, "does not exist"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object], message: str
+) -> None:
+    config = tiny(write_text(tmp_path), storage=str(tmp_path), launch=Launch(mode="inline"), **changes)
+    assert run_training(Parsed(config, "tiny")) == WRONG_SETTINGS
+    assert message in capsys.readouterr().err
