@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pairs import Comparison
 from pipelines.files import Folder
 from pipelines.record import read_entries
 
@@ -98,6 +99,28 @@ def train(storage: Path, *flags: str) -> dict[str, Any]:
     done = run("ray_jobs/train.py", *flags, "--storage", str(storage), "--run", name)
     folder = Folder.at(str(storage / name))
     return folder.read_json("summary.json") | {"started_at": done.started_at, "start": _start(read_entries(folder))}
+
+
+def figures(summary: dict[str, Any]) -> dict[str, float]:
+    """Tokens a second over all steps but the first, and the median milliseconds of a step, under the names that peers use."""
+    return {"tokens_per_second": summary["tokens_per_second"], "step_ms": 1000 * summary["step_seconds_p50"]}
+
+
+def say(_: str, got: dict[str, float]) -> str:
+    """One run's figures in a line."""
+    return f"{got['tokens_per_second']:,.0f} tokens/s, {got['step_ms']:.1f} ms a step"
+
+
+def compare(results: dict[str, list[dict[str, float]]], peer: str, aims: dict[str, str]) -> list[Comparison]:
+    """Tokens a second, for which the aims are, and milliseconds a step."""
+
+    def values(key: str) -> dict[str, list[float]]:
+        return {way: [got[key] for got in found] for way, found in results.items()}
+
+    return [
+        Comparison("tokens a second", values("tokens_per_second"), peer, aims, ",.0f"),
+        Comparison("milliseconds a step, each run's median", values("step_ms"), peer),
+    ]
 
 
 def _start(entries: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import runs
-from benchmarks.pairs import Comparison, command_line, machine, machine_line, report, take_turns
+from benchmarks.pairs import command_line, machine, machine_line, report, take_turns
 
 THREADS = 2
 PEER = "plain loop"
@@ -45,9 +45,8 @@ def run_plain(text: Path, steps: int) -> dict[str, Any]:
 
 
 def run_ours(storage: Path, flags: list[str]) -> dict[str, Any]:
-    """Our figures under the peer's names."""
-    summary = runs.train(storage, *flags)
-    return {"tokens_per_second": summary["tokens_per_second"], "step_ms": 1000 * summary["step_seconds_p50"]}
+    """Our figures."""
+    return runs.figures(runs.train(storage, *flags))
 
 
 def compare_speed(given: argparse.Namespace, text: Path, storage: Path) -> None:
@@ -61,22 +60,8 @@ def compare_speed(given: argparse.Namespace, text: Path, storage: Path) -> None:
     ways = {PEER: partial(run_plain, text, given.steps)} | {
         way: partial(run_ours, storage, [*flags, *WAYS[way]]) for way in chosen
     }
-    results = take_turns(
-        ways, given.rounds, lambda _, got: f"{got['tokens_per_second']:,.0f} tokens/s, {got['step_ms']:.1f} ms"
-    )
-
-    def comparison(what: str, key: str, **more: Any) -> Comparison:
-        return Comparison(what, {way: [got[key] for got in values] for way, values in results.items()}, peer=PEER, **more)
-
-    report(
-        given,
-        found,
-        [
-            comparison("tokens a second", "tokens_per_second", aims={"inline": aim}, form=",.0f"),
-            comparison("milliseconds a step (each run's median)", "step_ms"),
-        ],
-        backend=multiplies,
-    )
+    results = take_turns(ways, given.rounds, runs.say)
+    report(given, found, runs.compare(results, PEER, {"inline": aim}), backend=multiplies)
 
 
 def train_seeds(given: argparse.Namespace, text: Path, storage: Path) -> None:

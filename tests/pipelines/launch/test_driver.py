@@ -14,7 +14,7 @@ from tests.tiny import tiny, write_text
     ("changes", "message"),
     [
         ({"validation": Validation(metric="accuracy")}, "must be one of val_loss, val_perplexity"),
-        ({"model": Model(context=100_000, width=16, heads=2)}, "which is not one sample"),
+        ({"model": Model(context=5_000, width=16, heads=2)}, "which is not one sample"),
         ({"data": Data(source="/no/such/file")}, "does not exist"),
     ],
 )
