@@ -102,7 +102,7 @@ def train(storage: Path, *flags: str) -> dict[str, Any]:
 
 
 def figures(summary: dict[str, Any]) -> dict[str, float]:
-    """Tokens a second over all steps but the first, and the median milliseconds of a step, under the names that peers use."""
+    """Tokens a second over all steps but the first, and the median milliseconds of a step, as peers name them."""
     return {"tokens_per_second": summary["tokens_per_second"], "step_ms": 1000 * summary["step_seconds_p50"]}
 
 

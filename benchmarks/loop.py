@@ -1,0 +1,135 @@
+"""What our training loop costs over a bare one: the same model, batches and update with nothing around them.
+
+In one process, blocks of steps take turns: bare, ours without observers, ours with a worker's observers and a recorder that
+keeps nothing. Each block is a fresh training; its first ten steps are not counted. Ratios are of speed: 1.0 is free.
+With `--ray`, two workers of one thread each: ours under Ray and as plain processes, beside the bare loop with
+DistributedDataParallel under torchrun, each a process group of its own with the same global batch.
+
+    python -m benchmarks.loop --rounds 10 --steps 60           # steps a second and their ratio, 2 minutes on two cores
+    python -m benchmarks.loop --ray --rounds 4                 # tokens a second and their ratio, 4 minutes
+"""
+
+import argparse
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import runs
+from benchmarks.pairs import Comparison, command_line, machine, machine_line, report, take_turns
+from benchmarks.workers import make_job, run_workers, settings, sink, write_job
+from pipelines.launch.job import Job, Place
+from pipelines.observers.first_step import FirstStep
+from pipelines.observers.host_monitor import HostMonitor
+from pipelines.observers.observer import Observer, RunFacts
+from pipelines.observers.ray_metrics import RayMetrics
+from pipelines.observers.throughput import Throughput
+from pipelines.observers.tracker import Tracker
+from pipelines.record.sender import Sender
+
+LOG_EVERY = 10
+LEFT_OUT = 10
+"""First steps of a block that are not counted."""
+
+
+class Clock(Observer):
+    """Notes when each step ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step(self, step: int) -> None:
+        self.ends.append(time.perf_counter())
+
+
+def rate(ends: list[float]) -> float:
+    """Steps a second after the first ones."""
+    counted = ends[LEFT_OUT - 1 :]
+    return (len(counted) - 1) / (counted[-1] - counted[0])
+
+
+def run_bare(job: Job, steps: int) -> float:
+    """A block of the bare loop; steps a second."""
+    from benchmarks.peers.bare_loop import bare_loop
+
+    return rate(bare_loop(job, Place(), steps))
+
+
+def run_ours(job: Job, observed: bool) -> float:
+    """A block of our loop, with a worker's observers or without; steps a second."""
+    from pipelines.launch.worker import build_training
+
+    sender = Sender(sink, "rank0")
+    clock = Clock()
+    observers: list[Observer] = [clock]
+    if observed:
+        monitor = HostMonitor(sender, job.config.record.system_every_s)
+        observers = [Throughput(), FirstStep(time.time(), {}), monitor, RayMetrics(), Tracker(sender), clock]
+    training = build_training(job, Place(), observers, lambda: False, lambda _: None)
+    for observer in observers:
+        observer.on_start(RunFacts(run="loop", attempt="a1", tokens_per_step=training.rules.nominal_targets))
+    training.run()
+    for observer in observers:
+        observer.on_end({})
+    sender.close()
+    return rate(clock.ends)
+
+
+def compare_loops(given: argparse.Namespace, flags: list[str], storage: Path) -> None:
+    """The loops in this process, block by block."""
+    job = make_job(settings(*flags), storage, given.threads)
+    found = machine(f"{given.threads} threads")
+    print(f"{machine_line(found)}\nblocks of {given.steps} steps, {LEFT_OUT} of them not counted; a log every {LOG_EVERY}")
+    run_bare(job, given.steps)  # the first block of a process pays for allocations
+    ways = {
+        "bare loop": partial(run_bare, job, given.steps),
+        "ours, no observers": partial(run_ours, job, observed=False),
+        "ours, observed": partial(run_ours, job, observed=True),
+    }
+    aims = {name: "at least 0.98" for name in ways if name != "bare loop"}
+    rates = take_turns(ways, given.rounds)
+    report(given, found, [Comparison("steps a second", rates, peer="bare loop", aims=aims, form=".2f")])
+
+
+def run_torchrun(job: Job, steps: int) -> dict[str, Any]:
+    """Two ranks of the bare loop under torchrun."""
+    start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    return runs.run(*start, "-m", "benchmarks.peers.bare_loop", str(write_job(job)), str(steps)).answer
+
+
+def compare_workers(given: argparse.Namespace, flags: list[str], storage: Path) -> None:
+    """Two workers of one thread each, each way in processes of its own."""
+    found = machine("2 workers of 1 thread")
+    job = make_job(settings(*flags), storage, threads=1)
+    print(f"{machine_line(found)}\n{given.steps} steps of 768 tokens a run, a log every {LOG_EVERY}")
+    two = ("--scaling.workers", "2", "--scaling.threads", "1")
+    ways = {
+        "torchrun, DDP": partial(run_torchrun, job, given.steps),
+        "ours, Ray": lambda: runs.figures(runs.train(storage, *flags, *two)),
+        "ours, processes": lambda: runs.figures(run_workers(job, 2)),
+    }
+    results = take_turns(ways, given.rounds, runs.say)
+    aims = {"ours, Ray": "at least 0.95"}
+    report(given, found, runs.compare(results, peer="torchrun, DDP", aims=aims))
+
+
+def main() -> None:
+    """Parses the command line and runs what it asks for."""
+    parser = command_line("loop", __doc__, rounds=10)
+    parser.add_argument("--steps", type=int, help="steps of a block (default 60), with --ray of a run (default 300)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of the loops in one process")
+    parser.add_argument("--ray", action="store_true", help="two workers under Ray beside DistributedDataParallel")
+    given = parser.parse_args()
+    given.steps = given.steps or (300 if given.ray else 60)
+    with tempfile.TemporaryDirectory(prefix="loop-") as scratch:
+        storage = Path(scratch) / "runs"
+        flags = runs.small_setting(runs.small_text(Path(scratch)))
+        flags += ["--train.steps", str(given.steps), "--train.log_every", str(LOG_EVERY)]
+        (compare_workers if given.ray else compare_loops)(given, flags, storage)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Our model, our batches and our update in a loop with nothing around it: the peer of `benchmarks.loop`.
+
+What it lacks is what a training needs: no log, validation, checkpoint, wish to stop, resume or observer; only the loss is
+read every `log_every` steps. With several ranks gradients are averaged by PyTorch's DistributedDataParallel.
+
+    ends = bare_loop(job, Place(), steps=60)                  # times (s) at which steps ended
+    python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.peers.bare_loop JOB STEPS
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.workers import read_job
+from pipelines.feed.cache import NodeCache
+from pipelines.feed.loader import Loader
+from pipelines.feed.order import Order
+from pipelines.feed.plan import Plan
+from pipelines.feed.stream import TokenStream
+from pipelines.launch.job import Job, Place
+from pipelines.prepare.manifest import Manifest
+from pipelines.tasks import build_task
+from pipelines.train.optimizer import build_optimizer, learning_rate
+
+LEFT_OUT = 20
+"""First steps that are not counted, when run as a program."""
+
+
+def bare_loop(job: Job, place: Place, steps: int) -> list[float]:
+    """Trains from scratch; the times (s) at which steps ended."""
+    config = job.config
+    torch.set_num_threads(job.threads)
+    manifest, task = Manifest.load(job.prepared), build_task(config)
+    torch.manual_seed(config.seed)
+    model = task.build_model(manifest.vocabulary_size)
+    optimizer = build_optimizer(config.optimizer, model)
+    parameters = list(model.parameters())
+    stream = TokenStream(job.prepared, manifest, "train", NodeCache(Path("unused"), 0))
+    order = Order(task.samples(stream.tokens), config.seed)
+    loader = Loader(
+        Plan(order, config.train.slots, config.train.slot_size), stream, task, rank=place.rank, world=place.world
+    )
+    spread = DistributedDataParallel(model) if place.world > 1 else model
+    ends = []
+    for step in loader.steps(0, steps):
+        for parameter in parameters:
+            parameter.grad = None
+        (batch,) = step.micro_batches
+        loss_sum, counted = spread(batch.inputs, batch.targets)
+        loss = loss_sum / counted
+        loss.backward()
+        gradients = [parameter.grad for parameter in parameters]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        torch._foreach_mul_(gradients, (config.train.clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        optimizer.update(learning_rate(config.optimizer, step.number, steps, config.model.width))
+        if (step.number + 1) % config.train.log_every == 0:
+            loss.item()
+        ends.append(time.perf_counter())
+    return ends
+
+
+def main(file: str, steps: int) -> None:
+    """A rank that torchrun started; rank 0 prints tokens a second and milliseconds a step (median) as JSON."""
+    job = read_job(file)
+    dist.init_process_group("gloo")
+    place = Place(rank=dist.get_rank(), world=dist.get_world_size(), local_rank=int(os.environ["LOCAL_RANK"]))
+    counted = np.diff(bare_loop(job, place, steps)[LEFT_OUT - 1 :])
+    if place.rank == 0:
+        tokens = job.config.train.batch * job.config.model.context
+        rate, middle = tokens / float(counted.mean()), 1000 * statistics.median(counted.tolist())
+        print(json.dumps({"tokens_per_second": rate, "step_ms": middle}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
