@@ -14,7 +14,12 @@ FRAMES = 4
 ROOT = Path(__file__).resolve().parents[2]
 REMEDIES = (
     (
-        r"out of memory|OutOfMemory|Cannot allocate memory|OOM",
+        # First, since Ray's words for it speak of memory as one of the possible causes.
+        r"actor died|ActorDiedError|SIGKILL|died unexpectedly|exit code",
+        "a worker was killed, often for memory: see the node's log, lower its memory, or add --launch.restarts 3",
+    ),
+    (
+        r"out of memory|OutOfMemory|Cannot allocate memory|\bOOM\b",
         "lower train.micro_batch_slots or train.slot_size, or the model's size",
     ),
     (
@@ -24,10 +29,6 @@ REMEDIES = (
     (
         r"No space left on device|Disk quota",
         "free space under the storage, or lower checkpoint.keep",
-    ),
-    (
-        r"actor died|ActorDiedError|SIGKILL|died unexpectedly|exit code",
-        "a worker was killed, often for memory: see the node's log, lower its memory, or add --launch.restarts 3",
     ),
     (
         r"NCCL|gloo|Connection (reset|closed|refused)|timed out",
@@ -42,11 +43,12 @@ REMEDIES = (
 
 def failure_screen(error: BaseException, *, step: int | None, folder: Folder) -> str:
     """The text for a person, from what a training raised."""
-    rank, cause = first_cause(error)
+    rank, outer = _first_failure(error)
+    cause = _unwrapped(outer)
     where = f"rank {rank}" if rank is not None else "the driver"
     at = f", step {step:,}" if step is not None else ""
     lines = [f"training failed: {where}{at}", f"  {_name(cause)}: {_message(cause)}"]
-    lines += [f"    {line}" for line in _frames(cause)]
+    lines += [f"    {line}" for line in _frames(outer)]
     lines += [f"  try: {remedy}" for remedy in _remedies(cause)]
     lines.append(f"  everything up to the newest checkpoint is kept; the same command resumes it. Record: {folder}")
     return "\n".join(lines)
@@ -54,12 +56,17 @@ def failure_screen(error: BaseException, *, step: int | None, folder: Folder) ->
 
 def first_cause(error: BaseException) -> tuple[int | None, BaseException]:
     """The rank that failed first and what it raised, without Ray's wrapping. Ranks that only lost their peer come last."""
+    rank, outer = _first_failure(error)
+    return rank, _unwrapped(outer)
+
+
+def _first_failure(error: BaseException) -> tuple[int | None, BaseException]:
     failures = getattr(error, "worker_failures", None)
     if not failures:
-        return None, _unwrapped(error)
+        return None, error
     ranked = sorted((_lost_its_peer(cause), rank) for rank, cause in failures.items())
     rank = ranked[0][1]
-    return rank, _unwrapped(failures[rank])
+    return rank, failures[rank]
 
 
 def _lost_its_peer(error: BaseException) -> bool:
@@ -67,9 +74,18 @@ def _lost_its_peer(error: BaseException) -> bool:
 
 
 def _unwrapped(error: BaseException) -> BaseException:
-    while (inner := getattr(error, "cause", None)) is not None and isinstance(inner, BaseException):
-        error = inner
-    return error
+    return _chain(error)[-1]
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The error and what it wraps, the cause last."""
+    inner = getattr(error, "cause", None) or getattr(error, "controller_failure", None)
+    return [error, *_chain(inner)] if isinstance(inner, BaseException) else [error]
+
+
+def keep_traceback(error: BaseException) -> None:
+    """Writes the traceback into the error, where it outlives the way to another process."""
+    error.add_note("".join(traceback.format_exception(error)))
 
 
 def _name(error: BaseException) -> str:
@@ -85,12 +101,15 @@ def _message(error: BaseException) -> str:
         lines = [line for line in text.splitlines() if line.strip() and not line.startswith((" ", "\x1b"))]
         text = lines[-1] if lines else text
         text = text.split(": ", 1)[-1]
-    return text[:600]
+    # Ray ends what it says of a dead process with a table of its numbers and a page of advice.
+    return text.split("\n\tclass_name:")[0][:600]
 
 
 def _frames(error: BaseException) -> list[str]:
     """The last few lines of the traceback that are the user's or ours, innermost last."""
-    frames = list(_local_frames(error)) or list(_remote_frames(str(error)))
+    chain = _chain(error)
+    texts = [text for part in chain for text in (*getattr(part, "__notes__", ()), str(part))]
+    frames = [frame for text in texts for frame in _remote_frames(text)] or list(_local_frames(chain[-1]))
     ours = [frame for frame in frames if "site-packages" not in frame and "/lib/python" not in frame]
     return (ours or frames)[-FRAMES:]
 

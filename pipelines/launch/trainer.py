@@ -50,6 +50,7 @@ def worker_main(config: dict[str, Any]) -> dict[str, Any]:
     marks = {"worker": time.time()}
     import ray.train
 
+    from pipelines.launch.failure import keep_traceback
     from pipelines.launch.worker import run_worker
 
     context, wire = ray.train.get_context(), config["wire"]
@@ -65,6 +66,9 @@ def worker_main(config: dict[str, Any]) -> dict[str, Any]:
     stopping = StopPoll(wire.stop_requested) if place.rank == 0 else None
     try:
         return run_worker(config["job"], place, wire.post, stopping or (lambda: False), marks)
+    except BaseException as error:
+        keep_traceback(error)
+        raise
     finally:
         if stopping:
             stopping.end()
