@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipelines.config import Config
 from pipelines.feed.order import Order
 
 
@@ -67,3 +68,10 @@ class Plan:
         if not 0 <= rank < world <= self.slots:
             raise ValueError(f"{self.slots} slots cannot be shared by {world} workers (rank {rank}): raise train.slots")
         return range(rank * self.slots // world, (rank + 1) * self.slots // world)
+
+
+def build_plan(config: Config, samples: int, first_step: int = 0, first_position: int = 0) -> Plan:
+    """The plan of a run over so many training samples, from where an attempt begins."""
+    data, train = config.data, config.train
+    order = Order(samples, config.seed, data.shuffle, data.shuffle_block, data.shuffle_window)
+    return Plan(order, train.slots, train.slot_size, train.epochs or math.inf, first_step, first_position)

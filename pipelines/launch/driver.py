@@ -6,37 +6,34 @@ Cheap things come first: whose run it is, whether anything is left to do, whethe
 preflight, the data, the training; at the end the record is closed whatever happened, and the last screen says where to look.
 """
 
+import math
 import os
 import secrets
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pipelines.config import Config, SettingError
 from pipelines.config.parse import Parsed
+from pipelines.feed.plan import build_plan
 from pipelines.files import Folder
 from pipelines.launch.cluster import NoCluster, cluster, joined, on_a_worker
-from pipelines.launch.failure import failure_screen
 from pipelines.launch.job import Job
 from pipelines.launch.owner import Owned, Ownership, process_start
 from pipelines.launch.preflight import Check, failing, preflight
 from pipelines.launch.resources import Resources, Share, resolve
 from pipelines.launch.resume import Earlier, completed, read_earlier, refuse_changes, write_settings
-from pipelines.observers.progress import Progress
+from pipelines.launch.session import CANNOT_RUN, DONE, WRONG_SETTINGS, conduct
 from pipelines.prepare.faults import DataError
+from pipelines.prepare.manifest import Manifest
 from pipelines.prepare.prepare import Prepared, prepare
-from pipelines.record import describe_environment, read_entries
-from pipelines.report import closing_screen, curve_picture, loss_points, text_curve
+from pipelines.record import describe_environment
+from pipelines.report import closing_screen
 from pipelines.tasks import build_task
-
-DONE, FAILED, WRONG_SETTINGS, CANNOT_RUN = range(4)
-"""Exit codes of every job."""
-POLL_S = 0.5
 
 
 class CannotRun(RuntimeError):
@@ -202,113 +199,25 @@ def _train(job: Job, share: Share, storage: Folder, tags: dict[str, str]) -> int
         "storage": storage,
         "parameters": job.config.flat() | {"workers": share.workers, "device": share.device, "threads": share.threads},
         "tags": tags,
-        "total_steps": job.config.train.steps or None,
+        "total_steps": _total_steps(job),
     }
     if job.config.launch.mode == "inline":
-        wire: Any = InlineWire(**arguments)
-        train = lambda: train_inline(job, wire)  # noqa: E731
-    else:
-        from pipelines.launch.trainer import train_on_ray
-        from pipelines.launch.wire import Wire
+        inline = InlineWire(**arguments)
+        return conduct(job, inline, partial(train_inline, job, inline))
+    from pipelines.launch.trainer import train_on_ray
+    from pipelines.launch.wire import Wire
 
-        wire = Wire.start(**arguments)
-        lean = job.config.launch.lean and not joined(job.config.launch)
-        train = lambda: train_on_ray(job, share, wire, lean=lean)  # noqa: E731
-    outcome = _watch(train, wire, f"starting {share.workers} worker(s) on {share.device} ...")
-    return _end(job, wire, outcome)
+    wire = Wire.start(**arguments)
+    lean = job.config.launch.lean and not joined(job.config.launch)
+    return conduct(job, wire, partial(train_on_ray, job, share, wire, lean=lean))
 
 
-def _watch(train: Callable[[], dict[str, Any]], wire: Any, phase: str) -> dict[str, Any] | BaseException:
-    """Trains in a thread while this one draws progress and listens to signals; the summary, or what was raised."""
-    outcome: list[dict[str, Any] | BaseException] = []
-
-    def body() -> None:
-        try:
-            outcome.append(train())
-        except BaseException as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=body, name="training", daemon=True)
-    with _stop_signals(wire.request_stop) as told, Progress() as progress:
-        progress.update({"phase": phase})
-        thread.start()
-        while thread.is_alive():
-            thread.join(POLL_S)
-            try:
-                state = wire.state()
-            except Exception:  # the recorder may be starting again; the training does not depend on it
-                continue
-            progress.update(state | {"phase": state.get("phase") or (phase if not state.get("step") else None)})
-            if told and not told[1:]:
-                told.append("said")
-                progress.note("stopping: all workers save and end at the same step (once more to end at once)")
-        progress.close()
-    return outcome[0]
-
-
-@contextmanager
-def _stop_signals(request_stop: Callable[[], None]) -> Iterator[list[str]]:
-    """Turns Ctrl-C and SIGTERM into a wish to stop; a second one ends the process as usual. Yields what was received.
-
-    Set after ray.init, which puts its own handlers in place.
-    """
-    told: list[str] = []
-
-    def handle(number: int, frame: object) -> None:
-        if told:
-            raise KeyboardInterrupt
-        told.append(signal.Signals(number).name)
-        threading.Thread(target=request_stop, daemon=True).start()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield told
-        return
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield told
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _end(job: Job, wire: Any, outcome: dict[str, Any] | BaseException) -> int:
-    """Draws the curve, closes the record, prints the last screen; returns the exit code."""
-    failed = isinstance(outcome, BaseException)
-    state: dict[str, Any] = {}
-    try:
-        state = wire.state()
-        entries = read_entries(job.folder)
-        _put_picture(job.folder, entries)
-    except Exception as error:  # the record is for people; whatever it meets must not hide how the training ended
-        entries = []
-        print(f"warning: the curve could not be drawn ({error})", file=sys.stderr)
-    status = "failed" if failed else "stopped" if outcome.get("ending") == "stopped" else "finished"  # type: ignore[union-attr]
-    given = None if failed else outcome
-    try:
-        summary = wire.finish(status, given)
-    except Exception as error:  # as above
-        print(f"warning: the record could not be closed ({error}); `runs.py replay {job.run}` does it", file=sys.stderr)
-        summary = {"status": status} | (given or {})  # type: ignore[operator]
-    with suppress(Exception):
-        state = wire.state()  # what the end of the record met
-    for warning in state.get("warnings", []):
-        print(f"warning: {warning}", file=sys.stderr)
-    if isinstance(outcome, BaseException):
-        print(failure_screen(outcome, step=state.get("step"), folder=job.folder), file=sys.stderr)
-    curve = text_curve(*loss_points(entries)) if entries else ""
-    sample = job.folder.read("sample.txt").decode() if not failed and job.folder.exists("sample.txt") else ""
-    print(closing_screen(summary, job.folder, curve, sample, state.get("mlflow")), flush=True)
-    return FAILED if failed else DONE
-
-
-def _put_picture(folder: Folder, entries: list[dict[str, Any]]) -> None:
-    import tempfile
-    from pathlib import Path
-
-    with tempfile.TemporaryDirectory() as scratch:
-        picture = Path(scratch) / "curve.png"
-        curve_picture(entries, picture)
-        folder.upload(picture, "curve.png")
+def _total_steps(job: Job) -> int | None:
+    """Where the run will end, as far as steps and epochs say."""
+    manifest, train = Manifest.load(job.prepared), job.config.train
+    plan = build_plan(job.config, build_task(job.config).samples(manifest.tokens("train")))
+    steps = min(train.steps or math.inf, plan.steps)
+    return None if math.isinf(steps) else int(steps)
 
 
 def _facts(environment: dict[str, Any], share: Share) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 summary = run_worker(job, Place(rank=0, world=1), recorder.receive, stopping=lambda: False)
 """
 
-import math
 import os
 import time
 from collections.abc import Callable
@@ -18,8 +17,7 @@ import torch.distributed as dist
 from pipelines.config import Config
 from pipelines.feed.cache import NodeCache
 from pipelines.feed.loader import Loader, validation_batches
-from pipelines.feed.order import Order
-from pipelines.feed.plan import Plan
+from pipelines.feed.plan import build_plan
 from pipelines.feed.stream import TokenStream
 from pipelines.launch.job import Job, Place
 from pipelines.observers.first_step import FirstStep
@@ -102,7 +100,7 @@ def build_training(
     )
     train, held_out = (TokenStream(job.prepared, manifest, split, cache) for split in ("train", "validation"))
     loader = Loader(
-        plan=build_plan(config, task.samples(train.tokens), state),
+        plan=build_plan(config, task.samples(train.tokens), state.step, state.position),
         stream=train,
         task=task,
         rank=rank,
@@ -131,13 +129,6 @@ def build_training(
         watchers=observers,
         stopping=stopping,
     )
-
-
-def build_plan(config: Config, samples: int, state: TrainState) -> Plan:
-    """The plan of a run over so many training samples, from where it stands."""
-    data, train = config.data, config.train
-    order = Order(samples, config.seed, data.shuffle, data.shuffle_block, data.shuffle_window)
-    return Plan(order, train.slots, train.slot_size, train.epochs or math.inf, state.step, state.position)
 
 
 def _use_device(job: Job, place: Place) -> torch.device:

@@ -61,7 +61,7 @@ def train_step(
     rate: float,
     stop: tuple[float, float] = (0.0, 0.0),
 ) -> StepResult:
-    """Runs a step at a learning rate. `stop`: whether this worker wants to end (by signal, by the clock), added to the sum."""
+    """Runs a step at a learning rate. `stop`: whether this worker wants to end (by signal, by the clock)."""
     device = strategy.device
     strategy.begin()
     measured = torch.zeros(4, device=device)

@@ -6,7 +6,8 @@ import pytest
 
 from pipelines.config import Data, Launch, Model, Validation
 from pipelines.config.parse import Parsed
-from pipelines.launch.driver import WRONG_SETTINGS, run_training
+from pipelines.launch.driver import run_training
+from pipelines.launch.session import WRONG_SETTINGS
 from tests.tiny import tiny, write_text
 
 

@@ -1,0 +1,144 @@
+"""A training under way, as the driver sees it: progress, signals, and the end with its record and last screen.
+
+code = conduct(job, wire, partial(train_on_ray, job, share, wire, lean=True))
+"""
+
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from pipelines.files import Folder
+from pipelines.launch.failure import failure_screen
+from pipelines.launch.job import Job
+from pipelines.observers.progress import Progress
+from pipelines.record import read_entries
+from pipelines.report import closing_screen, curve_picture, loss_points, text_curve
+
+DONE, FAILED, WRONG_SETTINGS, CANNOT_RUN = range(4)
+"""Exit codes of every job."""
+POLL_S = 0.5
+
+Train = Callable[[], dict[str, Any]]
+"""Trains to the end; returns the summary, raises what the training raises."""
+
+
+class Recording(Protocol):
+    """The recorder, in this process or another; see `wire.Wire`, `inline.InlineWire`."""
+
+    def state(self) -> dict[str, Any]:
+        """The newest figures, for the progress line."""
+        ...
+
+    def request_stop(self) -> None:
+        """Asks the training to save and end."""
+        ...
+
+    def finish(self, status: str, summary: dict[str, Any] | None) -> dict[str, Any]:
+        """Ends the record and returns the summary as written."""
+        ...
+
+
+def conduct(job: Job, wire: Recording, train: Train) -> int:
+    """Trains beside the progress line, closes the record, prints the last screen; returns the exit code."""
+    return _end(job, wire, _watch(train, wire, f"starting on {job.device} ..."))
+
+
+def _watch(train: Train, wire: Recording, phase: str) -> dict[str, Any] | BaseException:
+    """Trains in a thread while this one draws progress and listens to signals; the summary, or what was raised."""
+    outcome: list[dict[str, Any] | BaseException] = []
+
+    def body() -> None:
+        try:
+            outcome.append(train())
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=body, name="training", daemon=True)
+    with _stop_signals(wire.request_stop) as told, Progress() as progress:
+        progress.update({"phase": phase})
+        thread.start()
+        while thread.is_alive():
+            try:
+                thread.join(POLL_S)
+            except KeyboardInterrupt as error:
+                return error
+            try:
+                state = wire.state()
+            except Exception:  # the recorder may be starting again; the training does not depend on it
+                continue
+            progress.update(state | {"phase": state.get("phase") or (phase if not state.get("step") else None)})
+            if told and not told[1:]:
+                told.append("said")
+                progress.note("stopping: all workers save and end at the same step (once more to end at once)")
+        progress.close()
+    return outcome[0]
+
+
+@contextmanager
+def _stop_signals(request_stop: Callable[[], None]) -> Iterator[list[str]]:
+    """Turns Ctrl-C and SIGTERM into a wish to stop; a second one ends the process as usual. Yields what was received.
+
+    Set after ray.init, which puts its own handlers in place.
+    """
+    told: list[str] = []
+
+    def handle(number: int, frame: object) -> None:
+        if told:
+            raise KeyboardInterrupt(f"asked twice to end ({signal.Signals(number).name})")
+        told.append(signal.Signals(number).name)
+        threading.Thread(target=request_stop, daemon=True).start()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield told
+        return
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield told
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(job: Job, wire: Recording, outcome: dict[str, Any] | BaseException) -> int:
+    """Draws the curve, closes the record, prints the last screen; returns the exit code.
+
+    The record is for people: whatever closing it meets is said, and never hides how the training ended.
+    """
+    error = outcome if isinstance(outcome, BaseException) else None
+    given = None if isinstance(outcome, BaseException) else outcome
+    entries: list[dict[str, Any]] = []
+    try:
+        wire.state()  # the recorder answers, so what it acknowledged is on disk
+        entries = read_entries(job.folder)
+        _put_picture(job.folder, entries)
+    except Exception as problem:
+        print(f"warning: the curve could not be drawn ({problem})", file=sys.stderr)
+    status = "failed" if given is None else "stopped" if given.get("ending") == "stopped" else "finished"
+    try:
+        summary = wire.finish(status, given)
+    except Exception as problem:
+        print(f"warning: the record could not be closed ({problem}); `runs.py replay {job.run}` does it", file=sys.stderr)
+        summary = {"status": status} | (given or {})
+    state: dict[str, Any] = {}
+    with suppress(Exception):
+        state = wire.state()
+    for warning in state.get("warnings", []):
+        print(f"warning: {warning}", file=sys.stderr)
+    if error:
+        print(failure_screen(error, step=state.get("step"), folder=job.folder), file=sys.stderr)
+    curve = text_curve(*loss_points(entries)) if entries else ""
+    sample = job.folder.read("sample.txt").decode() if given and job.folder.exists("sample.txt") else ""
+    print(closing_screen(summary, job.folder, curve, sample, state.get("mlflow")), flush=True)
+    return FAILED if error else DONE
+
+
+def _put_picture(folder: Folder, entries: list[dict[str, Any]]) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        picture = Path(scratch) / "curve.png"
+        curve_picture(entries, picture)
+        folder.upload(picture, "curve.png")
