@@ -16,12 +16,13 @@ from tests.tiny import tiny
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = tiny(Path("text.txt"))
+TWO_WORKERS = Share(2, "cpu", 1)
 THERE = Resources(4, 0, 2**36, None)
 
 
 def _checks(
     storage: Folder,
-    share: Share = Share(2, "cpu", 1),
+    share: Share = TWO_WORKERS,
     there: Resources = THERE,
     on_a_worker: Callable[[Callable[[], str]], str] | None = None,
 ) -> dict[str, Check]:

@@ -1,0 +1,78 @@
+"""A run is opened at the checkpoint that was asked for, with its own tokenizer; what is not there is named."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipelines.config import Checkpoint, SettingError, Tokenizer, Validation
+from pipelines.config.parse import to_yaml
+from pipelines.evaluate.opening import open_run
+from pipelines.files import Folder
+from pipelines.launch.job import Place
+from pipelines.launch.worker import build_training
+from pipelines.train.fingerprint import parameters_sha256
+from tests.processes import make_job
+from tests.tiny import tiny, write_text
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """A storage with a run whose best checkpoint is not its last, and one without checkpoints."""
+    path = tmp_path_factory.mktemp("opening")
+    # By a metric that is best where it is largest, the falling loss is best at the first validation.
+    validation = Validation(every=2, samples=16, direction="max")
+    config = tiny(
+        write_text(path), validation=validation, tokenizer=Tokenizer(kind="characters"), checkpoint=Checkpoint(every=2)
+    )
+    for name, every in (("trained", 2), ("unsaved", 0)):
+        job = make_job(replace(config, checkpoint=Checkpoint(every=every)), path, name)
+        job.folder.put("config.yaml", to_yaml(job.config))
+        training = build_training(job, Place(), [], lambda: False, lambda _: None)
+        training.run()
+        job.folder.put_json("trained.json", parameters_sha256(training.model))
+    return Folder(str(path))
+
+
+def test_the_last_checkpoint_is_the_trained_model(storage: Folder) -> None:
+    opened = open_run(storage, "trained", "last")
+    assert opened.step == 6
+    assert not opened.model.training
+    assert parameters_sha256(opened.model) == json.loads((storage / "trained").read("trained.json"))
+
+
+def test_the_best_checkpoint_is_where_the_metric_was_best(storage: Folder) -> None:
+    opened = open_run(storage, "trained")
+    assert opened.step == 2
+    last = open_run(storage, "trained", "last").model.state_dict()
+    assert any(not torch.equal(value, last[name]) for name, value in opened.model.state_dict().items())
+
+
+def test_the_tokenizer_is_the_one_it_was_trained_with(storage: Folder) -> None:
+    encoder = open_run(storage, "trained").encoder
+    assert encoder.decode(encoder.encode("the quick fox").tolist()) == "the quick fox"
+    assert encoder.vocabulary_size < 60
+
+
+def test_it_opens_without_the_data_it_was_prepared_from(storage: Folder, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(f"{storage}/trained", tmp_path / "trained")
+    assert open_run(Folder(str(tmp_path)), "trained", "last").step == 6
+
+
+def test_a_run_that_is_not_there_names_those_that_are(storage: Folder) -> None:
+    with pytest.raises(SettingError, match=r"--run nobody: .*\(there is: trained, unsaved\)"):
+        open_run(storage, "nobody")
+
+
+def test_an_empty_storage_has_none(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"there is: none"):
+        open_run(Folder(str(tmp_path)), "nobody")
+
+
+def test_a_run_without_a_checkpoint_says_how_to_get_one(storage: Folder) -> None:
+    with pytest.raises(SettingError, match=r"--run unsaved: .*checkpoint\.every"):
+        open_run(storage, "unsaved")

@@ -1,0 +1,74 @@
+"""The lean trainer and Ray's own train the same bits; where Ray is not as the lean one knows it, the stock one is made."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.config import Record
+from pipelines.files import Folder
+from pipelines.launch.cluster import QUIET
+from pipelines.launch.job import Job
+from pipelines.launch.resources import Share
+from pipelines.launch.trainer import make_trainer, train_on_ray
+from pipelines.launch.wire import Wire
+from tests.processes import make_job
+from tests.tiny import tiny, write_text
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `cluster` sets for every job."""
+    for name, value in QUIET.items():
+        monkeypatch.setenv(name, value)
+
+
+def _trained(job: Job, lean: bool) -> dict[str, Any]:
+    storage = Folder(job.folder.uri.rpartition("/")[0])
+    wire = Wire.start(job.folder, job.run, job.attempt, Record(mlflow=False), storage, parameters={}, tags={})
+    return wire.finish("finished", train_on_ray(job, Share(2, "cpu", 1), wire, lean=lean))
+
+
+@pytest.mark.timeout(600)
+def test_lean_and_stock_trainer_give_the_same(tmp_path: Path) -> None:
+    config = tiny(write_text(tmp_path))
+    lean, stock = (_trained(make_job(config, tmp_path, name), name == "lean") for name in ("lean", "stock"))
+    assert (lean["steps"], lean["workers"], lean["ending"]) == (6, 2, "done")
+    measured = {key for key in lean if "seconds" in key or key.endswith(("_per_second", "_bytes", "_share"))}
+    assert set(lean) == set(stock)
+    for key in set(lean) - measured - {"run"}:
+        assert lean[key] == stock[key], key
+    assert lean["parameters_sha256"]
+
+
+def _settings() -> dict[str, Any]:
+    from ray.train import RunConfig, ScalingConfig
+
+    return {"scaling_config": ScalingConfig(num_workers=1), "run_config": RunConfig(name="name")}
+
+
+def _kind(lean: bool) -> str:
+    return type(make_trainer(lambda config: None, _settings(), lean=lean)).__name__
+
+
+def test_each_is_made_where_it_is_asked_for() -> None:
+    assert _kind(lean=True) == "LeanTrainer"
+    assert _kind(lean=False) == "TorchTrainer"
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("ray.train.v2._internal.execution.failure_handling", "create_failure_policy"),
+        ("ray.train.v2._internal.callbacks", "BackendSetupCallback"),
+        ("ray.train.v2._internal.constants", "ENV_VARS_TO_PROPAGATE"),
+    ],
+)
+def test_another_ray_gets_the_stock_trainer(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
+    __import__(module)
+    monkeypatch.delattr(sys.modules[module], name)
+    monkeypatch.delitem(sys.modules, "pipelines.launch.lean", raising=False)
+    assert _kind(lean=True) == "TorchTrainer"

@@ -1,0 +1,100 @@
+"""The recorder as a real actor, and the wish to stop on its way from the driver to a worker."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipelines.config import Record
+from pipelines.files import Folder
+from pipelines.launch import wire
+from pipelines.launch.wire import StopPoll, Wire
+from pipelines.record import read_entries
+from pipelines.record.sender import Sender
+
+
+@pytest.fixture
+def started(tmp_path: Path, ray_cluster: None) -> Wire:
+    """A recorder without MLflow on the test's cluster."""
+    return Wire.start(
+        run_folder=Folder(str(tmp_path / "run")),
+        run="run",
+        attempt="a1",
+        settings=Record(mlflow=False),
+        storage=Folder(str(tmp_path)),
+        parameters={"train.steps": 10},
+        tags={"raystride.workers": "1"},
+        total_steps=10,
+    )
+
+
+def _wait(true: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def _send(started: Wire, sender: str) -> None:
+    sending = Sender(started.post, sender)
+    sending.put("metrics", {"train_loss": 1.5}, step=2)
+    sending.close()
+
+
+def test_entries_arrive_and_show_in_the_state(started: Wire, tmp_path: Path) -> None:
+    _send(started, "rank0")
+    state = started.state()
+    assert (state["step"], state["steps"], state["loss"]) == (2, 10, 1.5)
+    summary = started.finish("stopped", {"steps": 2})
+    assert (summary["status"], summary["steps"], summary["train_loss"]) == ("stopped", 2, 1.5)
+    entries = [entry for entry in read_entries(Folder(str(tmp_path / "run"))) if entry["sender"].startswith("rank0")]
+    assert [entry["values"] for entry in entries] == [{"train_loss": 1.5}]
+
+
+def test_a_worker_process_posts_through_the_same_wire(started: Wire) -> None:
+    import ray
+
+    ray.get(ray.remote(num_cpus=0)(_send).remote(started, "rank7"))
+    assert started.state()["loss"] == 1.5
+
+
+def test_a_killed_recorder_comes_back_with_what_was_recorded(started: Wire) -> None:
+    import ray
+
+    _send(started, "rank0")
+    ray.kill(started.actor, no_restart=False)
+    state = started.state()
+    assert (state["step"], state["loss"]) == (2, 1.5)
+    assert started.finish("finished", {"steps": 2})["train_loss"] == 1.5
+
+
+def test_the_wish_to_stop_reaches_who_asks(started: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "ASK_S", 0.01)
+    assert not started.stop_requested()
+    poll = StopPoll(started.stop_requested)
+    assert not poll()
+    started.request_stop()
+    _wait(poll, "the wish did not arrive")
+    assert started.stop_requested()
+
+
+def test_a_poll_outlives_errors_and_ends_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "ASK_S", 0.01)
+    asked: list[float] = []
+
+    def ask() -> bool:
+        asked.append(time.monotonic())
+        if len(asked) < 3:
+            raise ConnectionError("the recorder starts again")
+        return len(asked) == 5
+
+    poll = StopPoll(ask)
+    _wait(poll, "the poll gave up")
+    assert len(asked) == 5
+
+    never = StopPoll(lambda: bool(asked.append(0.0)))  # type: ignore[func-returns-value]
+    _wait(lambda: len(asked) > 6, "nothing was asked")
+    never.end()
+    _wait(lambda: not any(thread.name == "stop-poll" for thread in wire.threading.enumerate()), "the thread lives on")
+    assert not never()
