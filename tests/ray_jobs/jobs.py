@@ -1,0 +1,107 @@
+"""Jobs as a user starts them: `python ray_jobs/train.py ...` in a process of its own, its exit code and what it printed.
+
+outcome = run_job("train", config, "--launch", "inline", "--run", "name")
+outcome.code, outcome.lines[-3:], summary(config, "name")["steps"]
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipelines.config import Config
+from pipelines.config.parse import to_yaml
+from pipelines.files import Folder
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 240
+"""No job of a test takes longer, however busy the machine."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+    @property
+    def lines(self) -> list[str]:
+        """What it printed, without empty lines at the end."""
+        return self.out.rstrip().splitlines()
+
+
+def start_job(job: str, config: Config, *flags: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    """Starts a job on a configuration, whose `storage` must be absolute; flags go over it."""
+    file = Path(config.storage).parent / "tiny.yaml"
+    file.write_text(to_yaml(config))
+    return start_script(job, "--config", str(file), *flags, env=env)
+
+
+def start_script(job: str, *flags: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    """Starts a job with these flags alone."""
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "ray_jobs" / f"{job}.py"), *flags],
+        env=environment() | (env or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def environment() -> dict[str, str]:
+    """This process's variables, without those that would lead a job to a cluster."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+
+
+def finish_job(process: subprocess.Popen[str]) -> Outcome:
+    """Waits for a job."""
+    began = time.monotonic()
+    try:
+        out, err = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+    return Outcome(process.returncode, out, err, time.monotonic() - began)
+
+
+def run_job(job: str, config: Config, *flags: str, env: dict[str, str] | None = None) -> Outcome:
+    """Runs a job to its end."""
+    return finish_job(start_job(job, config, *flags, env=env))
+
+
+def run_well(job: str, config: Config, *flags: str, env: dict[str, str] | None = None) -> Outcome:
+    """Runs a job that must succeed."""
+    outcome = run_job(job, config, *flags, env=env)
+    assert outcome.code == 0, outcome.out[-2000:] + outcome.err[-4000:]
+    return outcome
+
+
+def run_folder(config: Config, run: str) -> Folder:
+    """The folder of a run."""
+    return Folder(config.storage) / run
+
+
+def summary(config: Config, run: str) -> dict[str, Any]:
+    """What its `summary.json` says."""
+    return dict(run_folder(config, run).read_json("summary.json"))
+
+
+def wait_for(true: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    """Waits until something is true of a job that runs. Fails where the job ends before."""
+    deadline = time.monotonic() + LIMIT_S
+    while not true():
+        assert process.poll() is None, "the job ended: " + "".join(process.communicate())[-4000:]
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.02)
+
+
+def wait_for_checkpoint(config: Config, run: str, step: int, process: subprocess.Popen[str]) -> None:
+    """Waits until a running job has saved a checkpoint at a step."""
+    folder = run_folder(config, run)
+    wait_for(lambda: folder.exists(f"checkpoints/step-{step:08d}/MANIFEST.json"), process)
