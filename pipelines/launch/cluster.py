@@ -5,6 +5,8 @@ with cluster(config.launch):                              # ray.init ... ray.shu
 """
 
 import os
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,9 +42,11 @@ def cluster(settings: Launch) -> Iterator[None]:
 
     try:
         if address:
+            _wait_for(address, settings.timeout_s)
             ray.init(address=address, logging_level="ERROR", log_to_driver=False)
         else:
-            ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False, runtime_env=None)
+            # Without an address Ray would join a cluster that was started on this machine, if there is one.
+            ray.init(address="local", include_dashboard=False, logging_level="ERROR", log_to_driver=False, runtime_env=None)
     except Exception as error:  # ray.init raises ConnectionError, RuntimeError, ValueError, grpc's own, ...
         where = f"joined at {address} (launch.address)" if address else "started on this machine"
         raise NoCluster(
@@ -53,6 +57,22 @@ def cluster(settings: Launch) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _wait_for(address: str, seconds: float) -> None:
+    """Waits until something listens at host:port. Raises OSError: Ray itself would end the process after a minute."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not (host and port.isdigit()):
+        return
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
 
 
 def joined(settings: Launch) -> bool:
