@@ -1,1 +1,15 @@
-"""Each figure that the README states: a command that prints it beside its peer."""
+"""Each figure that the README states: a command that prints it beside its peer.
+
+training     training steps beside a plain one-file loop of PyTorch; `--loss`: the loss that a whole training reaches
+loop         our loop beside a bare one around the same model; `--ray`: two workers beside DistributedDataParallel
+scaling      two workers beside one
+startup      from the start of the process to the first step, beside Ray's stock TorchTrainer
+preparation  raw text to shards, beside load_dataset and map; `--memory`: what ten times the text takes
+recorder     a loop that records every step beside one that records none
+
+Ways of doing one thing take turns in the same run; every ratio is taken within its round. All print the machine, versions,
+commit and date, take `--rounds`, and write the same as JSON with `--json PATH`. What they share: `pairs` (turns, ratios,
+machine), `runs` (our commands as processes), `workers` (ours without Ray), `peers` (what ours is compared with).
+
+    python -m benchmarks.training --json benchmarks/results/training.json
+"""

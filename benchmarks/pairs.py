@@ -18,8 +18,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipelines.record.environment import describe_environment
-
 T = TypeVar("T")
 MANY = 8
 """From so many values on, the spread is their middle half, which one disturbed run does not change."""
@@ -110,6 +108,9 @@ def take_turns(
 
 def machine(threads: str = "") -> dict[str, Any]:
     """Processor, cores, load, versions, commit and date; `threads` says in words how many a run uses."""
+    # A benchmark's own children import this module, and what they import is measured.
+    from pipelines.record.environment import describe_environment
+
     found = describe_environment()
     return {
         "cpu": found["cpu"],

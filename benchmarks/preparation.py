@@ -3,7 +3,7 @@
 Text is copies of the standard library's source, a file a document; the tokenizer is a BPE of 4,096 trained once before.
 Every run is a process of its own, timed whole: imports, ray.init or process pool, reading, tokenising, files written.
 
-    python -m benchmarks.preparation --mb 100 --repeats 3     # seconds, MB/s and their ratio, interleaved
+    python -m benchmarks.preparation --mb 100 --rounds 3      # MB/s, seconds and their ratios, interleaved
     python -m benchmarks.preparation --memory                 # peak memory (PSS of all processes) at 100 MB and at 1 GB
 """
 
@@ -11,15 +11,18 @@ import argparse
 import logging
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
+
+from benchmarks.pairs import Comparison, command_line, machine, machine_line, report, take_turns
 
 _CORES = 2
 _SAMPLE_S = 0.5
@@ -97,8 +100,17 @@ def run_peer(text: Path, tokenizer: Path, out: Path) -> int:
 RUNS: dict[str, Callable[[Path, Path, Path], int]] = {"ours": run_ours, "peer": run_peer}
 
 
-def measure(name: str, text: Path, tokenizer: Path, *, memory: bool = False) -> tuple[float, int, float]:
-    """One run in a process of its own: seconds, tokens, and (with `memory`) peak PSS in MiB of it and its descendants."""
+class Run(NamedTuple):
+    """What one run took and gave."""
+
+    seconds: float
+    tokens: int
+    peak_mib: float
+    """Most proportional set size of the process and its descendants; 0 where it was not measured."""
+
+
+def measure(name: str, text: Path, tokenizer: Path, *, memory: bool = False) -> Run:
+    """One run in a process of its own; `memory` takes readings of it, which cost time."""
     out = Path(tempfile.mkdtemp(prefix="preparation-"))
     command = [sys.executable, "-m", "benchmarks.preparation", "--one", name, str(text), str(tokenizer), str(out)]
     started, peak = time.perf_counter(), 0.0
@@ -111,7 +123,7 @@ def measure(name: str, text: Path, tokenizer: Path, *, memory: bool = False) -> 
     shutil.rmtree(out)
     if process.returncode:
         raise SystemExit(f"{name} failed")
-    return seconds, int(output.split()[-1]), peak
+    return Run(seconds, int(output.split()[-1]), peak)
 
 
 def _pss(pid: int) -> float:
@@ -129,56 +141,57 @@ def _pss(pid: int) -> float:
     return total / 2**20
 
 
-def compare(megabytes: int, repeats: int, work: Path) -> None:
-    """Prints seconds and MB/s of both, interleaved, and their ratio."""
+def compare(given: argparse.Namespace, work: Path) -> None:
+    """Prints MB/s and seconds of both, interleaved, and their ratios."""
+    found = machine(f"{_CORES} used")
+    print(machine_line(found, ("ray", "datasets", "tokenizers", "pyarrow")))
     text = work / "text"
-    size = corpus(text, megabytes) / 1e6
+    size = corpus(text, given.mb) / 1e6
     tokenizer = trained_tokenizer(work / "tokenizer")
-    seconds: dict[str, list[float]] = {name: [] for name in RUNS}
-    tokens: dict[str, int] = {}
-    for _ in range(repeats):
-        for name in RUNS:
-            took, tokens[name], _ = measure(name, text, tokenizer)
-            seconds[name].append(took)
-            print(f"{name:5} {took:7.1f} s {size / took:6.1f} MB/s {tokens[name]:,} tokens", flush=True)
-    print(f"\n{size:.0f} MB, {repeats} runs each, {_CORES} cores: median [lowest, highest]")
-    for name, times in seconds.items():
-        middle = statistics.median(times)
-        print(f"{name:5} {middle:7.1f} s [{min(times):.1f}, {max(times):.1f}]   {size / middle:.1f} MB/s")
-    ratios = [peer / ours for ours, peer in zip(seconds["ours"], seconds["peer"], strict=True)]
-    print(f"ours is {statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}] times as fast")
-    if tokens["ours"] != tokens["peer"]:
-        print(f"tokens differ by {abs(tokens['ours'] - tokens['peer']):,}")
+    ways = {name: partial(measure, name, text, tokenizer) for name in RUNS}
+    results = take_turns(ways, given.rounds, lambda _, run: f"{run.seconds:.1f} s, {run.tokens:,} tokens")
+    seconds = {name: [run.seconds for run in each] for name, each in results.items()}
+    rates = {name: [size / each for each in took] for name, took in seconds.items()}
+    comparisons = [
+        Comparison(f"MB a second of {size:.0f} MB of text", rates, peer="peer"),
+        Comparison("seconds", seconds, peer="peer"),
+    ]
+    report(given, found, comparisons, tokens={name: each[0].tokens for name, each in results.items()})
+    ours, peer = (results[name][0].tokens for name in ("ours", "peer"))
+    if ours != peer:
+        print(f"tokens differ by {abs(ours - peer):,}")
 
 
-def compare_memory(work: Path) -> None:
+def compare_memory(given: argparse.Namespace, work: Path) -> None:
     """Prints the peak PSS of a preparation of 100 MB and of 1 GB."""
+    found = machine(f"{_CORES} used")
+    print(machine_line(found, ("ray", "tokenizers", "pyarrow")))
     tokenizer = trained_tokenizer(work / "tokenizer")
-    peaks = []
+    peaks = {}
     for megabytes in (100, 1000):
         text = work / f"text-{megabytes}"
         corpus(text, megabytes)
-        seconds, _, peak = measure("ours", text, tokenizer, memory=True)
+        run = measure("ours", text, tokenizer, memory=True)
         shutil.rmtree(text)
-        peaks.append(peak)
-        print(f"{megabytes:5} MB of text: peak {peak:,.0f} MiB, {seconds:.1f} s", flush=True)
-    print(f"ten times the text takes {peaks[1] / peaks[0]:.2f} times the memory")
+        peaks[megabytes] = run.peak_mib
+        print(f"{megabytes:5} MB of text: peak {run.peak_mib:,.0f} MiB, {run.seconds:.1f} s", flush=True)
+    print(f"ten times the text takes {peaks[1000] / peaks[100]:.2f} times the memory")
+    report(given, found, [], peak_mib_by_mb=peaks)
 
 
 def main() -> None:
     """Parses the command line and runs what it asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=int, default=100, help="megabytes of text")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser = command_line("preparation", __doc__, rounds=3)
+    parser.add_argument("--mb", type=int, default=100, help="megabytes of text (default 100)")
     parser.add_argument("--memory", action="store_true", help="measure memory at 100 MB and 1 GB instead of time")
     parser.add_argument("--one", nargs=4, metavar=("NAME", "TEXT", "TOKENIZER", "OUT"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.one:
-        name, *places = options.one
+    given = parser.parse_args()
+    if given.one:
+        name, *places = given.one
         print(RUNS[name](*map(Path, places)))
         return
     with tempfile.TemporaryDirectory(prefix="preparation-") as work:
-        compare_memory(Path(work)) if options.memory else compare(options.mb, options.repeats, Path(work))
+        (compare_memory if given.memory else compare)(given, Path(work))
 
 
 if __name__ == "__main__":

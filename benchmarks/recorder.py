@@ -4,7 +4,7 @@ Recording is as in a real run: the observers Throughput, HostMonitor and Tracker
 SQLite MLflow; once in a process of its own as under Ray, once in the training's own process as inline. The loops alternate
 in short blocks, so that what else the machine does meets all alike, and each block is compared with its neighbours.
 
-    python -m benchmarks.recorder --blocks 20 --steps 40
+    python -m benchmarks.recorder --rounds 20 --steps 40
     # recorder in its own process    -0.22 % (middle half of 12 pairs: -1.62 to +2.94 %)
     #     processor, ms a logged step: 0.060 in threads of the training's process, 0.875 in the recorder's
 
@@ -13,24 +13,24 @@ other threads of the training's process, and that of the recorder's own process,
 """
 
 import argparse
-import os
-import platform
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from multiprocessing import get_context
 from multiprocessing.managers import BaseManager
+from typing import Any
 
 import torch
 
+from benchmarks.pairs import Spread, command_line, machine, machine_line, report
 from pipelines.config.run import Record
 from pipelines.files import Folder
 from pipelines.observers.host_monitor import HostMonitor
 from pipelines.observers.observer import Observer, RunFacts
 from pipelines.observers.throughput import Throughput
 from pipelines.observers.tracker import Tracker
-from pipelines.record import Recorder, Sender, describe_environment
+from pipelines.record import Recorder, Sender
 
 Step = Callable[[], float]
 WARM_UP_TIMEOUT_S = 60.0
@@ -93,15 +93,15 @@ def await_mlflow(folder: Folder, observers: Sequence[Observer]) -> None:
         time.sleep(0.05)
 
 
-def compare(step: Step, recorder: Recorder, folder: Folder, blocks: int, steps: int, own_process: int | None) -> None:
+def compare(step: Step, recorder: Recorder, folder: Folder, given: argparse.Namespace, own_process: int | None) -> Any:
     """Prints the ratio of recorded blocks to the plain ones around them, and what recording took of the processor."""
-    observers = observe(recorder, "benchmark")
+    observers, steps = observe(recorder, "benchmark"), given.steps
     block(step, observers, 1, steps)
     await_mlflow(folder, observers)
     ratios = []
     threads, process = other_threads_seconds(), process_seconds(own_process)
     before = block(step, (), 0, steps)
-    for number in range(blocks):
+    for number in range(given.rounds):
         recorded = block(step, observers, (number + 1) * steps, steps)
         after = block(step, (), 0, steps)
         ratios.append(recorded / ((before + after) / 2))
@@ -109,12 +109,14 @@ def compare(step: Step, recorder: Recorder, folder: Folder, blocks: int, steps: 
     threads, process = other_threads_seconds() - threads, process_seconds(own_process) - process
     for observer in observers:
         observer.on_end({})
-    low, middle, high = (100 * (quartile - 1) for quartile in statistics.quantiles(ratios, n=4))
+    spread = Spread.of([100 * (each - 1) for each in ratios])
     title = f"recorder in {'its own' if own_process else 'the same'} process"
-    print(f"{title:<30} {middle:+.2f} % (middle half of {blocks} pairs: {low:+.2f} to {high:+.2f} %)")
-    by_step = 1000 / (blocks * steps)
+    print(f"{title:<30} {spread.median:+.2f} % ({spread.meaning} pairs: {spread.low:+.2f} to {spread.high:+.2f} %)")
+    by_step = 1000 / (given.rounds * steps)
     print(f"    processor, ms a logged step: {threads * by_step:.3f} in threads of the training's process", end="")
     print(f", {process * by_step:.3f} in the recorder's" if own_process else "")
+    used = {"threads_ms": threads * by_step, "process_ms": process * by_step}
+    return {"percent": asdict(spread), "processor_by_logged_step": used}
 
 
 def other_threads_seconds() -> float:
@@ -143,36 +145,33 @@ def put_cost(recorder: Recorder) -> float:
 
 def main() -> None:
     """Runs the comparison and prints it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.recorder", description="What recording costs a training.")
-    parser.add_argument("--blocks", type=int, default=20, help="pairs of blocks to compare, at least 2")
-    parser.add_argument("--steps", type=int, default=40, help="steps of a block")
-    parser.add_argument("--threads", type=int, default=1, help="threads of the training loop")
+    parser = command_line("recorder", __doc__, rounds=20)
+    parser.add_argument("--steps", type=int, default=40, help="steps of a block (default 40)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the training loop (default 1)")
     given = parser.parse_args()
-    environment = describe_environment()
-    print(
-        f"{environment['cpu']}, {environment['cores']} cores, load {os.getloadavg()[0]:.1f}, {time.strftime('%Y-%m-%d')}, ",
-        end="",
-    )
-    print(f"Python {platform.python_version()}, torch {torch.__version__}, commit {str(environment['commit'])[:8]}")
+    found = machine(f"{given.threads} of them training")
+    print(machine_line(found, ("torch", "mlflow")))
     step = small_training(given.threads)
-    print(f"a step without recording: {block(step, (), 0, 3 * given.steps) * 1000:.1f} ms, {given.threads} thread(s)")
+    print(f"a step without recording: {block(step, (), 0, 3 * given.steps) * 1000:.1f} ms")
     with tempfile.TemporaryDirectory() as scratch:
         storage = Folder(scratch)
 
-        def arguments(name: str) -> tuple[object, ...]:
+        def arguments(name: str) -> tuple[Any, ...]:
             return storage / name, name, "a1", Record(), storage, {}, {}, None
 
         manager = RecorderProcess(ctx=get_context("spawn"))
         manager.start()
         number = int(manager._process.pid)  # type: ignore[attr-defined]
         apart = manager.Recorder(*arguments("apart"))  # type: ignore[attr-defined]
-        compare(step, apart, storage / "apart", given.blocks, given.steps, number)
+        costs = {"own process": compare(step, apart, storage / "apart", given, number)}
         apart.finish("finished")
         manager.shutdown()
-        inline = Recorder(*arguments("inline"))  # type: ignore[arg-type]
-        compare(step, inline, storage / "inline", given.blocks, given.steps, None)
-        print(f"one put takes its caller {put_cost(inline):.1f} microseconds")
+        inline = Recorder(*arguments("inline"))
+        costs["same process"] = compare(step, inline, storage / "inline", given, None)
+        microseconds = put_cost(inline)
+        print(f"one put takes its caller {microseconds:.1f} microseconds")
         inline.finish("finished")
+    report(given, found, [], costs=costs, put_microseconds=microseconds)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ Two workers on a local cluster that each run starts anew, data prepared before, 
 trainer, ours with the stock TorchTrainer (`--launch.lean false`), and inline, without Ray. What the interpreter takes to
 its first line, which our runs do not see, is measured by itself and added to them.
 
-    python -m benchmarks.startup --rounds 5                    # about 6 minutes on two cores
+    python -m benchmarks.startup --rounds 4                    # about 5 minutes on two cores
     python -m benchmarks.startup --rounds 1 --only lean stock  # these two alone
 """
 
@@ -90,7 +90,7 @@ def compare(given: argparse.Namespace, work: Path) -> None:
 
 def main() -> None:
     """Parses the command line and runs what it asks for."""
-    parser = command_line("startup", __doc__, rounds=5)
+    parser = command_line("startup", __doc__, rounds=4)
     parser.add_argument("--only", nargs="+", choices=list(OURS), help="these of ours beside the peer; else all")
     with tempfile.TemporaryDirectory(prefix="startup-") as scratch:
         compare(parser.parse_args(), Path(scratch))
