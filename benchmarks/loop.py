@@ -12,6 +12,7 @@ DistributedDataParallel under torchrun, each a process group of its own with the
 import argparse
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ def compare_workers(given: argparse.Namespace, flags: list[str], storage: Path) 
     job = make_job(settings(*flags), storage, threads=1)
     print(f"{machine_line(found)}\n{given.steps} steps of 768 tokens a run, a log every {LOG_EVERY}")
     two = ("--scaling.workers", "2", "--scaling.threads", "1")
-    ways = {
+    ways: dict[str, Callable[[], dict[str, float]]] = {
         "torchrun, DDP": partial(run_torchrun, job, given.steps),
         "ours, Ray": lambda: runs.figures(runs.train(storage, *flags, *two)),
         "ours, processes": lambda: runs.figures(run_workers(job, 2)),

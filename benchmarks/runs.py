@@ -85,7 +85,10 @@ def small_text(folder: Path) -> Path:
 def small_setting(text: Path) -> list[str]:
     """Flags of nanoGPT's small CPU setting on a text, with nothing but training steps, which alone are compared."""
     flags = {"data.source": text, "validation.every": 0, "validation.samples": 12, "checkpoint.every": 0, "sample.tokens": 0}
-    return ["--config", "configs/lm_shakespeare_cpu.yaml", *(f"--{name}={value}" for name, value in flags.items())]
+    return [
+        f"--config={ROOT / 'configs' / 'lm_shakespeare_cpu.yaml'}",
+        *(f"--{name}={value}" for name, value in flags.items()),
+    ]
 
 
 def prepare(storage: Path, *flags: str) -> None:
@@ -94,11 +97,11 @@ def prepare(storage: Path, *flags: str) -> None:
 
 
 def train(storage: Path, *flags: str) -> dict[str, Any]:
-    """Trains a run of a new name; its summary, with `started_at` and `start`, the seconds of each part of the start."""
+    """Trains a run of a new name; its summary, and in `start` the seconds of each part of the start."""
     name = f"run-{secrets.token_hex(4)}"
-    done = run("ray_jobs/train.py", *flags, "--storage", str(storage), "--run", name)
+    run("ray_jobs/train.py", *flags, "--storage", str(storage), "--run", name)
     folder = Folder.at(str(storage / name))
-    return folder.read_json("summary.json") | {"started_at": done.started_at, "start": _start(read_entries(folder))}
+    return dict(folder.read_json("summary.json")) | {"start": _start(read_entries(folder))}
 
 
 def figures(summary: dict[str, Any]) -> dict[str, float]:

@@ -43,7 +43,8 @@ PARTS = {
 
 def start_ours(storage: Path, flags: Sequence[str], interpreter: float) -> Start:
     """Our run of three steps; the parts of its start."""
-    return {"interpreter": interpreter} | runs.train(storage, *flags)["start"]
+    start: Start = runs.train(storage, *flags)["start"]
+    return {"interpreter": interpreter} | start
 
 
 def start_stock(tokens: Path, vocabulary: int, storage: Path) -> Start:

@@ -57,7 +57,7 @@ def bare_loop(job: Job, place: Place, steps: int) -> list[float]:
         loss_sum, counted = spread(batch.inputs, batch.targets)
         loss = loss_sum / counted
         loss.backward()
-        gradients = [parameter.grad for parameter in parameters]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         torch._foreach_mul_(gradients, (config.train.clip_norm / (norm + 1e-6)).clamp(max=1.0))
         optimizer.update(learning_rate(config.optimizer, step.number, steps, config.model.width))

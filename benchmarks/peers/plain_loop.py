@@ -50,7 +50,8 @@ class Attention(nn.Module):
         b, t, c = x.shape
         q, k, v = (part.view(b, t, HEADS, c // HEADS).transpose(1, 2) for part in self.qkv(x).split(c, dim=2))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).contiguous().view(b, t, c))
+        y = y.transpose(1, 2).contiguous().view(b, t, c)
+        return self.out(y)  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -66,7 +67,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, C) -> (B, T, C)."""
         x = x + self.attention(self.norm1(x))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
 
 
 class GPT(nn.Module):
