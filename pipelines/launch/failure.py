@@ -32,7 +32,7 @@ REMEDIES = (
     ),
     (
         r"NCCL|gloo|Connection (reset|closed|refused)|timed out",
-        "the network between workers broke, or one of them died: the same command resumes the run",
+        "the network between workers broke, or one of them died: --launch.restarts 3 resumes the run by itself",
     ),
     (
         r"Read-only file system|Permission denied",
@@ -79,7 +79,8 @@ def _unwrapped(error: BaseException) -> BaseException:
 
 def _chain(error: BaseException) -> list[BaseException]:
     """The error and what it wraps, the cause last."""
-    inner = getattr(error, "cause", None) or getattr(error, "controller_failure", None)
+    wrapped = (getattr(error, name, None) for name in ("cause", "controller_failure", "health_check_failure"))
+    inner = next(filter(None, wrapped), None)
     return [error, *_chain(inner)] if isinstance(inner, BaseException) else [error]
 
 
