@@ -1,0 +1,98 @@
+"""A run as MLflow's user finds it: parameters, tags, metrics, system readings and files, from a training without Ray."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.config import Config, Launch, Record, Sample, Train
+from tests.end_to_end.tracking import artifacts, only_run
+from tests.ray_jobs.jobs import run_well, summary
+from tests.tiny import tiny, write_text
+
+METRICS = {
+    "train_loss",
+    "val_loss",
+    "learning_rate",
+    "gradient_norm",
+    "tokens_per_second",
+    "data_wait_share",
+    "step_seconds_p50",
+    "step_seconds_p95",
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """Tiny settings with MLflow and a sample, long enough for readings of the machine."""
+    path = tmp_path_factory.mktemp("mlflow")
+    return tiny(
+        write_text(path),
+        storage=str(path / "runs"),
+        launch=Launch(mode="inline"),
+        record=Record(system_every_s=0.2),
+        sample=Sample(tokens=20, prompt="line "),
+        train=Train(steps=100, slots=4, slot_size=2, log_every=10),
+    )
+
+
+@pytest.fixture(scope="module")
+def run(config: Config) -> Any:
+    """The MLflow run of a training."""
+    run_well("train", config, "--run", "logged")
+    return only_run(config, "logged")
+
+
+def test_it_is_finished_and_the_summary_names_it(run: Any, config: Config) -> None:
+    assert run.info.status == "FINISHED"
+    assert summary(config, "logged")["mlflow_run_id"] == run.info.run_id
+
+
+def test_its_parameters_are_the_resolved_settings(run: Any, config: Config) -> None:
+    parameters = run.data.params
+    assert set(config.flat()) <= set(parameters)
+    expected = {"train.steps": "100", "model.width": "16", "launch.mode": "inline", "workers": "1", "device": "cpu"}
+    assert {key: parameters[key] for key in expected} == expected
+
+
+def test_its_tags_say_where_it_comes_from(run: Any) -> None:
+    tags = {key: value for key, value in run.data.tags.items() if key.startswith("raystride.")}
+    assert set(tags) >= {f"raystride.{key}" for key in ("attempt", "commit", "data", "workers", "device")}
+    assert tags["raystride.workers"] == "1"
+    assert len(tags["raystride.commit"]) == 40
+
+
+def test_its_metrics_are_there_with_their_steps(run: Any, config: Config) -> None:
+    from mlflow import MlflowClient
+
+    assert set(run.data.metrics) >= METRICS
+    assert run.data.metrics["val_loss"] == pytest.approx(summary(config, "logged")["val_loss"])
+    history = MlflowClient(f"sqlite:///{config.storage}/mlflow.db").get_metric_history(run.info.run_id, "train_loss")
+    assert sorted(point.step for point in history) == list(range(10, 101, 10))
+    assert history[-1].value < history[0].value
+
+
+def test_the_machine_was_read(run: Any) -> None:
+    readings = {key for key in run.data.metrics if key.startswith("system/")}
+    assert any("cpu" in key for key in readings), readings
+    assert any("memory" in key for key in readings), readings
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "environment.json", "curve.png", "sample.txt"])
+def test_its_files_are_there_and_whole(run: Any, config: Config, name: str) -> None:
+    found = artifacts(config, run)
+    assert found[name] == (Path(config.storage) / "logged" / name).read_bytes()
+
+
+def test_the_pictures_and_the_text_are_what_they_say(run: Any, config: Config) -> None:
+    found = artifacts(config, run)
+    assert found["curve.png"].startswith(b"\x89PNG")
+    assert found["sample.txt"].decode().startswith("line ")
+
+
+def test_a_run_without_mlflow_leaves_no_database(config: Config, tmp_path: Path) -> None:
+    silent = replace(config, storage=str(tmp_path / "runs"), record=Record(mlflow=False))
+    run_well("train", silent, "--run", "silent")
+    assert summary(silent, "silent")["mlflow_run_id"] is None
+    assert not (tmp_path / "runs" / "mlflow.db").exists()
