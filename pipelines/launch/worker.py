@@ -36,7 +36,7 @@ from pipelines.train.fingerprint import parameters_sha256
 from pipelines.train.loop import Ending, Training
 from pipelines.train.optimizer import build_optimizer
 from pipelines.train.state import TrainState
-from pipelines.train.step import StepRules
+from pipelines.train.step import StepRules, use_precision
 from pipelines.train.validation import validate
 
 
@@ -142,10 +142,10 @@ def _use_device(job: Job, place: Place) -> torch.device:
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = False
     else:
         device = torch.device("cpu")
         torch.set_num_threads(job.threads)
+    use_precision(job.config.train.precision)
     if place.world > 1 and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo"
         dist.init_process_group(backend, rank=place.rank, world_size=place.world, timeout=timedelta(minutes=30))

@@ -38,8 +38,19 @@ class StepRules:
     """`fp32` or `bf16`."""
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        """The context in which the model runs."""
-        return torch.autocast(device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext()
+        """The context in which the model runs; on CPUs `use_precision` has done all there is to do."""
+        on_gpu = device.type == "cuda"
+        return torch.autocast("cuda", torch.bfloat16) if on_gpu and self.precision == "bf16" else nullcontext()
+
+
+def use_precision(precision: str) -> None:
+    """Sets how this process multiplies fp32 matrices.
+
+    With `bf16` on CPUs, oneDNN rounds the factors to bfloat16 and adds up in fp32, and tensors stay fp32: on a Xeon with AMX
+    products become four times as fast, where autocast's casts around every operation cost more than that gains.
+    """
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16" if precision == "bf16" else "ieee"  # type: ignore[attr-defined]
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
 
 
 @dataclass(frozen=True)
@@ -68,7 +79,7 @@ def train_step(
     if any(stop):
         measured[STOP], measured[OUT_OF_TIME] = stop
     for number, batch in enumerate(step.micro_batches):
-        torch.manual_seed(micro_batch_seed(rules.seed, step.number, batch.slot))
+        seed_dropout(device, micro_batch_seed(rules.seed, step.number, batch.slot))
         with rules.autocast(device):
             loss_sum, counted = model(batch.inputs, batch.targets)
         measured[LOSS] += loss_sum.detach()
@@ -92,6 +103,14 @@ def scale_gradients(gradients: list[torch.Tensor], factor: torch.Tensor, clip_no
     coefficient = factor * (clip_norm / (norm + 1e-6)).clamp(max=1.0) if clip_norm else factor
     torch._foreach_mul_(gradients, coefficient)
     return norm
+
+
+def seed_dropout(device: torch.device, seed: int) -> None:
+    """Seeds the generator that dropout on this device draws from; `torch.manual_seed` would visit every kind of device."""
+    if device.type == "cuda":
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
 
 
 def micro_batch_seed(seed: int, step: int, slot: int) -> int:
