@@ -2,14 +2,18 @@
 
 In one process, blocks of steps take turns: bare, ours without observers, ours with a worker's observers and a recorder that
 keeps nothing. Each block is a fresh training; its first ten steps are not counted. Ratios are of speed: 1.0 is free.
-With `--ray`, two workers of one thread each: ours under Ray and as plain processes, beside the bare loop with
-DistributedDataParallel under torchrun, each a process group of its own with the same global batch.
+With `--workers 2` two processes of one thread share each block's batch, the bare loop by DistributedDataParallel. With
+`--ray` each way has its own two processes: ours under Ray with recording on and as plain ones, the bare loop by torchrun.
 
     python -m benchmarks.loop --rounds 10 --steps 60           # steps a second and their ratio, 2 minutes on two cores
+    python -m benchmarks.loop --workers 2                      # the same for two workers
     python -m benchmarks.loop --ray --rounds 4                 # tokens a second and their ratio, 4 minutes
 """
 
 import argparse
+import io
+import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks import runs
 from benchmarks.pairs import Comparison, command_line, machine, machine_line, report, take_turns
@@ -52,14 +57,14 @@ def rate(ends: list[float]) -> float:
     return (len(counted) - 1) / (counted[-1] - counted[0])
 
 
-def run_bare(job: Job, steps: int) -> float:
+def run_bare(job: Job, place: Place, steps: int) -> float:
     """A block of the bare loop; steps a second."""
     from benchmarks.peers.bare_loop import bare_loop
 
-    return rate(bare_loop(job, Place(), steps))
+    return rate(bare_loop(job, place, steps))
 
 
-def run_ours(job: Job, observed: bool) -> float:
+def run_ours(job: Job, place: Place, *, observed: bool) -> float:
     """A block of our loop, with a worker's observers or without; steps a second."""
     from pipelines.launch.worker import build_training
 
@@ -69,9 +74,10 @@ def run_ours(job: Job, observed: bool) -> float:
     if observed:
         monitor = HostMonitor(sender, job.config.record.system_every_s)
         observers = [Throughput(), FirstStep(time.time(), {}), monitor, RayMetrics(), Tracker(sender), clock]
-    training = build_training(job, Place(), observers, lambda: False, lambda _: None)
+    training = build_training(job, place, observers, lambda: False, lambda _: None)
+    facts = RunFacts(run="loop", attempt="a1", rank=place.rank, tokens_per_step=training.rules.nominal_targets)
     for observer in observers:
-        observer.on_start(RunFacts(run="loop", attempt="a1", tokens_per_step=training.rules.nominal_targets))
+        observer.on_start(facts)
     training.run()
     for observer in observers:
         observer.on_end({})
@@ -80,19 +86,27 @@ def run_ours(job: Job, observed: bool) -> float:
 
 
 def compare_loops(given: argparse.Namespace, flags: list[str], storage: Path) -> None:
-    """The loops in this process, block by block."""
-    job = make_job(settings(*flags), storage, given.threads)
-    found = machine(f"{given.threads} threads")
+    """The loops in this process, and in the other workers' at the same time, block by block."""
+    place = Place(rank=int(os.environ.get("RANK", 0)), world=given.workers, local_rank=int(os.environ.get("LOCAL_RANK", 0)))
+    if place.world > 1:
+        dist.init_process_group("gloo")
+    if place.rank:
+        sys.stdout, given.json = io.StringIO(), None  # one worker reports
+    threads = given.threads or max(1, torch.get_num_threads() // place.world)
+    job = make_job(settings(*flags), storage, threads)
+    found = machine(f"{place.world} worker(s), threads of each: {threads}")
     print(f"{machine_line(found)}\nblocks of {given.steps} steps, {LEFT_OUT} of them not counted; a log every {LOG_EVERY}")
-    run_bare(job, given.steps)  # the first block of a process pays for allocations
+    run_bare(job, place, given.steps)  # the first block of a process pays for allocations
     ways = {
-        "bare loop": partial(run_bare, job, given.steps),
-        "ours, no observers": partial(run_ours, job, observed=False),
-        "ours, observed": partial(run_ours, job, observed=True),
+        "bare loop": partial(run_bare, job, place, given.steps),
+        "ours, no observers": partial(run_ours, job, place, observed=False),
+        "ours, observed": partial(run_ours, job, place, observed=True),
     }
     aims = {name: "at least 0.98" for name in ways if name != "bare loop"}
     rates = take_turns(ways, given.rounds)
     report(given, found, [Comparison("steps a second", rates, peer="bare loop", aims=aims, form=".2f")])
+    if place.world > 1:
+        dist.destroy_process_group()
 
 
 def run_torchrun(job: Job, steps: int) -> dict[str, Any]:
@@ -121,9 +135,13 @@ def main() -> None:
     """Parses the command line and runs what it asks for."""
     parser = command_line("loop", __doc__, rounds=10)
     parser.add_argument("--steps", type=int, help="steps of a block (default 60), with --ray of a run (default 300)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of the loops in one process")
+    parser.add_argument("--threads", type=int, help="threads of a worker, without --ray; else the cores shared out")
+    parser.add_argument("--workers", type=int, default=1, help="processes that share each block's batch (1 or 2)")
     parser.add_argument("--ray", action="store_true", help="two workers under Ray beside DistributedDataParallel")
     given = parser.parse_args()
+    if given.workers > 1 and "RANK" not in os.environ:
+        torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={given.workers}")
+        os.execv(sys.executable, [sys.executable, *torchrun, "-m", "benchmarks.loop", *sys.argv[1:]])
     given.steps = given.steps or (300 if given.ray else 60)
     with tempfile.TemporaryDirectory(prefix="loop-") as scratch:
         storage = Path(scratch) / "runs"

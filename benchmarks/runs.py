@@ -84,11 +84,9 @@ def small_text(folder: Path) -> Path:
 
 def small_setting(text: Path) -> list[str]:
     """Flags of nanoGPT's small CPU setting on a text, with nothing but training steps, which alone are compared."""
+    preset = ROOT / "configs" / "lm_shakespeare_cpu.yaml"
     flags = {"data.source": text, "validation.every": 0, "validation.samples": 12, "checkpoint.every": 0, "sample.tokens": 0}
-    return [
-        f"--config={ROOT / 'configs' / 'lm_shakespeare_cpu.yaml'}",
-        *(f"--{name}={value}" for name, value in flags.items()),
-    ]
+    return [f"--config={preset}", *(f"--{name}={value}" for name, value in flags.items())]
 
 
 def prepare(storage: Path, *flags: str) -> None:
