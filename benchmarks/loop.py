@@ -133,16 +133,19 @@ def compare_workers(given: argparse.Namespace, flags: list[str], storage: Path) 
 
 def main() -> None:
     """Parses the command line and runs what it asks for."""
-    parser = command_line("loop", __doc__, rounds=10)
+    parser = command_line("loop", __doc__)
+    parser.add_argument("--rounds", type=int, help="times that every way runs (default 10, with --ray 4)")
     parser.add_argument("--steps", type=int, help="steps of a block (default 60), with --ray of a run (default 300)")
     parser.add_argument("--threads", type=int, help="threads of a worker, without --ray; else the cores shared out")
     parser.add_argument("--workers", type=int, default=1, help="processes that share each block's batch (1 or 2)")
     parser.add_argument("--ray", action="store_true", help="two workers under Ray beside DistributedDataParallel")
     given = parser.parse_args()
     if given.workers > 1 and "RANK" not in os.environ:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set it with a warning
         torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={given.workers}")
         os.execv(sys.executable, [sys.executable, *torchrun, "-m", "benchmarks.loop", *sys.argv[1:]])
     given.steps = given.steps or (300 if given.ray else 60)
+    given.rounds = given.rounds or (4 if given.ray else 10)
     with tempfile.TemporaryDirectory(prefix="loop-") as scratch:
         storage = Path(scratch) / "runs"
         flags = runs.small_setting(runs.small_text(Path(scratch)))

@@ -5,7 +5,7 @@ trainer, ours with the stock TorchTrainer (`--launch.lean false`), and inline, w
 its first line, which our runs do not see, is measured by itself and added to them.
 
     python -m benchmarks.startup --rounds 4                    # about 5 minutes on two cores
-    python -m benchmarks.startup --rounds 1 --only lean stock  # these two alone
+    python -m benchmarks.startup --rounds 1 --only lean        # that one beside the peer
 """
 
 import argparse
