@@ -1,5 +1,6 @@
 """One run on two Ray workers through its life: trained, asked for more, stopped by Ctrl-C, resumed; always the same bits."""
 
+import os
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +45,7 @@ def life(config: Config) -> Life:
     attempts = [(run_well("train", config, "--run", "run"), summary(config, "run"))]
     driver = start_job("train", more, "--run", "run")
     wait_for_checkpoint(config, "run", 100, driver)
-    driver.send_signal(signal.SIGINT)
+    os.killpg(driver.pid, signal.SIGINT)  # a terminal tells every process of the group
     attempts.append((finish_job(driver), summary(config, "run")))
     attempts.append((run_well("train", more, "--run", "run"), summary(config, "run")))
     return attempts

@@ -45,10 +45,11 @@ def start_job(job: str, config: Config, *flags: str, env: dict[str, str] | None 
 
 
 def start_script(job: str, *flags: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    """Starts a job with these flags alone."""
+    """Starts a job with these flags alone, in a process group of its own, as a terminal does."""
     return subprocess.Popen(
         [sys.executable, str(ROOT / "ray_jobs" / f"{job}.py"), *flags],
         env=environment() | (env or {}),
+        start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

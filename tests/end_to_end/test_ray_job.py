@@ -1,0 +1,165 @@
+"""A training submitted to a running Ray cluster with token authentication, stopped as a job, and submitted again."""
+
+import json
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipelines.config import Checkpoint, Config, Optimizer, Scaling, Train, Validation
+from pipelines.config.parse import to_yaml
+from pipelines.launch.resources import usable_cores
+from tests.ray_jobs.jobs import ROOT, environment, run_folder, run_well, summary
+from tests.tiny import tiny, write_text
+
+pytestmark = pytest.mark.timeout(900)
+LIMIT_S = 240
+CPUS = 4 if usable_cores() == 3 else 3
+"""Of the cluster: another number than this machine has, so that one can tell them apart."""
+RAY = str(Path(sys.executable).with_name("ray"))
+
+
+@dataclass(frozen=True)
+class Head:
+    """A Ray cluster of one node, started as an operator does, with a home and a temporary folder of its own."""
+
+    env: dict[str, str]
+    gcs: str
+
+    def ray(self, *arguments: str) -> str:
+        """Output of a `ray` command that must succeed."""
+        done = subprocess.run(
+            [RAY, *arguments], cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+    def submit(self, file: Path, *flags: str) -> str:
+        """Submits a training; the job's name."""
+        runtime = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}}
+        command = [sys.executable, "ray_jobs/train.py", "--config", str(file), *flags]
+        said = self.ray(
+            *("job", "submit", "--no-wait", "--working-dir", ".", "--runtime-env-json", json.dumps(runtime), "--", *command)
+        )
+        found = re.search(r"raysubmit_\w+", said)
+        assert found, said
+        return found[0]
+
+    def status(self, job: str) -> str:
+        """`running`, `succeeded`, ..."""
+        said = self.ray("job", "status", job).lower()
+        found = re.findall(r"\b(pending|running|succeeded|stopped|failed)\b", said)
+        assert found, said
+        return str(found[-1])
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+    """The cluster; all of its processes, and only those, end with the tests."""
+    home = tmp_path_factory.mktemp("home")
+    token = home / ".ray" / "auth_token"
+    token.parent.mkdir()
+    token.write_text(secrets.token_hex(32))
+    temporary = Path("/tmp") / f"rs-{secrets.token_hex(3)}"  # sockets lie below it: their paths may have 107 bytes
+    ports = {
+        name: _free_port() for name in ("port", "dashboard-port", "dashboard-agent-listen-port", "ray-client-server-port")
+    }
+    env = environment() | {"HOME": str(home), "RAY_AUTH_MODE": "token", "RAY_TMPDIR": str(temporary)}
+    env["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{ports['dashboard-port']}"
+    head = Head(env, f"127.0.0.1:{ports['port']}")
+    given = [f"--{name}={port}" for name, port in ports.items()]
+    try:
+        head.ray("start", "--head", f"--num-cpus={CPUS}", f"--temp-dir={temporary}", "--disable-usage-stats", *given)
+        yield head
+    finally:
+        _end(temporary)
+
+
+def _end(temporary: Path) -> None:
+    """Ends the processes of the cluster, which are those that were given its temporary folder, and no others."""
+    ours = [process for process in psutil.process_iter() if _belongs(process, temporary)]
+    for process in ours:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(ours, timeout=30)
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _belongs(process: psutil.Process, temporary: Path) -> bool:
+    try:
+        return process.environ().get("RAY_TMPDIR") == str(temporary)
+    except psutil.Error:
+        return False
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """Two workers, with steps enough to be stopped in the middle."""
+    path = tmp_path_factory.mktemp("job")
+    config = tiny(
+        write_text(path),
+        storage=str(path / "runs"),
+        optimizer=Optimizer(learning_rate=1e-2, warmup_steps=2, schedule="constant"),
+        train=Train(steps=100_000, slots=4, slot_size=2, log_every=20),
+        validation=Validation(every=0, samples=16),
+        checkpoint=Checkpoint(every=40),
+        scaling=Scaling(workers=2, threads=1),
+    )
+    (path / "tiny.yaml").write_text(to_yaml(config))
+    return config
+
+
+def _wait(true: Callable[[], object], head: Head, job: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not true():
+        assert time.monotonic() < deadline, head.ray("job", "logs", job)[-4000:]
+        time.sleep(0.2)
+
+
+def _ended(config: Config, steps: int) -> bool:
+    folder = run_folder(config, "submitted")
+    return folder.exists("summary.json") and folder.read_json("summary.json")["steps"] == steps
+
+
+def test_a_stopped_job_is_saved_and_resumed_by_its_name(head: Head, config: Config) -> None:
+    file = Path(config.storage).parent / "tiny.yaml"
+    first = head.submit(file, "--run", "submitted")
+    _wait(lambda: run_folder(config, "submitted").exists("checkpoints/step-00000080/MANIFEST.json"), head, first)
+    head.ray("job", "stop", first)
+    stopped = summary(config, "submitted")
+    assert stopped["status"] == "stopped"
+    assert 80 <= stopped["steps"] < 100_000
+    assert head.status(first) in ("stopped", "succeeded")
+
+    steps = stopped["steps"] + 40
+    second = head.submit(file, "--run", "submitted", "--train.steps", str(steps))
+    _wait(lambda: _ended(config, steps), head, second)
+    _wait(lambda: head.status(second) == "succeeded", head, second)
+    resumed = summary(config, "submitted")
+    assert (resumed["status"], resumed["steps"], resumed["resumed_from"]) == ("finished", steps, stopped["steps"])
+    said = head.ray("job", "logs", second)
+    assert f"run submitted in {config.storage}" in said
+    assert [line.split()[0] for line in said.rstrip().splitlines()[-3:]] == ["results", "mlflow", "next"]
+
+
+def test_a_driver_joins_only_the_cluster_that_it_is_told_of(head: Head, config: Config) -> None:
+    joined = run_well("check", config, "--launch.address", head.gcs, env=head.env)
+    assert f"CPU: 2 asked, {CPUS} there" in joined.out
+    alone = run_well("check", config, env=head.env)
+    assert f"{CPUS} there" not in alone.out
