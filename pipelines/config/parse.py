@@ -41,7 +41,7 @@ def parse(cls: type[T], arguments: Sequence[str], *, program: str, description: 
     import jsonargparse
 
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    given = [SHORT_FORMS[a] if a in SHORT_FORMS and _is_word(arguments, i) else a for i, a in enumerate(arguments)]
+    given = list(_long_forms(arguments))
     known = set(_keys(cls))
     _check_flags(given, known)
     files = _config_files(given)
@@ -98,9 +98,12 @@ def _keys(cls: Any, prefix: str = "") -> Iterator[str]:
             yield from _keys(item.type, f"{prefix}{item.name}.")
 
 
-def _is_word(arguments: Sequence[str], index: int) -> bool:
-    """Whether a flag is followed by a plain word and not by a file or JSON for the whole section."""
-    return index + 1 < len(arguments) and arguments[index + 1].isalpha()
+def _long_forms(arguments: Sequence[str]) -> Iterator[str]:
+    """The arguments with short forms spelled out, where a plain word follows and no file or JSON for the whole section."""
+    for argument, after in zip(arguments, [*arguments[1:], ""], strict=True):
+        flag, equals, value = argument.partition("=")
+        word = value if equals else after
+        yield f"{SHORT_FORMS[flag]}{equals}{value}" if flag in SHORT_FORMS and word.isalpha() else argument
 
 
 def _check_flags(arguments: Sequence[str], known: set[str]) -> None:

@@ -61,6 +61,7 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, content: str, message:
 
 def test_launch_has_a_short_form() -> None:
     assert _parse("--launch", "inline").launch.mode == "inline"
+    assert _parse("--launch=inline", "--train.steps", "3").launch.mode == "inline"
 
 
 def test_settings_survive_yaml() -> None:
