@@ -82,7 +82,7 @@ def test_ranks_that_only_lost_their_peer_come_last(lost: BaseException) -> None:
         (ArithmeticError("the loss is nan in the steps up to 30"), "optimizer.learning_rate"),
         (OSError(28, "No space left on device"), "checkpoint.keep"),
         (OSError(30, "Read-only file system"), "--storage"),
-        (RuntimeError("gloo: Connection closed by peer"), "the same command resumes"),
+        (RuntimeError("gloo: Connection closed by peer"), "--launch.restarts"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else value,
 )
