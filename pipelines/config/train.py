@@ -61,7 +61,7 @@ class Train(Section):
     """Largest norm of the gradient; 0: no clipping."""
     precision: Literal["fp32", "bf16"] = setting("fp32", fixed=True)
     """`bf16` multiplies matrices in bfloat16 and adds up in fp32, with fp32 parameters and updates (Apex O1): by autocast on
-    GPUs, inside oneDNN on CPUs, where processors with AMX or AVX512-BF16 gain from it and others do as with fp32."""
+    GPUs, in the linear layers on CPUs, where processors with AMX or AVX512-BF16 gain from it."""
     log_every: int = setting(10, at_least=1)
     """Steps between two measurements; the only time the loop waits for the device."""
     deterministic: bool = setting(True)

@@ -36,7 +36,7 @@ from pipelines.train.fingerprint import parameters_sha256
 from pipelines.train.loop import Ending, Training
 from pipelines.train.optimizer import build_optimizer
 from pipelines.train.state import TrainState
-from pipelines.train.step import StepRules, use_precision
+from pipelines.train.step import StepRules
 from pipelines.train.validation import validate
 
 
@@ -145,7 +145,6 @@ def _use_device(job: Job, place: Place) -> torch.device:
     else:
         device = torch.device("cpu")
         torch.set_num_threads(job.threads)
-    use_precision(job.config.train.precision)
     if place.world > 1 and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo"
         dist.init_process_group(backend, rank=place.rank, world_size=place.world, timeout=timedelta(minutes=30))

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from model.linear import bf16_products
 from pipelines.feed.loader import Step
 from pipelines.feed.order import mix64
 from pipelines.strategies.strategy import Strategy
@@ -38,19 +39,10 @@ class StepRules:
     """`fp32` or `bf16`."""
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        """The context in which the model runs; on CPUs `use_precision` has done all there is to do."""
-        on_gpu = device.type == "cuda"
-        return torch.autocast("cuda", torch.bfloat16) if on_gpu and self.precision == "bf16" else nullcontext()
-
-
-def use_precision(precision: str) -> None:
-    """Sets how this process multiplies fp32 matrices.
-
-    With `bf16` on CPUs, oneDNN rounds the factors to bfloat16 and adds up in fp32, and tensors stay fp32: on a Xeon with AMX
-    products become four times as fast, where autocast's casts around every operation cost more than that gains.
-    """
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16" if precision == "bf16" else "ieee"  # type: ignore[attr-defined]
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
+        """The context in which the model runs: autocast on a GPU, bfloat16 products in linear layers on a CPU."""
+        if self.precision != "bf16":
+            return nullcontext()
+        return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else bf16_products()
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.linear import Linear, linear, use_onednn
+from model.linear import Linear, bf16_products, linear, use_onednn
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -57,3 +57,22 @@ def test_autocast_goes_to_pytorch() -> None:
 @pytest.mark.parametrize(("choice", "expected"), [("onednn", True), ("torch", False)])
 def test_the_choice_is_the_users(choice: str, expected: bool) -> None:
     assert use_onednn(choice) is expected
+
+
+def test_bf16_products_round_the_factors_and_nothing_else() -> None:
+    torch.manual_seed(0)
+    x, layer = torch.randn(6, 64, 48, requires_grad=True), Linear(48, 32, bias=True)
+    torch.nn.init.normal_(layer.weight)
+    with bf16_products():
+        y = layer(x)
+    y.sum().backward()
+    assert y.dtype == torch.float32
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    # Each factor is off by at most 2^-9 of itself, so a sum of products by 2^-8 of the sum of their sizes.
+    with torch.no_grad():
+        exact = torch.nn.functional.linear(x.double(), layer.weight.double())
+        sizes = torch.nn.functional.linear(x.abs(), layer.weight.abs())
+    assert ((y - exact).abs() <= 2**-8 * sizes + 1e-5).all()
+    assert ((x.grad - layer.weight.sum(0)).abs() <= 2**-8 * layer.weight.abs().sum(0) + 1e-5).all()
+    assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"  # type: ignore[attr-defined]

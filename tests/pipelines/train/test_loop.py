@@ -13,7 +13,6 @@ from pipelines.launch.worker import build_training
 from pipelines.observers.observer import Observer
 from pipelines.train.fingerprint import parameters_sha256
 from pipelines.train.loop import Diverged, Ending, Training
-from pipelines.train.step import use_precision
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
 
@@ -148,10 +147,7 @@ def test_a_loss_that_is_no_number_ends_the_run(folder: Path) -> None:
 def test_bf16_learns_too(folder: Path) -> None:
     notes = Notes()
     train = Train(steps=30, slots=4, slot_size=2, log_every=10, precision="bf16")
-    try:
-        _training(folder, _config(folder, train=train), "bf16", notes).run()
-    finally:
-        use_precision("fp32")
+    _training(folder, _config(folder, train=train), "bf16", notes).run()
     assert notes.logged[30]["train_loss"] < notes.logged[10]["train_loss"]
 
 
