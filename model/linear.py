@@ -13,7 +13,6 @@ and autocast's casts around every operation cost more than they gain, so here it
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,17 +21,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-_BF16: ContextVar[bool] = ContextVar("bf16_products", default=False)
+_bf16 = False  # of the process, like PyTorch's own switch; a context variable would keep torch.compile out
 
 
 @contextmanager
 def bf16_products() -> Iterator[None]:
     """Linear layers on CPUs multiply in bfloat16 for the block, and later in the backward of what the block computed."""
-    token = _BF16.set(True)
+    global _bf16
+    before, _bf16 = _bf16, True
     try:
         yield
     finally:
-        _BF16.reset(token)
+        _bf16 = before
 
 
 class Linear(nn.Module):
@@ -51,9 +51,8 @@ class Linear(nn.Module):
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, onednn: bool = False) -> torch.Tensor:
     """x W^T + b. `onednn` and `bf16_products` matter in fp32 on CPUs, outside autocast; elsewhere this is F.linear."""
-    bf16 = _BF16.get()
-    if (onednn or bf16) and x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu"):
-        result: torch.Tensor = _CPULinear.apply(x, weight, bias, bf16)  # type: ignore[no-untyped-call]
+    if (onednn or _bf16) and x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu"):
+        result: torch.Tensor = _CPULinear.apply(x, weight, bias, _bf16)  # type: ignore[no-untyped-call]
         return result
     return F.linear(x, weight, bias)
 
