@@ -131,9 +131,3 @@ def _start(entries: Sequence[dict[str, Any]]) -> dict[str, float]:
         if found := [name for name in values if name.startswith("start/")]:
             return {name.removeprefix("start/").removesuffix("_s"): float(values[name]) for name in found}
     return {}
-
-
-def interpreter_seconds() -> float:
-    """Seconds from the start of a process to the first line of a script: what a run does not know of its own start."""
-    done = run("-c", "import sys, time; from pathlib import Path; print(time.time())")
-    return float(done.output) - done.started_at

@@ -22,6 +22,7 @@ THREADS = 2
 PEER = "plain loop"
 WAYS = {
     "inline": ["--launch", "inline", "--scaling.threads", str(THREADS)],
+    "inline, bf16": ["--launch", "inline", "--scaling.threads", str(THREADS), "--train.precision", "bf16"],
     "Ray, workers auto": [],
     "Ray, 1 worker": ["--scaling.workers", "1", "--scaling.threads", str(THREADS)],
 }
@@ -56,7 +57,7 @@ def compare_speed(given: argparse.Namespace, text: Path, storage: Path) -> None:
     print(f"{machine_line(found)}\n{multiplies}\n{given.steps} steps of 768 tokens a run, {given.rounds} rounds")
     flags = [*runs.small_setting(text), "--train.steps", str(given.steps)]
     runs.prepare(storage, *flags)
-    chosen = ["inline"] if given.no_ray else list(WAYS)
+    chosen = [way for way in WAYS if way.startswith("inline") or not given.no_ray]
     ways = {PEER: partial(run_plain, text, given.steps)} | {
         way: partial(run_ours, storage, [*flags, *WAYS[way]]) for way in chosen
     }
