@@ -159,6 +159,8 @@ def _framed(grid: list[list[str]], labels: tuple[str, str, str], margin: int) ->
 
 def _steps_line(first: int, last: int, margin: int, columns: int) -> str:
     left, right = str(first), str(last)
+    if len(left) + len(right) >= columns:  # no room for both: the later step says more
+        return right.rjust(margin + columns)
     return " " * margin + left + (right.rjust(columns - len(left)) if last > first else "")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipelines.report import curve_picture, loss_points, text_curve
@@ -19,6 +19,7 @@ def dots(text: str) -> int:
 
 
 @given(points, points, st.integers(24, 120), st.integers(5, 40))
+@example([], [(10_000, -1.005e100), (10_000_000, 0.0)], 24, 5)
 def test_any_points_fit_into_the_picture(
     training: list[tuple[int, float]], validation: list[tuple[int, float]], width: int, height: int
 ) -> None:
