@@ -29,7 +29,6 @@ OURS = {
 }
 AIMS = {"lean": "at most 0.65", "inline": "at most 3.5 s"}
 PARTS = {
-    "interpreter": "until the first line (peer)",
     "driver": "interpreter, imports, settings",
     "cluster": "ray.init",
     "data": "preflight, finding the data",
