@@ -6,6 +6,7 @@ steps for seconds.
     summary = train_inline(job, InlineWire(run_folder=..., run="my-run", ...))
 """
 
+import os
 import signal
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,7 @@ from multiprocessing.managers import BaseManager
 from typing import Any
 
 from pipelines.launch.job import Job, Place
+from pipelines.launch.wire import RECORDER_NICENESS
 from pipelines.record import Recorder
 from pipelines.record.sender import Entry
 
@@ -52,14 +54,15 @@ def _start(arguments: dict[str, Any]) -> Any:
     if not arguments["settings"].mlflow:
         return Recorder(**arguments)
     process = _RecorderProcess(ctx=get_context("spawn"))
-    process.start(_leave_signals_to_the_driver)
+    process.start(_step_back)
     recorder = process.Recorder(**arguments)  # type: ignore[attr-defined]
     recorder.process = process  # its process ends when nothing refers to it
     return recorder
 
 
-def _leave_signals_to_the_driver() -> None:
-    """Ctrl-C reaches every process of a terminal; the record ends when the driver says so."""
+def _step_back() -> None:
+    """Leaves cores to the training, and Ctrl-C, which reaches every process of a terminal, to the driver."""
+    os.nice(RECORDER_NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

@@ -7,6 +7,7 @@ agree on a step among themselves.
     wire.post, wire.state(), wire.request_stop(), wire.finish("finished")
 """
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,12 +17,15 @@ from pipelines.record import Recorder
 from pipelines.record.sender import Entry
 
 ASK_S = 0.5
+RECORDER_NICENESS = 10
+"""How far the recorder's process steps back behind the workers': importing MLflow takes a core for seconds."""
 
 
 class RecorderActor(Recorder):
     """A recorder that also passes on the wish to stop."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
+        os.nice(RECORDER_NICENESS)
         super().__init__(*arguments, **settings)
         self._stop = False
 
