@@ -142,14 +142,13 @@ class Loader:
 def validation_batches(
     stream: TokenStream, task: Task, *, samples: int, size: int, rank: int, world: int, device: torch.device
 ) -> Iterator[MicroBatch]:
-    """This worker's part of `samples` samples spread evenly over the stream (0: all), in batches of at most `size`.
+    """This worker's part of `samples` samples spread evenly over the stream, in batches of at most `size`.
 
     The batches are the same for any number of workers, only dealt out differently; `slot` numbers them over all workers.
     """
     available = task.samples(stream.tokens)
-    wanted = min(samples, available) if samples else available
-    chosen = np.arange(wanted, dtype=np.int64) * available // max(1, wanted)
-    for number in range(rank, -(-wanted // size), world):
+    chosen = np.arange(samples, dtype=np.int64) * available // max(1, samples)
+    for number in range(rank, -(-samples // size), world):
         starts, length = task.window(chosen[number * size : (number + 1) * size])
         inputs, targets = task.collate(*stream.windows(starts, length))
         yield MicroBatch(number, inputs, targets).to(device)

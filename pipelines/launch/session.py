@@ -62,6 +62,7 @@ def _watch(train: Train, wire: Recording, phase: str) -> dict[str, Any] | BaseEx
     with _stop_signals(wire.request_stop) as told, Progress() as progress:
         progress.update({"phase": phase})
         thread.start()
+        said = False
         while thread.is_alive():
             try:
                 thread.join(POLL_S)
@@ -72,8 +73,8 @@ def _watch(train: Train, wire: Recording, phase: str) -> dict[str, Any] | BaseEx
             except Exception:  # the recorder may be starting again; the training does not depend on it
                 continue
             progress.update(state | {"phase": state.get("phase") or (phase if not state.get("step") else None)})
-            if told and not told[1:]:
-                told.append("said")
+            if told and not said:
+                said = True
                 progress.note("stopping: all workers save and end at the same step (once more to end at once)")
         progress.close()
     return outcome[0]

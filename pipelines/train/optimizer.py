@@ -8,6 +8,7 @@ compiler at their first use (1 s of a start) and take 0.6 ms of Python an update
 """
 
 import math
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -16,6 +17,8 @@ from torch import nn
 from pipelines.config import Optimizer
 
 State = dict[nn.Parameter, dict[str, torch.Tensor]]
+Group = tuple[list[nn.Parameter], float]
+"""Parameters and their decay."""
 
 
 class Updater(Protocol):
@@ -32,16 +35,13 @@ class Updater(Protocol):
 class AdamW:
     """AdamW (Loshchilov and Hutter, 2019, algorithm 2), all parameters of a group in one fused operation."""
 
-    def __init__(self, groups: list[tuple[list[nn.Parameter], float]], betas: tuple[float, float], eps: float) -> None:
+    def __init__(self, groups: list[Group], betas: tuple[float, float], eps: float) -> None:
         self.groups, self.betas, self.eps = groups, betas, eps
         self.state: State = {}
 
     def update(self, rate: float) -> None:
         """p <- p - rate (m / (sqrt(v) + eps) + decay p), with bias-corrected moments m and v of the gradient."""
-        for parameters, decay in self.groups:
-            trained = [p for p in parameters if p.grad is not None]
-            if not trained:
-                continue
+        for trained, decay in _with_gradients(self.groups):
             states = [self.state.get(p) or self._begin(p) for p in trained]
             steps = [state["step"] for state in states]
             torch._foreach_add_(steps, 1)
@@ -73,16 +73,13 @@ class AdamW:
 class SGD:
     """Stochastic gradient descent with optional momentum (Sutskever et al., 2013) and decay added to the gradient."""
 
-    def __init__(self, groups: list[tuple[list[nn.Parameter], float]], momentum: float) -> None:
+    def __init__(self, groups: list[Group], momentum: float) -> None:
         self.groups, self.momentum = groups, momentum
         self.state: State = {}
 
     def update(self, rate: float) -> None:
         """p <- p - rate b, with b <- momentum b + g + decay p."""
-        for parameters, decay in self.groups:
-            trained = [p for p in parameters if p.grad is not None]
-            if not trained:
-                continue
+        for trained, decay in _with_gradients(self.groups):
             for parameter in trained:
                 if self.momentum and parameter not in self.state:
                     self.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter, requires_grad=False)}
@@ -99,6 +96,13 @@ class SGD:
                 # The buffers begin at zero, so the first step needs no case of its own.
                 is_first_step=False,
             )
+
+
+def _with_gradients(groups: list[Group]) -> Iterator[Group]:
+    """The groups without parameters that have no gradient, and without groups that are then empty."""
+    for parameters, decay in groups:
+        if trained := [p for p in parameters if p.grad is not None]:
+            yield trained, decay
 
 
 def build_optimizer(settings: Optimizer, model: nn.Module) -> Updater:
