@@ -66,6 +66,8 @@ def run_workers(job: Job, world: int) -> dict[str, Any]:
 def _main(file: str, rank: int, world: int, port: str) -> None:
     import os
 
+    import torch.distributed as dist
+
     from pipelines.launch.worker import run_worker
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
@@ -73,6 +75,7 @@ def _main(file: str, rank: int, world: int, port: str) -> None:
     summary = run_worker(
         job, Place(rank=rank, world=world, local_rank=rank), lambda _, entries: entries[-1]["sequence"], lambda: False
     )
+    assert not dist.is_initialized(), "a worker leaves its process group, or it may abort when Python ends"
     print(json.dumps(summary))
 
 
