@@ -1,10 +1,15 @@
 """What tests share: one small Ray cluster for a whole session, and no deadlines, since machines are shared."""
 
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+# Triton reads this when it is imported, so it is set before anything could import it. What the tests start inherits it, and
+# nothing there runs a kernel unless it asks for `kernels triton`.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile("raystride", deadline=None, max_examples=50)
 settings.load_profile("raystride")

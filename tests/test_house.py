@@ -70,6 +70,15 @@ def test_what_is_public_has_a_docstring(path: Path) -> None:
             assert ast.get_docstring(node), node.name
 
 
+@pytest.mark.parametrize("path", MODULES, ids=_id)
+def test_what_is_public_has_types(path: Path) -> None:
+    """mypy lets kernels go without; their public functions may not."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            assert all([node.returns, *(argument.annotation for argument in arguments)]), node.name
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "pipelines" / "config").glob("*.py")), ids=_id)
 def test_every_setting_has_a_docstring(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):

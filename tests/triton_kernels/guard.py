@@ -1,0 +1,79 @@
+"""Guard bands: every tensor that a kernel is launched with gets canaries before it, after it and in its padding.
+
+The interpreter does not notice a kernel that reads or writes past the end of a tensor. Here each launch works on copies that
+lie between canaries, NaN for floats and 0x5A bytes for integers. A canary that has changed fails the test; one that was read
+makes its way into the result as NaN, which the comparison with the reference shows.
+
+    with guarded(): y = gelu(x)
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from triton_kernels.launch import Grid, launcher
+
+BAND = 256
+"""Elements before and after; a multiple of what tensor descriptors are aligned to."""
+
+
+class GuardBandError(AssertionError):
+    """A kernel wrote outside its tensors."""
+
+
+class _Guarded:
+    """A copy of a tensor of the same shape and strides, between canaries."""
+
+    def __init__(self, original: torch.Tensor) -> None:
+        self.original = original
+        extent = sum((size - 1) * stride for size, stride in zip(original.shape, original.stride(), strict=True)) + 1
+        self.buffer = torch.empty(extent + 2 * BAND, dtype=original.dtype, device=original.device)
+        if original.dtype.is_floating_point:
+            self.buffer.fill_(float("nan"))
+        else:
+            self.buffer.view(torch.uint8).fill_(0x5A if original.dtype != torch.bool else 1)
+        self.view = self.buffer.as_strided(original.shape, original.stride(), BAND)
+        self.view.copy_(original)
+        covered = torch.zeros(self.buffer.shape, dtype=torch.bool, device=original.device)
+        covered.as_strided(original.shape, original.stride(), BAND).fill_(True)
+        self.canaries = ~covered
+        self.before = self._bits()
+
+    def _bits(self) -> torch.Tensor:
+        return self.buffer[self.canaries].view(torch.uint8).clone()
+
+    def restore(self, kernel: str, number: int) -> None:
+        """Copies the result back; raises where a canary has changed."""
+        if not torch.equal(self._bits(), self.before):
+            raise GuardBandError(f"{kernel} wrote outside its tensor argument number {number}")
+        self.original.copy_(self.view)
+
+
+@contextmanager
+def guarded() -> Iterator[list[str]]:
+    """Guards all launches of the block; gives the list of the kernels that were launched."""
+    launched: list[str] = []
+
+    def launch(kernel: Any, grid: Grid, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        copies: dict[tuple[Any, ...], _Guarded] = {}
+
+        def guard(argument: Any) -> Any:
+            if isinstance(argument, torch.Tensor) and argument.numel():
+                # Arguments that are the same tensor must stay the same tensor: a kernel may work in place.
+                key = (argument.data_ptr(), argument.shape, argument.stride(), argument.dtype)
+                return copies.setdefault(key, _Guarded(argument)).view
+            if type(argument).__name__ == "TensorDescriptor":
+                return replace(argument, base=guard(argument.base))
+            return argument
+
+        name = kernel.fn.__name__
+        launched.append(name)
+        real(kernel, grid, tuple(guard(argument) for argument in arguments), named)
+        for number, copy in enumerate(copies.values()):
+            copy.restore(name, number)
+
+    with launcher(launch) as real:
+        yield launched

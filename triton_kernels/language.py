@@ -1,0 +1,57 @@
+"""Triton's language for the kernels of this package, or a stand-in where Triton is not installed (macOS, Windows).
+
+Kernels are written at module level, so a stand-in lets every module import everywhere; launching one then says what is
+missing. With TRITON_INTERPRET=1 in the environment before the first import, kernels run in Triton's interpreter on the CPU,
+whose bfloat16 is put right here (see `triton_kernels.interpreter`).
+
+    from triton_kernels.language import jit, tl
+
+    @jit
+    def _copy_kernel(x, y, n, BLOCK: tl.constexpr): ...
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "yes")
+"""Whether kernels run in Triton's interpreter; read once, as Triton reads it."""
+
+tl: Any
+jit: Callable[[Any], Any]
+HAS_TRITON: bool
+"""Whether Triton can be imported here."""
+
+try:
+    import triton
+    import triton.language
+except ImportError:
+
+    class _Language:
+        """Enough of triton.language for the annotations of kernels."""
+
+        constexpr = int
+
+    def _no_kernel(function: Any) -> Any:
+        def refuse(*_: Any, **__: Any) -> None:
+            raise RuntimeError(f"kernel {function.__name__} needs Triton, which is not installed; set --model.kernels torch")
+
+        return refuse
+
+    tl, jit, HAS_TRITON = _Language(), _no_kernel, False
+else:
+    tl, jit, HAS_TRITON = triton.language, triton.jit, True
+    if INTERPRETING:
+        from triton_kernels.interpreter import install
+
+        install()
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is at least `number`; Triton's blocks have such lengths."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def cdiv(number: int, divisor: int) -> int:
+    """number / divisor, rounded up."""
+    return -(-number // divisor)

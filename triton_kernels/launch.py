@@ -1,0 +1,83 @@
+"""The one place through which kernels are launched, so that what a launch would do can also be recorded or checked.
+
+`compile_report` replaces the launcher to learn which kernels an operation launches, with which types and constants, and
+compiles exactly those for architectures that are not there. The tests replace it to put guard bands around every tensor.
+
+    launch(_gelu_forward_kernel, (cdiv(n, 1024),), x, y, n, BLOCK=1024, num_warps=4)
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from triton_kernels.language import INTERPRETING
+
+Grid = tuple[int, ...]
+Launcher = Callable[[Any, Grid, tuple[Any, ...], dict[str, Any]], None]
+"""Takes a kernel, its grid, its positional arguments, and its named ones (constants, num_warps, num_stages)."""
+
+
+def launch(kernel: Any, grid: Grid, *arguments: Any, **named: Any) -> None:
+    """Runs a kernel over a grid; an empty grid launches nothing."""
+    if all(grid):
+        _launcher(kernel, grid, arguments, named)
+
+
+def _run(kernel: Any, grid: Grid, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    device = next((a.device for a in arguments if isinstance(a, torch.Tensor)), None)
+    if device is None or device.type != "cuda" or device.index == torch.cuda.current_device():
+        kernel[grid](*arguments, **named)
+    else:
+        with torch.cuda.device(device):
+            kernel[grid](*arguments, **named)
+
+
+_launcher: Launcher = _run
+
+
+@contextmanager
+def launcher(replacement: Launcher) -> Iterator[Launcher]:
+    """Launches through `replacement` for the block; gives the launcher that it replaces."""
+    global _launcher
+    before, _launcher = _launcher, replacement
+    try:
+        yield before
+    finally:
+        _launcher = before
+
+
+_assumed: str | None = None
+
+
+@contextmanager
+def assumed_architecture(name: str) -> Iterator[None]:
+    """For the block, operations choose their configurations as on this architecture."""
+    global _assumed
+    before, _assumed = _assumed, name
+    try:
+        yield
+    finally:
+        _assumed = before
+
+
+def architecture(device: torch.device) -> str:
+    """The architecture whose configurations are used: `sm_80`, `sm_90`, `sm_100`, `gfx942`, ...; a CPU plays `sm_90`."""
+    if _assumed:
+        return _assumed
+    return _architecture_of(device.index or 0) if device.type == "cuda" else "sm_90"
+
+
+@cache
+def _architecture_of(index: int) -> str:
+    properties: Any = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        return str(properties.gcnArchName).split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+def can_launch(device: torch.device) -> bool:
+    """Whether kernels run on tensors of this device: a GPU, or any device in the interpreter or before a recorder."""
+    return device.type == "cuda" or INTERPRETING or _launcher is not _run
