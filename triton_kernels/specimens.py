@@ -1,0 +1,57 @@
+"""One typical call of every operation, forward and backward, for the compile report, the sanitizers and the GPU tests.
+
+A specimen calls public functions on tensors of the shapes that matter; what it launches is what users launch.
+
+    for specimen in specimens(torch.device("cpu")): specimen.call()
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from triton_kernels.gelu import gelu
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """A call that launches all kernels of an operation."""
+
+    operation: str
+    """The module's name."""
+    label: str
+    """What is special about the call: dtype, head size."""
+    call: Callable[[], Any]
+    """Forward and backward; returns nothing of interest."""
+
+
+def specimens(device: torch.device) -> Iterator[Specimen]:
+    """All of them; tensors are made when `call` runs."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for name, what, function, shapes in _elementwise():
+            yield Specimen(name, f"{_short(dtype)} {what}".strip(), _both_ways(function, shapes, dtype, device))
+
+
+def _elementwise() -> list[tuple[str, str, Callable[..., Any], list[tuple[int, ...]]]]:
+    """Operation, what is special, function, shapes of its arguments."""
+    return [
+        ("gelu", "exact", gelu, [(4096, 4096)]),
+        ("gelu", "tanh", lambda x: gelu(x, tanh=True), [(4096, 4096)]),
+    ]
+
+
+def _both_ways(
+    function: Callable[..., Any], shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+) -> Callable[[], None]:
+    def call() -> None:
+        inputs = [torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes]
+        result = function(*inputs)
+        outputs = [y for y in (result if isinstance(result, tuple) else (result,)) if y.requires_grad]
+        torch.autograd.grad(outputs, inputs, [torch.empty_like(y) for y in outputs], allow_unused=True)
+
+    return call
+
+
+def _short(dtype: torch.dtype) -> str:
+    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
