@@ -18,16 +18,32 @@ EPS32 = torch.finfo(torch.float32).eps
 
 
 def assert_close(
-    actual: torch.Tensor, expected: torch.Tensor, *, terms: float = 8, inner: float = 0, magnitude: float | None = None
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    *,
+    terms: float = 8,
+    inner: float = 0,
+    magnitude: float | None = None,
+    inner_dtype: torch.dtype | None = None,
 ) -> None:
-    """Fails where |actual - expected| > eps(d) |expected| + (terms eps32 + inner eps(d)) m; m defaults to max |expected|."""
+    """Fails where |actual - expected| > eps(d) |expected| + (terms eps32 + inner eps(inner)) m; m defaults to max |expected|.
+
+    `inner_dtype` is what intermediate values are rounded to; it defaults to that of the result.
+    """
     assert actual.shape == expected.shape
     if not actual.numel():
+        return
+    if not actual.is_floating_point():
+        assert torch.equal(actual, expected)
         return
     expected = expected.double()
     eps = torch.finfo(actual.dtype).eps
     m = float(expected.abs().max()) if magnitude is None else magnitude
-    tolerance = eps * expected.abs() + (terms * EPS32 + inner * eps) * m + torch.finfo(actual.dtype).tiny
+    tolerance = (
+        eps * expected.abs()
+        + (terms * EPS32 + inner * torch.finfo(inner_dtype or actual.dtype).eps) * m
+        + torch.finfo(actual.dtype).tiny
+    )
     error = (actual.double() - expected).abs()
     worst = float((error / tolerance).nan_to_num(nan=float("inf")).max())
     assert worst <= 1, f"off by {worst:.2f} tolerances; largest error {float(error.max()):.3g}, magnitude {m:.3g}"
@@ -65,14 +81,17 @@ def check(
     """Compares values and every gradient with the reference in float64 on the same inputs; launches are guarded."""
     with guarded() as launched:
         values, gradients, used = values_and_gradients(function, inputs)
-    assert launched or not any(isinstance(x, torch.Tensor) and x.numel() for x in inputs), "no kernel ran"
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    assert launched or not all(x.numel() for x in tensors), "no kernel ran"
+    lowest = max((x.dtype for x in tensors if x.is_floating_point()), key=lambda dtype: torch.finfo(dtype).eps)
     exact = [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs]
     expected, expected_gradients, _ = values_and_gradients(reference, exact, used)
     for value, other in zip(values, expected, strict=True):
-        assert_close(value, other, terms=terms, inner=inner, magnitude=magnitude)
+        assert_close(value, other, terms=terms, inner=inner, magnitude=magnitude, inner_dtype=lowest)
     for gradient, wanted in zip(gradients, expected_gradients, strict=True):
         if gradient is None or wanted is None:
             assert gradient is wanted
         else:
             m = gradient_magnitude if gradient_magnitude is not None else magnitude
-            assert_close(gradient, wanted, terms=gradient_terms or terms, inner=inner, magnitude=m)
+            terms = gradient_terms or terms
+            assert_close(gradient, wanted, terms=terms, inner=inner, magnitude=m, inner_dtype=lowest)

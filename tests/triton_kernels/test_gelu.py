@@ -13,7 +13,9 @@ from triton_kernels.gelu import gelu, gelu_reference
 @given(rows=LENGTHS, columns=st.integers(1, 70), dtype=DTYPES, kind=STRIDED, tanh=st.booleans())
 def test_values_and_gradients(rows: int, columns: int, dtype: torch.dtype, kind: str, tanh: bool) -> None:
     x = strided((3 * torch.randn(rows, columns)).to(dtype), kind)
-    check(lambda x: gelu(x, tanh=tanh), lambda x: gelu_reference(x, tanh=tanh), x)
+    # Phi(x) is rounded near 1/2 and then multiplied by x, or by the gradient, which randn draws.
+    magnitude = 5 + float(x.abs().amax()) if rows else 0.0
+    check(lambda x: gelu(x, tanh=tanh), lambda x: gelu_reference(x, tanh=tanh), x, magnitude=magnitude)
 
 
 def test_far_from_zero_it_is_the_identity_or_zero() -> None:

@@ -1,0 +1,106 @@
+"""linear_cross_entropy: values, gradients, chunks, what does not count, registration."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import triton_kernels.linear_cross_entropy as module
+from tests.triton_kernels.compare import check
+from tests.triton_kernels.registration import check_registration
+from tests.triton_kernels.strategies import DTYPES, STRIDED, strided
+from triton_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+
+
+@given(
+    rows=st.one_of(st.sampled_from([0, 1, 2]), st.integers(0, 40)),
+    width=st.integers(1, 48),
+    words=st.one_of(st.sampled_from([1, 2, 127, 128, 129]), st.integers(1, 300)),
+    dtype=DTYPES,
+    kind=STRIDED,
+    smoothing=st.sampled_from([0.0, 0.1, 1.0]),
+    z_loss=st.sampled_from([0.0, 1e-2]),
+    ignored=st.floats(0, 1),
+    seed=st.integers(0, 1000),
+)
+def test_values_and_gradients(
+    rows: int,
+    width: int,
+    words: int,
+    dtype: torch.dtype,
+    kind: str,
+    smoothing: float,
+    z_loss: float,
+    ignored: float,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    x = strided(torch.randn(rows, width).to(dtype), kind)
+    weight = strided((torch.randn(words, width) / width**0.5).to(dtype), kind)
+    targets = torch.randint(words, (rows,)).where(torch.rand(rows) >= ignored, -100)
+    settings = {"label_smoothing": smoothing, "z_loss": z_loss}
+    check(
+        lambda x, w: linear_cross_entropy(x, w, targets, **settings),
+        lambda x, w: linear_cross_entropy_reference(x, w, targets, **settings),
+        x,
+        weight,
+        # Logits are rounded to the dtype (an error of eps |z| in each row's loss), and so is the gradient put in their place
+        # (eps a row, times |x| or |W|); losses and gradients of W then add up over rows.
+        terms=8 + words + width,
+        inner=4,
+        magnitude=8.0 * max(rows, 1),
+    )
+
+
+def test_the_tokens_are_taken_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SMALLEST_CHUNK", 4)
+    x, weight = torch.randn(37, 16), torch.randn(50, 16)
+    targets = torch.randint(50, (37,))
+    assert len(range(0, 37, module._rows_of_a_chunk(37))) == 8
+    check(
+        lambda x, w: linear_cross_entropy(x, w, targets),
+        lambda x, w: linear_cross_entropy_reference(x, w, targets),
+        x,
+        weight,
+        terms=100,
+        magnitude=100.0,
+    )
+
+
+def test_large_logits_do_not_overflow() -> None:
+    x, weight = torch.full((3, 4), 100.0), torch.tensor([[100.0] * 4, [-100.0] * 4, [0.0] * 4])
+    loss, _ = linear_cross_entropy(x, weight, torch.tensor([0, 1, 2]))
+    assert loss.item() == pytest.approx(80_000 + 40_000)
+
+
+def test_what_is_ignored_changes_nothing_and_gets_no_gradient() -> None:
+    x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(20, 8)
+    targets = torch.tensor([3, -100, 5, -100, -100, 19])
+    loss, counted = linear_cross_entropy(x, weight, targets)
+    loss.backward()
+    assert counted == 3
+    assert x.grad is not None
+    assert not x.grad[[1, 3, 4]].any()
+    assert x.grad[[0, 2, 5]].any(dim=1).all()
+
+
+def test_under_autocast_it_multiplies_in_the_lower_precision() -> None:
+    x, weight, targets = torch.randn(5, 8, requires_grad=True), torch.randn(9, 8, requires_grad=True), torch.arange(5)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = linear_cross_entropy(x, weight, targets)
+    loss.backward()
+    low = linear_cross_entropy(x.bfloat16(), weight.bfloat16(), targets)[0]
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, low)
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
+
+
+def test_registration() -> None:
+    targets = torch.tensor([[0, 4, -100], [2, 2, 1]])
+    check_registration(
+        lambda x, w: linear_cross_entropy(x, w, targets)[0],
+        (torch.randn(2, 3, 8), torch.randn(5, 8)),
+        "raystride::linear_cross_entropy",
+        (torch.randn(6, 8), torch.randn(5, 8), targets.view(-1), -100, 0.1, 0.01, True, True),
+    )
