@@ -7,11 +7,14 @@ A specimen calls public functions on tensors of the shapes that matter; what it 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from triton_kernels.adamw import adamw
 from triton_kernels.gelu import gelu
+from triton_kernels.linear_cross_entropy import linear_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,21 @@ class Specimen:
 def specimens(device: torch.device) -> Iterator[Specimen]:
     """All of them; tensors are made when `call` runs."""
     for dtype in (torch.bfloat16, torch.float32):
+        kind = _short(dtype)
         for name, what, function, shapes in _elementwise():
-            yield Specimen(name, f"{_short(dtype)} {what}".strip(), _both_ways(function, shapes, dtype, device))
+            yield Specimen(name, f"{kind} {what}".strip(), _both_ways(function, shapes, dtype, device))
+        yield Specimen("linear_cross_entropy", kind, partial(_linear_cross_entropy, dtype, device))
+        yield Specimen("adamw", kind, partial(_adamw, dtype, device))
+
+
+def _linear_cross_entropy(dtype: torch.dtype, device: torch.device) -> None:
+    x, weight = (torch.empty(n, 64, dtype=dtype, device=device, requires_grad=True) for n in (64, 50_304))
+    linear_cross_entropy(x, weight, torch.zeros(64, dtype=torch.int64, device=device))
+
+
+def _adamw(dtype: torch.dtype, device: torch.device) -> None:
+    groups = [[torch.zeros(n, dtype=dtype, device=device) for n in (100, 10_000)] for _ in range(4)]
+    adamw(*groups, [torch.ones((), device=device)] * 2, rate=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
 
 
 def _elementwise() -> list[tuple[str, str, Callable[..., Any], list[tuple[int, ...]]]]:
