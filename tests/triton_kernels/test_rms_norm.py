@@ -1,0 +1,115 @@
+"""rms_norm and add_rms_norm: values, gradients, dtypes, wide rows, registration, refusals.
+
+Tolerances: y is a product of four factors, and the mean of squares under the root is a sum in trees, so 8 roundings cover
+it. A gradient of x is a difference of terms as large as |g w n^2| / rms; a gradient of the weight sums |g n| over all rows.
+`_scale` bounds one term of either (a normal gradient of the tests' sizes stays below 5), and there are as many as rows.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.triton_kernels.compare import check
+from tests.triton_kernels.registration import check_registration
+from tests.triton_kernels.strategies import DTYPES, LENGTHS, STRIDED, strided
+from triton_kernels.dispatch import kernels_ran
+from triton_kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+
+
+def _scale(x: torch.Tensor, weight: torch.Tensor) -> float:
+    if not x.numel():
+        return 1.0
+    inverse = (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    normal = max(1.0, float((x.double() * inverse).abs().max()))
+    return 5 * max(1.0, float(weight.abs().max())) * max(1.0, float(inverse.max())) * normal**2
+
+
+def _rounded_sum(dtype: torch.dtype) -> Any:
+    """The reference, whose x + residual has the value rounded to `dtype` and the gradient of the exact one."""
+
+    def reference(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        exact = x + residual
+        total = exact + ((x.float() + residual.float()).to(dtype).double() - exact).detach()
+        return rms_norm_reference(total, weight), total
+
+    return reference
+
+
+@settings(max_examples=30)
+@given(rows=LENGTHS, columns=LENGTHS, dtype=DTYPES, weight_dtype=DTYPES, kind=STRIDED)
+def test_values_and_gradients(rows: int, columns: int, dtype: torch.dtype, weight_dtype: torch.dtype, kind: str) -> None:
+    x = strided((3 * torch.randn(rows, columns)).to(dtype), kind)
+    weight = torch.randn(columns).to(weight_dtype)
+    scale = _scale(x, weight)
+    check(rms_norm, rms_norm_reference, x, weight, gradient_terms=8 + rows, gradient_magnitude=scale)
+
+
+@settings(max_examples=30)
+@given(rows=LENGTHS, columns=LENGTHS, dtype=DTYPES, stream_dtype=DTYPES, kind=STRIDED)
+def test_with_the_addition(rows: int, columns: int, dtype: torch.dtype, stream_dtype: torch.dtype, kind: str) -> None:
+    x = strided(torch.randn(rows, columns).to(dtype), kind)
+    residual, weight = (3 * torch.randn(rows, columns)).to(stream_dtype), torch.randn(columns)
+    y, total = add_rms_norm(x, residual, weight)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(y, rms_norm(total, weight))
+    scale = _scale(total, weight)
+    reference = _rounded_sum(total.dtype)
+    check(add_rms_norm, reference, x, residual, weight, gradient_terms=8 + rows, gradient_magnitude=scale)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(3, 8193), (17, 10000), (1, 32768)])
+def test_wide_rows(rows: int, columns: int) -> None:
+    x, residual, weight = torch.randn(rows, columns), torch.randn(rows, columns), torch.randn(columns).bfloat16()
+    scale = _scale(x + residual, weight)
+    limits = {"gradient_terms": 8 + rows, "gradient_magnitude": scale}
+    check(add_rms_norm, add_rms_norm_reference, x, residual, weight, **limits)
+
+
+def test_many_rows_are_summed_in_groups() -> None:
+    x, weight = torch.randn(4100, 3), torch.randn(3)
+    check(rms_norm, rms_norm_reference, x, weight, gradient_terms=8 + 4100, gradient_magnitude=_scale(x, weight))
+
+
+@given(shape=st.sampled_from([(5, 7), (2, 3, 8)]), use_norm=st.booleans(), weight_needed=st.booleans())
+def test_one_output_or_no_weight_gradient(shape: tuple[int, ...], use_norm: bool, weight_needed: bool) -> None:
+    leaves = [torch.randn(shape, requires_grad=True), torch.randn(shape, requires_grad=True)]
+    weight = torch.randn(shape[-1], requires_grad=weight_needed)
+    found, expected = (
+        torch.autograd.grad(function(*leaves, weight)[0 if use_norm else 1].square().sum(), leaves)
+        for function in (add_rms_norm, add_rms_norm_reference)
+    )
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_zeros_stay_zeros_and_nan_spoils_its_row_alone() -> None:
+    x = torch.stack((torch.zeros(40), torch.randn(40), torch.randn(40)))
+    x[1, 7] = torch.nan
+    y = rms_norm(x, torch.ones(40))
+    assert torch.equal(y[0], torch.zeros(40))
+    assert y[1].isnan().all()
+    torch.testing.assert_close(y[2], rms_norm_reference(x[2], torch.ones(40)))
+
+
+def test_registration() -> None:
+    x, residual, weight = torch.randn(2, 3, 33), torch.randn(2, 3, 33), torch.randn(33)
+    check_registration(rms_norm, (x, weight), "raystride::rms_norm", (x, weight, 1e-5))
+    arguments = (x, residual, weight, 1e-5)
+
+    def added(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.cat(add_rms_norm(x, residual, weight))
+
+    check_registration(added, (x, residual, weight), "raystride::add_rms_norm", arguments)
+
+
+def test_what_the_kernel_cannot_take_goes_to_the_reference() -> None:
+    wide = torch.randn(1, 32769)
+    with pytest.warns(UserWarning, match="rows of 32769, more than 32768"):
+        y = rms_norm(wide, wide[0])
+    assert torch.equal(y, rms_norm_reference(wide, wide[0]))
+    with pytest.warns(UserWarning, match="broadcast"):
+        add_rms_norm(torch.randn(3, 4), torch.randn(4), torch.ones(4))
+    assert kernels_ran()["rms_norm"].startswith("torch: rows")

@@ -1,0 +1,95 @@
+"""Rows in blocks and in groups: what the normalisations share in how they cut a matrix (rows, C), and a sum over groups.
+
+A backward pass owes one gradient of the weight for all rows. Each program sums a group of neighbouring rows and writes what
+it found to its own row of (groups, C) in fp32; `sum_groups` adds those in a fixed order. How many groups there are follows
+from the shape alone, not from the GPU, so the same inputs give the same bits on every GPU of one architecture. (The order in
+which torch.sum adds depends on the number of SMs.)
+
+    wide, groups, per_group, constants = backward_plan(rows, columns, device)
+    partial = torch.empty(groups, columns)                    # one row a program
+    grad_weight = sum_groups(partial, weight.dtype)           # (groups, C) -> (C,)
+"""
+
+import torch
+
+from triton_kernels.language import cdiv, jit, next_power_of_2, tl
+from triton_kernels.launch import architecture, launch
+
+_GROUPS = 512
+"""At most so many groups: four programs an SM on an H100 (132 SMs), and a partial sum that stays in its L2 cache."""
+
+_ROWS = 8
+"""A group has at least so many rows, so that writing and reading its partial sum costs less than the rows themselves."""
+
+_ELEMENTS = 2048
+"""Short rows share a program until it has so many elements: 16 for each of 128 threads, two 16-byte loads in bf16."""
+
+
+LONGEST_ROW = 32768
+"""A forward pass holds a whole row in registers, at most 32 numbers a thread; a longer one does not fit."""
+
+_LONGEST_HELD = 8192
+"""Up to here a backward pass holds a row and its part of the weight's gradient in registers without spilling. Compiled for
+sm_90 with rows of 16384, RMSNorm spilled 88 bytes a thread in bf16 and 140 in fp32."""
+
+_CHUNK = 2048
+"""Columns that a backward pass of wider rows takes at a time."""
+
+
+def forward_plan(rows: int, columns: int) -> tuple[tuple[int], dict[str, int]]:
+    """The grid of a forward pass, and its constants: a block holds whole rows."""
+    block_columns = next_power_of_2(columns)
+    block_rows = max(1, _ELEMENTS // block_columns)
+    elements = block_rows * block_columns
+    # 16 numbers a thread, above 4096 columns 32: for 16 warps with 16 each, ptxas squeezed rows of 8192 into 40 registers
+    # and spilled.
+    warps = max(4, min(8, elements // 512), elements // 1024)
+    grid = (cdiv(rows, block_rows) if columns else 0,)
+    return grid, {"BLOCK_R": block_rows, "BLOCK_C": block_columns, "num_warps": warps}
+
+
+def backward_plan(rows: int, columns: int, device: torch.device) -> tuple[bool, int, int, dict[str, int]]:
+    """Whether rows are too wide to be held, the number of groups, the rows of each, and the constants of the kernel.
+
+    On NVIDIA the loop over a group's rows is pipelined in two stages: while one block is reduced, the next is copied to
+    shared memory, 97 KiB at most. MI300 has 64 KiB of that and goes without.
+    """
+    wide = columns > _LONGEST_HELD
+    block_columns = _CHUNK if wide else next_power_of_2(columns)
+    block_rows = 2 if wide else max(1, _ELEMENTS // block_columns)
+    per_group = max(_ROWS, cdiv(rows, _GROUPS))
+    per_group = cdiv(per_group, block_rows) * block_rows
+    stages = 1 if architecture(device).startswith("gfx") else 2
+    constants = {"BLOCK_R": block_rows, "BLOCK_C": block_columns, "STAGES": stages}
+    return wide, cdiv(rows, per_group), per_group, constants | {"num_warps": block_rows * block_columns // 512}
+
+
+def why_no_rows(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None) -> str:
+    """Why the kernels of a normalisation cannot take these shapes; empty where they can."""
+    if weight.dim() != 1 or x.shape[-1:] != weight.shape:
+        return f"weight {tuple(weight.shape)} for rows of x {tuple(x.shape)}"
+    if weight.numel() > LONGEST_ROW:
+        return f"rows of {weight.numel()}, more than {LONGEST_ROW}"
+    if residual is not None and residual.shape != x.shape:
+        return f"residual {tuple(residual.shape)} to be broadcast to x {tuple(x.shape)}"
+    return ""
+
+
+@jit
+def _sum_groups_kernel(partial_ptr, sum_ptr, groups, columns, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr):
+    column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    total = tl.zeros((BLOCK_G, BLOCK_C), tl.float32)
+    for start in range(0, groups, BLOCK_G):
+        group = start + tl.arange(0, BLOCK_G)[:, None]
+        offsets = group.to(tl.int64) * columns + column
+        total += tl.load(partial_ptr + offsets, mask=(group < groups) & (column < columns), other=0.0)
+    tl.store(sum_ptr + column, tl.sum(total, axis=0)[None, :], mask=column < columns)
+
+
+def sum_groups(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """(groups, C) in fp32 -> (C,), rounded once. Only for the bodies of custom operators."""
+    groups, columns = partial.shape
+    total = torch.empty(columns, dtype=dtype, device=partial.device)
+    # 32 columns are a 128-byte line of every row, and C = 4096 gives 128 programs, about one an SM.
+    launch(_sum_groups_kernel, (cdiv(columns, 32),), partial, total, groups, columns, BLOCK_G=64, BLOCK_C=32, num_warps=4)
+    return total
