@@ -9,6 +9,7 @@ run's record.
 """
 
 import warnings
+from collections.abc import Container
 
 import torch
 
@@ -17,7 +18,7 @@ from triton_kernels.launch import can_launch
 
 CHOICES = ("auto", "triton", "torch")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""What the kernels compute on."""
+"""What most kernels compute on."""
 
 _choice = "auto"
 _ran: dict[str, str] = {}
@@ -52,14 +53,16 @@ def kernels_ran() -> dict[str, str]:
     return dict(_ran)
 
 
-def takes_triton(operation: str, tensor: torch.Tensor, refusal: str = "") -> bool:
+def takes_triton(
+    operation: str, tensor: torch.Tensor, refusal: str = "", *, dtypes: Container[torch.dtype] = DTYPES
+) -> bool:
     """Whether a call on this tensor goes to the Triton kernel. `refusal`: why the kernel cannot take the call, or empty.
 
     Under `auto` the interpreter does not count as a device: it is for proofs, a thousand times slower than PyTorch.
     """
     wanted = _choice == "triton" or (_choice == "auto" and tensor.device.type == "cuda")
     wanted = wanted and HAS_TRITON and can_launch(tensor.device)
-    if wanted and not refusal and tensor.dtype not in DTYPES:
+    if wanted and not refusal and tensor.dtype not in dtypes:
         refusal = f"dtype {tensor.dtype}"
     if not wanted or refusal:
         _note(operation, f"torch: {refusal}" if wanted else "torch")

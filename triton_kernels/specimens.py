@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from triton_kernels.adamw import adamw
+from triton_kernels.byte_pack import byte_pack, byte_pack_sequence
 from triton_kernels.gelu import gelu
 from triton_kernels.linear_cross_entropy import linear_cross_entropy
 
@@ -37,6 +38,7 @@ def specimens(device: torch.device) -> Iterator[Specimen]:
             yield Specimen(name, f"{kind} {what}".strip(), _both_ways(function, shapes, dtype, device))
         yield Specimen("linear_cross_entropy", kind, partial(_linear_cross_entropy, dtype, device))
         yield Specimen("adamw", kind, partial(_adamw, dtype, device))
+    yield Specimen("byte_pack", "", partial(_byte_pack, device))
 
 
 def _linear_cross_entropy(dtype: torch.dtype, device: torch.device) -> None:
@@ -45,8 +47,14 @@ def _linear_cross_entropy(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def _adamw(dtype: torch.dtype, device: torch.device) -> None:
-    groups = [[torch.zeros(n, dtype=dtype, device=device) for n in (100, 10_000)] for _ in range(4)]
-    adamw(*groups, [torch.ones((), device=device)] * 2, rate=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
+    p, g, m, v = ([torch.zeros(n, dtype=dtype, device=device) for n in (100, 10_000)] for _ in range(4))
+    adamw(p, g, m, v, [torch.ones((), device=device)] * 2, rate=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
+
+
+def _byte_pack(device: torch.device) -> None:
+    data, offsets = torch.zeros(4096, dtype=torch.uint8, device=device), torch.arange(0, 4097, 512, device=device)
+    byte_pack(data, offsets, length=1024, end_id=256)
+    byte_pack_sequence(data, offsets, end_id=256)
 
 
 def _elementwise() -> list[tuple[str, str, Callable[..., Any], list[tuple[int, ...]]]]:
