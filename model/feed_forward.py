@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from model.linear import Linear
+from triton_kernels.gelu import gelu
 
 
 class GELU(nn.Module):
@@ -21,7 +22,7 @@ class GELU(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, C) -> (B, T, C)."""
-        return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
+        return self.down(gelu(self.up(x)))  # type: ignore[no-any-return]
 
 
 class SwiGLU(nn.Module):

@@ -7,9 +7,9 @@ Shapes: ids (B, T) -> logits (B, T, V), or with targets (B, T) -> the loss sum a
 """
 
 import math
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from model.attention import Attention, LayerCache, Rotation, rotation_table
@@ -17,6 +17,7 @@ from model.feed_forward import GELU, SwiGLU
 from model.linear import Linear, linear, use_onednn
 from model.norm import LayerNorm, RMSNorm
 from model.shape import DecoderShape, hidden_width
+from triton_kernels.linear_cross_entropy import linear_cross_entropy
 
 
 class Block(nn.Module):
@@ -74,10 +75,7 @@ class Decoder(nn.Module):
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum of the cross-entropies in nats over targets that are not -100, and how many those are."""
-        logits = self.logits(self.hidden(ids))
-        flat = targets.reshape(-1)
-        loss_sum = F.cross_entropy(logits.view(-1, self.vocabulary_size).float(), flat, ignore_index=-100, reduction="sum")
-        return loss_sum, (flat != -100).sum()
+        return linear_cross_entropy(self.hidden(ids), self._head(), targets, product=partial(linear, onednn=self.onednn))
 
     def hidden(
         self,
@@ -102,8 +100,10 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(B, T, C) -> (B, T, V)."""
-        weight = self.embedding.weight if self.head is None else self.head.weight
-        return linear(hidden, weight, onednn=self.onednn)
+        return linear(hidden, self._head(), onednn=self.onednn)
+
+    def _head(self) -> torch.Tensor:
+        return self.embedding.weight if self.head is None else self.head.weight
 
     def flops_per_token(self) -> float:
         """Operations to train on a token: 6 a matrix weight, 12 L C T for attention (Chowdhery et al., 2022, app. B)."""

@@ -1,7 +1,7 @@
 """Raw bytes to ids on the device: documents laid end to end become a padded batch or one packed sequence.
 
 A byte b becomes the id `first_id` + b. Documents come as one vector of bytes (N), uint8, and offsets (B + 1), int64:
-document i is bytes offsets[i] to offsets[i + 1]. So text crosses to the GPU at one byte a character, and no Python touches it there.
+document i is bytes offsets[i] to offsets[i + 1]. So text crosses to the GPU at one byte a character.
 
     padded: ids (B, L) and mask (B, L), start and end tokens around each document, cut off or filled up to L
     packed: ids (N + extra), which document and which position each is, and the documents' new offsets (B + 1), int32,

@@ -32,6 +32,10 @@ class Model(Section):
     """Biases in linear layers and LayerNorm."""
     rope_theta: float = setting(10000.0, above=0, fixed=True)
     """Base of the rotary frequencies."""
+    kernels: Literal["auto", "triton", "torch"] = setting("auto")
+    """Attention and the other hot operations: our Triton kernels, or PyTorch's own; `auto` takes Triton on GPUs.
+
+    `triton` without a GPU needs TRITON_INTERPRET=1, which runs kernels in Triton's interpreter: for proofs, very slowly."""
     linear: Literal["auto", "torch", "onednn"] = setting("auto")
     """Matrix products on CPUs: PyTorch's default, or oneDNN, which is faster on AMD; `auto` looks at the processor."""
 

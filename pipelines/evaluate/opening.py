@@ -15,6 +15,7 @@ from pipelines.tasks import build_task
 from pipelines.tasks.task import Encoder
 from pipelines.tokenizers import load_tokenizer
 from pipelines.train.checkpoint import Checkpoints, Found
+from triton_kernels.dispatch import use_kernels, why_no_triton
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,9 @@ def open_run(storage: Folder, run: str, checkpoint: str = "best") -> Opened:
 
 
 def _build(config: Config, encoder: Encoder, checkpoints: Checkpoints, found: Found) -> Decoder:
+    if not why_no_triton():
+        # A run of another machine may have asked for kernels that this one cannot run; what it trained runs anywhere.
+        use_kernels(config.model.kernels)
     model = build_task(config).build_model(encoder.vocabulary_size)
     if not isinstance(model, Decoder):
         raise SettingError(f"task is {config.task!r}: it must be one that trains a decoder, which alone writes text")

@@ -4,9 +4,11 @@ checks = preflight(config, share, there, storage, vocabulary_size=4096)
 failed = [check for check in checks if not check.passed]  # non-empty: exit code 3, each with its remedy
 """
 
+import os
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from pipelines.config import Config
@@ -40,6 +42,7 @@ def preflight(
     """All checks. `on_a_worker` runs a function where workers will run; None: this process will do."""
     return [
         _check_package(),
+        _check_kernels(config, share),
         _check_slots(config, share),
         _check_resources(share, there),
         _check_memory(config, share, there, vocabulary_size),
@@ -55,6 +58,15 @@ def _check_package() -> Check:
     found = Path(str(triton_kernels.__file__)).resolve().parent
     remedy = f"another package of this name stands before ours on the path: remove it, or put {ours.parent} first"
     return Check("triton_kernels", found == ours, f"imported from {found}", remedy)
+
+
+def _check_kernels(config: Config, share: Share) -> Check:
+    """A setting that no worker could obey ends here and not in the middle of the first step."""
+    choice = config.model.kernels
+    interpreting = os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "yes")
+    runs = choice != "triton" or (find_spec("triton") is not None and (share.device == "cuda" or interpreting))
+    remedy = "set model.kernels auto or torch; or scaling.device cuda; or TRITON_INTERPRET=1 to run kernels on CPUs, slowly"
+    return Check("kernels", runs, f"model.kernels is {choice}, the device {share.device}", remedy)
 
 
 def _check_slots(config: Config, share: Share) -> Check:

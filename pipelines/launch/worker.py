@@ -22,6 +22,7 @@ from pipelines.feed.stream import TokenStream
 from pipelines.launch.job import Job, Place
 from pipelines.observers.first_step import FirstStep
 from pipelines.observers.host_monitor import HostMonitor
+from pipelines.observers.kernels import Kernels
 from pipelines.observers.observer import Observer, RunFacts
 from pipelines.observers.ray_metrics import RayMetrics
 from pipelines.observers.throughput import Throughput
@@ -38,6 +39,7 @@ from pipelines.train.optimizer import build_optimizer
 from pipelines.train.state import TrainState
 from pipelines.train.step import StepRules
 from pipelines.train.validation import validate
+from triton_kernels.dispatch import use_kernels
 
 
 def run_worker(
@@ -50,7 +52,7 @@ def run_worker(
     sender = Sender(post, f"rank{place.rank}")
     marks = job.marks | (marks or {}) | {"torch": time.time()}
     observers: list[Observer] = [Throughput(), FirstStep(job.started_at, marks)]
-    observers += [HostMonitor(sender, job.config.record.system_every_s), RayMetrics(), Tracker(sender)]
+    observers += [HostMonitor(sender, job.config.record.system_every_s), RayMetrics(), Kernels(sender), Tracker(sender)]
     say = partial(_say, sender, place)
     owns_group = not dist.is_initialized()
     try:
@@ -81,6 +83,7 @@ def build_training(
     """Everything that a training needs, at the position of the newest checkpoint."""
     config, world, rank = job.config, place.world, place.rank
     device = _use_device(job, place)
+    use_kernels(config.model.kernels)
     manifest = Manifest.load(job.prepared)
     task = build_task(config)
     strategy = build_strategy(

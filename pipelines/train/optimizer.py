@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from pipelines.config import Optimizer
+from triton_kernels.adamw import adamw
 
 State = dict[nn.Parameter, dict[str, torch.Tensor]]
 Group = tuple[list[nn.Parameter], float]
@@ -45,20 +46,16 @@ class AdamW:
             states = [self.state.get(p) or self._begin(p) for p in trained]
             steps = [state["step"] for state in states]
             torch._foreach_add_(steps, 1)
-            torch.ops.aten._fused_adamw_(
+            adamw(
                 [p.detach() for p in trained],
-                [p.grad for p in trained],
+                [p.grad for p in trained if p.grad is not None],
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
-                [],
                 steps,
-                lr=rate,
-                beta1=self.betas[0],
-                beta2=self.betas[1],
-                weight_decay=decay,
+                rate=rate,
+                betas=self.betas,
                 eps=self.eps,
-                amsgrad=False,
-                maximize=False,
+                decay=decay,
             )
 
     def _begin(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:

@@ -44,9 +44,23 @@ def storage(tmp_path: Path) -> Folder:
 
 def test_a_healthy_place_passes_and_no_probe_is_left(storage: Folder) -> None:
     checks = _checks(storage, on_a_worker=lambda probe: probe())
-    assert set(checks) == {"triton_kernels", "slots", "resources", "memory", "storage"}
+    assert set(checks) == {"triton_kernels", "kernels", "slots", "resources", "memory", "storage"}
     assert not list(failing(list(checks.values())))
     assert storage.names() == []
+
+
+def test_kernels_without_a_gpu_to_run_on(storage: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanting = replace(CONFIG, model=replace(CONFIG.model, kernels="triton"))
+
+    def failures() -> list[str]:
+        return list(failing(preflight(wanting, TWO_WORKERS, THERE, storage, vocabulary_size=257)))
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert not failures()
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    (text,) = failures()
+    assert "model.kernels is triton, the device cpu" in text
+    assert "TRITON_INTERPRET=1" in text
 
 
 def test_a_foreign_package_of_the_kernels_name(tmp_path: Path) -> None:
