@@ -26,7 +26,7 @@ def assert_close(
     magnitude: float | None = None,
     inner_dtype: torch.dtype | None = None,
 ) -> None:
-    """Fails where |actual - expected| > eps(d) |expected| + (terms eps32 + inner eps(inner)) m; m is max |expected| by default.
+    """Fails where |actual - expected| > eps(d) |expected| + (terms eps32 + inner eps(inner)) m; m: max |expected|.
 
     `inner_dtype` is what intermediate values are rounded to; it defaults to that of the result.
     """
