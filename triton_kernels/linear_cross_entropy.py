@@ -32,6 +32,9 @@ _SMALLEST_CHUNK = 1024
 _BLOCK = 4096
 """Logits that a program holds at once."""
 
+_ALIGNMENT = 64
+"""Rows of logits begin at multiples of this: libraries take slow paths for rows that do not, and 50,257 is odd."""
+
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -111,11 +114,12 @@ def _linear_cross_entropy(
     size = _rows_of_a_chunk(rows)
     chunks = range(0, rows, size)
     grad_weight = _Sum(weight, one=len(chunks) == 1)
+    buffer = x.new_empty(min(size, rows), cdiv(words, _ALIGNMENT) * _ALIGNMENT)
     for start in chunks:
         part = slice(start, min(start + size, rows))
-        logits = x[part] @ weight.t()
+        logits = torch.mm(x[part], weight.t(), out=buffer[: part.stop - start, :words])
         launch(
-            _softmax_gradient_kernel, (logits.shape[0],), logits, words, targets[part], losses[part], words, ignore_index,
+            _softmax_gradient_kernel, (logits.shape[0],), logits, logits.stride(0), targets[part], losses[part], words, ignore_index,
             label_smoothing, z_loss, GRADIENT=for_x or for_weight, BLOCK=min(_BLOCK, next_power_of_2(words)), num_warps=8,
         )  # fmt: skip
         if for_x:
