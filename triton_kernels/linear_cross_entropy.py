@@ -114,13 +114,15 @@ def _linear_cross_entropy(
     size = _rows_of_a_chunk(rows)
     chunks = range(0, rows, size)
     grad_weight = _Sum(weight, one=len(chunks) == 1)
-    buffer = x.new_empty(min(size, rows), cdiv(words, _ALIGNMENT) * _ALIGNMENT)
+    # Zeros, since PyTorch's bf16 product on CPUs lets NaN through from what its result overwrites.
+    buffer = x.new_zeros(min(size, rows), cdiv(words, _ALIGNMENT) * _ALIGNMENT)
     for start in chunks:
         part = slice(start, min(start + size, rows))
         logits = torch.mm(x[part], weight.t(), out=buffer[: part.stop - start, :words])
         launch(
-            _softmax_gradient_kernel, (logits.shape[0],), logits, logits.stride(0), targets[part], losses[part], words, ignore_index,
-            label_smoothing, z_loss, GRADIENT=for_x or for_weight, BLOCK=min(_BLOCK, next_power_of_2(words)), num_warps=8,
+            _softmax_gradient_kernel, (logits.shape[0],), logits, logits.stride(0), targets[part], losses[part], words,
+            ignore_index, label_smoothing, z_loss,
+            GRADIENT=for_x or for_weight, BLOCK=min(_BLOCK, next_power_of_2(words)), num_warps=8,
         )  # fmt: skip
         if for_x:
             torch.mm(logits, weight, out=grad_x[part])
