@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.triton_kernels.compare import check
+from tests.triton_kernels.compare import assert_close, check
 from tests.triton_kernels.registration import check_registration
 from tests.triton_kernels.strategies import DTYPES, LENGTHS, STRIDED, strided
 from triton_kernels.dispatch import kernels_ran
@@ -38,7 +38,7 @@ def _rounded_sum(dtype: torch.dtype) -> Any:
     return reference
 
 
-@settings(max_examples=30)
+@settings(max_examples=25)
 @given(rows=LENGTHS, columns=LENGTHS, dtype=DTYPES, weight_dtype=DTYPES, kind=STRIDED)
 def test_values_and_gradients(rows: int, columns: int, dtype: torch.dtype, weight_dtype: torch.dtype, kind: str) -> None:
     x = strided((3 * torch.randn(rows, columns)).to(dtype), kind)
@@ -47,7 +47,7 @@ def test_values_and_gradients(rows: int, columns: int, dtype: torch.dtype, weigh
     check(rms_norm, rms_norm_reference, x, weight, gradient_terms=8 + rows, gradient_magnitude=scale)
 
 
-@settings(max_examples=30)
+@settings(max_examples=25)
 @given(rows=LENGTHS, columns=LENGTHS, dtype=DTYPES, stream_dtype=DTYPES, kind=STRIDED)
 def test_with_the_addition(rows: int, columns: int, dtype: torch.dtype, stream_dtype: torch.dtype, kind: str) -> None:
     x = strided(torch.randn(rows, columns).to(dtype), kind)
@@ -60,12 +60,17 @@ def test_with_the_addition(rows: int, columns: int, dtype: torch.dtype, stream_d
     check(add_rms_norm, reference, x, residual, weight, gradient_terms=8 + rows, gradient_magnitude=scale)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(3, 8193), (17, 10000), (1, 32768)])
-def test_wide_rows(rows: int, columns: int) -> None:
+def test_rows_that_a_backward_pass_does_not_hold() -> None:
+    rows, columns = 9, 8193
     x, residual, weight = torch.randn(rows, columns), torch.randn(rows, columns), torch.randn(columns).bfloat16()
     scale = _scale(x + residual, weight)
     limits = {"gradient_terms": 8 + rows, "gradient_magnitude": scale}
     check(add_rms_norm, add_rms_norm_reference, x, residual, weight, **limits)
+
+
+def test_the_longest_row() -> None:
+    x, weight = torch.randn(1, 32768), torch.randn(32768)
+    assert_close(rms_norm(x, weight), rms_norm_reference(x.double(), weight.double()))
 
 
 def test_many_rows_are_summed_in_groups() -> None:
