@@ -1,30 +1,29 @@
-"""Scaled dot-product attention, O = softmax(Q K^T / sqrt(D) + M) V (Vaswani et al., 2017, eq. 1).
+"""Scaled dot-product attention, O = dropout(softmax(scale Q K^T + M)) V (Vaswani et al., 2017, eq. 1).
 
 Shapes: B batch, H query heads, G key and value heads (H a multiple of G), T queries, S keys, D head size.
-q (B, H, T, D); k and v (B, G, S, D); the result (B, H, T, D).
+q (B, H, T, D); k and v (B, G, S, D); the result (B, H, T, D), laid out in memory as (B, T, H, D). Any strides are taken as
+they are if the last dimension is contiguous. Rows that see no key are zeros, and so are their gradients.
 
     o = attention(q, k, v, causal=True)
+    o = attention(q, k, v, causal=True, window=4096)
     o = attention(q, k, v, mask=mask)             # mask (B, 1, T, S), True where a query may look
 """
+
+import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from triton_kernels.attention_backward import differentiate
+from triton_kernels.attention_decoding import LONGEST, decode
+from triton_kernels.attention_forward import attend
+from triton_kernels.attention_masks import kept_weights, visible
+from triton_kernels.attention_problem import Rules, Sequences, rows_readable
+from triton_kernels.dispatch import takes_triton
 
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    mask: torch.Tensor | None = None,
-    dropout: float = 0.0,
-) -> torch.Tensor:
-    """Attention of every query over the keys that it may see; `dropout` is the share of weights dropped.
-
-    With `causal`, query i of T sees keys 0 to S - T + i, so that a query against a cache of S keys sees all of them.
-    """
-    return attention_reference(q, k, v, causal=causal, mask=mask, dropout=dropout)
+LARGEST_HEAD = 256
+"""The accumulators of a larger head fit no registers."""
 
 
 def attention_reference(
@@ -33,14 +32,191 @@ def attention_reference(
     v: torch.Tensor,
     *,
     causal: bool = False,
+    window: int = 0,
+    key_lengths: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
+    scale: float | None = None,
     dropout: float = 0.0,
+    seed: torch.Tensor | None = None,
+    first: int = 0,
 ) -> torch.Tensor:
-    """PyTorch's own attention, which is also what CPUs run."""
+    """PyTorch's own attention, which is also what CPUs run; with a seed, the formula, which drops what the kernels drop.
+
+    `first` is the number, in dropout's counter, of the first sequence.
+    """
     queries, keys = q.shape[-2], k.shape[-2]
-    if causal and (queries != keys or mask is not None):
-        visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
-        mask = visible if mask is None else mask & visible
+    blind = None
+    if window or key_lengths is not None or (causal and (queries != keys or mask is not None)):
+        seen = visible(queries, keys, causal=causal, window=window, key_lengths=key_lengths, device=q.device)
+        mask = seen if mask is None else mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
+        # PyTorch's kernels do not agree on rows without a key, which only lengths make, or more queries than keys.
+        blind = ~seen.any(-1, keepdim=True) if key_lengths is not None or queries > keys else None
         causal = False
+    if dropout and seed is not None:
+        if causal:
+            mask = visible(queries, keys, causal=True, device=q.device)
+        kept = kept_weights(seed, q.shape[0], q.shape[1], queries, keys, dropout=dropout, first=first)
+        return _formula(q, k, v, mask, blind, kept / (1.0 - dropout), scale)
+    if blind is not None and mask is not None and mask.dtype == torch.bool:
+        mask = mask | blind
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal, enable_gqa=grouped)
+    o = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=grouped)
+    return o if blind is None else o.masked_fill(blind, 0.0)
+
+
+def _formula(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    blind: torch.Tensor | None,
+    kept: torch.Tensor,
+    scale: float | None,
+) -> torch.Tensor:
+    """`kept` multiplies the weights; rows that are `blind` see no key."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    if blind is not None:
+        scores = scores.masked_fill(blind, 0.0)
+    o = (scores.softmax(-1) * kept.to(q.dtype)) @ v
+    return o if blind is None else o.masked_fill(blind, 0.0)
+
+
+@torch.library.custom_op("raystride::attention", mutates_args=())
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    key_lengths: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    causal: bool,
+    window: int,
+    scale: float,
+    dropout: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v = rows_readable(q), rows_readable(k), rows_readable(v)
+    o, lse = _like_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    sequences = Sequences(q.shape[0], q.shape[2], k.shape[2], key_lengths)
+    attend(q, k, v, o, lse, sequences, Rules(scale, causal, window, dropout, seed))
+    return o, lse
+
+
+@_attention.register_fake
+def _(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _like_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("raystride::attention_backward", mutates_args=())
+def _attention_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    key_lengths: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    causal: bool,
+    window: int,
+    scale: float,
+    dropout: float,
+    for_queries: bool,
+    for_keys: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad, q, k, v = rows_readable(grad), rows_readable(q), rows_readable(k), rows_readable(v)
+    dq, dk, dv = _gradients(q, k, v, for_queries, for_keys)
+    sequences = Sequences(q.shape[0], q.shape[2], k.shape[2], key_lengths)
+    wanted = (dq if for_queries else None, dk if for_keys else None, dv if for_keys else None)
+    differentiate(grad, q, k, v, o, lse, *wanted, sequences, Rules(scale, causal, window, dropout, seed))
+    return dq, dk, dv
+
+
+@_attention_backward.register_fake
+def _(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _gradients(q, k, v, *rest[-2:])
+
+
+def _like_rows(x: torch.Tensor) -> torch.Tensor:
+    """New memory for (B, H, T, D), laid out as (B, T, H, D), which the projections before and after work on; not a view."""
+    _, heads, rows, size = x.shape
+    return x.new_empty_strided(x.shape, (rows * heads * size, size, heads * size, 1))
+
+
+def _gradients(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, for_queries: bool, for_keys: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """New memory for those that are wanted, none for the others."""
+    none = (0, 0, 0, 0)
+    dq = _like_rows(q) if for_queries else q.new_empty(none)
+    return (dq, _like_rows(k), _like_rows(v)) if for_keys else (dq, k.new_empty(none), v.new_empty(none))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, key_lengths, seed, *ctx.rules = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, *output, key_lengths, seed)
+
+
+def _differentiate(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    queries, keys, values = ctx.needs_input_grad[:3]
+    dq, dk, dv = _attention_backward(grad, *ctx.saved_tensors, *ctx.rules, queries, keys or values)
+    return dq if queries else None, dk if keys else None, dv if values else None, *[None] * 6
+
+
+_attention.register_autograd(_differentiate, setup_context=_save)
+
+
+def refusal(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None = None, scale: float | None = None
+) -> str:
+    """Why the kernels cannot take this call; empty if they can."""
+    if mask is not None:
+        return "a mask of its own"
+    if q.shape[-1] != v.shape[-1]:
+        return "values of another size than keys"
+    if not 1 <= q.shape[-1] <= LARGEST_HEAD:
+        return f"head size {q.shape[-1]}"
+    if not q.dtype == k.dtype == v.dtype:
+        return "queries, keys and values of several dtypes"
+    return "a scale that is not positive" if scale is not None and scale <= 0 else ""
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    window: int = 0,
+    key_lengths: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of every query over the keys that it may see.
+
+    With `causal`, query i of T sees keys 0 to S - T + i, so that a query against a cache of S keys sees all of them; with
+    `window`, only the last so many of these. Keys from key_lengths (B,) on are not seen; that leaves the queries' positions
+    as they are, at the end of the S keys. `scale` is 1 / sqrt(D) where none is given. `dropout` is the share of weights
+    dropped, those that `seed` (1,) in int64 names; without a seed, one is drawn from the device's generator.
+
+    Raises ValueError for a window without causal, or one below zero.
+    """
+    if window < 0 or (window and not causal):
+        raise ValueError(f"a window ({window}) is a number of keys up to a query's own position: it needs causal")
+    rest = {"causal": causal, "window": window, "key_lengths": key_lengths, "scale": scale, "dropout": dropout}
+    if not takes_triton("attention", q, refusal=refusal(q, k, v, mask=mask, scale=scale)):
+        return attention_reference(q, k, v, mask=mask, seed=seed, **rest)  # type: ignore[arg-type]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    few = q.shape[2] <= LONGEST and not dropout
+    if few and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+        return decode(q, k, v, key_lengths, causal, window, scale)  # type: ignore[no-any-return]
+    if dropout and seed is None:
+        seed = torch.randint(0, 1 << 62, (1,), dtype=torch.int64, device=q.device)
+    return _attention(q, k, v, key_lengths, seed if dropout else None, causal, window, scale, dropout)[0]  # type: ignore[no-any-return]

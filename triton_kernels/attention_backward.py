@@ -1,0 +1,250 @@
+"""Attention backward (Dao, 2023, algorithm 2), in the same bits each time: no program adds to what another writes.
+
+    P = exp(s - lse), delta = rowsum(dO O), dV = P^T dO, dS = P (dO V^T - delta), dQ = scale dS K, dK = scale dS^T Q
+
+Three kernels: delta; dK and dV, one program a block of keys, over all query heads of its group; dQ, one program a block of
+queries. The scores are computed twice for it, seven products where atomic sums of dQ would need five.
+
+    differentiate(grad, q, k, v, o, lse, dq, dk, dv, Sequences(4, 1024, 1024), Rules(scale=0.125, causal=True))
+"""
+
+import torch
+
+from triton_kernels.attention_forward import lse_strides
+from triton_kernels.attention_masks import (
+    is_kept,
+    is_visible,
+    key_range,
+    load_rows,
+    query_range,
+    sequence_of,
+    store_rows,
+    work_of,
+)
+from triton_kernels.attention_problem import (
+    Rules,
+    Sequences,
+    block_d,
+    constants,
+    descriptors_fit,
+    handed_over,
+    side_by_side,
+    strides,
+)
+from triton_kernels.configurations import tile
+from triton_kernels.language import cdiv, jit, tl
+from triton_kernels.launch import architecture, launch
+
+_DELTA_ELEMENTS = 8192
+"""Of dO in a program of delta: 16 bytes a load, four times over, for each of 128 threads in bf16."""
+
+
+@jit
+def _attention_delta_kernel(
+    o, grad, delta, query_offsets, o_b, o_h, o_t, grad_b, grad_h, grad_t, lse_b, lse_h, H, T, blocks, heads,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    block, head = work_of(blocks, heads, heads, False)
+    b, h = head // H, head % H
+    query_start, T, _, _, _ = sequence_of(b, None, query_offsets, query_offsets, T, T)
+    query = block * BLOCK_M
+    if query >= T:
+        return
+    y = load_rows(o, b, h, query_start, query, T, o_b, o_h, o_t, D, BLOCK_M, BLOCK_D, False).to(tl.float32)
+    dy = load_rows(grad, b, h, query_start, query, T, grad_b, grad_h, grad_t, D, BLOCK_M, BLOCK_D, False).to(tl.float32)
+    i = query + tl.arange(0, BLOCK_M)
+    tl.store(delta + b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + query_start + i, tl.sum(y * dy, 1), mask=i < T)
+
+
+@jit
+def _walk_queries(
+    k, v, q, grad, lse, delta, dk, dv, b, h, key, query_start, start, stop, T, shift, length, window, scale_log2, seed,
+    threshold, rescale, q_b, q_h, q_t, grad_b, grad_h, grad_t, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """The block of keys over the queries start to stop of one head; all products transposed, so that dK and dV need none."""
+    keys = key + tl.arange(0, BLOCK_N)
+    for query in tl.range(start, stop, BLOCK_M):
+        rows = query + tl.arange(0, BLOCK_M)
+        q_block = load_rows(q, b, h, query_start, query, T, q_b, q_h, q_t, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
+        # Beyond the last query no weight is left: 2^(s - inf).
+        base = tl.load(lse + rows, mask=rows < T, other=float("inf"))
+        p = tl.exp2(tl.dot(k, tl.trans(q_block), input_precision=PRECISION) * scale_log2 - base[None, :])
+        if MASKED:
+            p = tl.where(is_visible(rows[None, :], keys[:, None], shift, length, window, CAUSAL, WINDOWED), p, 0.0)
+        grad_block = load_rows(grad, b, h, query_start, query, T, grad_b, grad_h, grad_t, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
+        dp = tl.dot(v, tl.trans(grad_block), input_precision=PRECISION)
+        taken = p
+        if seed is not None:
+            kept = tl.trans(is_kept(seed, b, h, query, key, threshold, BLOCK_M, BLOCK_N))
+            taken = tl.where(kept, p * rescale, 0.0)
+            dp = tl.where(kept, dp * rescale, 0.0)
+        dv = tl.dot(taken.to(grad_block.dtype), grad_block, dv, input_precision=PRECISION)
+        ds = p * (dp - tl.load(delta + rows, mask=rows < T, other=0.0)[None, :])
+        dk = tl.dot(ds.to(q_block.dtype), q_block, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@jit
+def _attention_backward_keys_kernel(
+    q, k, v, grad, lse, delta, dk, dv, key_lengths, query_offsets, key_offsets, seed, scale_log2, threshold, rescale, window,
+    scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, grad_b, grad_h, grad_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
+    lse_b, lse_h, G, group, T, S, blocks, heads, section,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    block, head = work_of(blocks, heads, section, False)
+    b, g = head // G, head % G
+    query_start, T, key_start, S, length = sequence_of(b, key_lengths, query_offsets, key_offsets, T, S)
+    key = block * BLOCK_N
+    if key >= S:
+        return
+    shift = S - T
+    start, whole, partial, stop = query_range(key, T, shift, length, window, CAUSAL, WINDOWED, BLOCK_M, BLOCK_N)
+    k_block = load_rows(k, b, g, key_start, key, length, k_b, k_h, k_t, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
+    v_block = load_rows(v, b, g, key_start, key, length, v_b, v_h, v_t, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
+    dk_block = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_block = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for h in range(g * group, g * group + group):
+        row = b.to(tl.int64) * lse_b + tl.cast(h, tl.int64) * lse_h + query_start
+        if CAUSAL:
+            dk_block, dv_block = _walk_queries(
+                k_block, v_block, q, grad, lse + row, delta + row, dk_block, dv_block, b, h, key, query_start, start, whole,
+                T, shift, length, window, scale_log2, seed, threshold, rescale, q_b, q_h, q_t, grad_b, grad_h, grad_t,
+                True, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS,
+            )  # fmt: skip
+        dk_block, dv_block = _walk_queries(
+            k_block, v_block, q, grad, lse + row, delta + row, dk_block, dv_block, b, h, key, query_start, whole, partial, T,
+            shift, length, window, scale_log2, seed, threshold, rescale, q_b, q_h, q_t, grad_b, grad_h, grad_t,
+            False, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS,
+        )  # fmt: skip
+        if WINDOWED:
+            dk_block, dv_block = _walk_queries(
+                k_block, v_block, q, grad, lse + row, delta + row, dk_block, dv_block, b, h, key, query_start, partial, stop,
+                T, shift, length, window, scale_log2, seed, threshold, rescale, q_b, q_h, q_t, grad_b, grad_h, grad_t,
+                True, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS,
+            )  # fmt: skip
+    # Keys that nobody sees were walked over as zeros, with weights that are not zero; each has a row of its own.
+    seen = (key + tl.arange(0, BLOCK_N) < length)[:, None]
+    dk_block, dv_block = tl.where(seen, dk_block * scale, 0.0), tl.where(seen, dv_block, 0.0)
+    store_rows(dk, dk_block, b, g, key_start, key, S, dk_b, dk_h, dk_t, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
+    store_rows(dv, dv_block, b, g, key_start, key, S, dv_b, dv_h, dv_t, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
+
+
+@jit
+def _walk_keys(
+    q, grad, base, delta, k, v, dq, b, h, g, query, key_start, start, stop, shift, length, window, scale_log2, seed,
+    threshold, rescale, k_b, k_h, k_t, v_b, v_h, v_t, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """The block of queries over the keys start to stop."""
+    for key in tl.range(start, stop, BLOCK_N):
+        k_block = load_rows(k, b, g, key_start, key, length, k_b, k_h, k_t, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
+        p = tl.exp2(tl.dot(q, tl.trans(k_block), input_precision=PRECISION) * scale_log2 - base[:, None])
+        if MASKED:
+            rows, keys = query + tl.arange(0, BLOCK_M), key + tl.arange(0, BLOCK_N)
+            p = tl.where(is_visible(rows[:, None], keys[None, :], shift, length, window, CAUSAL, WINDOWED), p, 0.0)
+        v_block = load_rows(v, b, g, key_start, key, length, v_b, v_h, v_t, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
+        dp = tl.dot(grad, tl.trans(v_block), input_precision=PRECISION)
+        if seed is not None:
+            dp = tl.where(is_kept(seed, b, h, query, key, threshold, BLOCK_M, BLOCK_N), dp * rescale, 0.0)
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k_block.dtype), k_block, dq, input_precision=PRECISION)
+    return dq
+
+
+@jit
+def _attention_backward_queries_kernel(
+    q, k, v, grad, lse, delta, dq, key_lengths, query_offsets, key_offsets, seed, scale_log2, threshold, rescale, window,
+    scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, grad_b, grad_h, grad_t, dq_b, dq_h, dq_t, lse_b, lse_h,
+    H, group, T, S, blocks, heads, section, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    block, head = work_of(blocks, heads, section, CAUSAL)
+    b, h = head // H, head % H
+    g = h // group
+    query_start, T, key_start, S, length = sequence_of(b, key_lengths, query_offsets, key_offsets, T, S)
+    query = block * BLOCK_M
+    if query >= T:
+        return
+    shift = S - T
+    start, whole, partial, stop = key_range(query, T, shift, length, window, CAUSAL, WINDOWED, BLOCK_M, BLOCK_N)
+    q_block = load_rows(q, b, h, query_start, query, T, q_b, q_h, q_t, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
+    dy = load_rows(grad, b, h, query_start, query, T, grad_b, grad_h, grad_t, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
+    i = query + tl.arange(0, BLOCK_M)
+    row = b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + query_start
+    base = tl.load(lse + row + i, mask=i < T, other=float("inf"))
+    shares = tl.load(delta + row + i, mask=i < T, other=0.0)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if WINDOWED:
+        acc = _walk_keys(
+            q_block, dy, base, shares, k, v, acc, b, h, g, query, key_start, start, whole, shift, length, window, scale_log2,
+            seed, threshold, rescale, k_b, k_h, k_t, v_b, v_h, v_t,
+            True, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS,
+        )  # fmt: skip
+    acc = _walk_keys(
+        q_block, dy, base, shares, k, v, acc, b, h, g, query, key_start, whole, partial, shift, length, window, scale_log2,
+        seed, threshold, rescale, k_b, k_h, k_t, v_b, v_h, v_t,
+        False, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS,
+    )  # fmt: skip
+    acc = _walk_keys(
+        q_block, dy, base, shares, k, v, acc, b, h, g, query, key_start, partial, stop, shift, length, window, scale_log2,
+        seed, threshold, rescale, k_b, k_h, k_t, v_b, v_h, v_t,
+        True, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS,
+    )  # fmt: skip
+    store_rows(dq, acc * scale, b, h, query_start, query, T, dq_b, dq_h, dq_t, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
+
+
+def differentiate(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+    dq: torch.Tensor | None, dk: torch.Tensor | None, dv: torch.Tensor | None, sequences: Sequences, rules: Rules,
+) -> None:  # fmt: skip
+    """Fills dq, and dk and dv, laid out as q, k and v, where they are asked for."""
+    delta = torch.empty_like(lse)
+    _delta(grad, o, delta, sequences)
+    name, size = architecture(q.device), q.shape[-1]
+    group = q.shape[1] // k.shape[1]
+    shared = (*sequences.tensors, *rules.numbers, rules.scale, *strides(q), *strides(k), *strides(v), *strides(grad))
+    if dk is not None and dv is not None:
+        chosen = tile("attention_backward_keys", name, size, q.dtype)
+        m, n, groups = chosen.block_m, chosen.block_n, k.shape[1]
+        blocks, heads, by = (
+            cdiv(sequences.keys, n),
+            sequences.batch * groups,
+            descriptors_fit(sequences, q, k, v, grad, dk, dv),
+        )
+        launch(
+            _attention_backward_keys_kernel, (blocks * heads,),
+            handed_over(q, m, by), handed_over(k, n, by), handed_over(v, n, by), handed_over(grad, m, by), lse, delta,
+            handed_over(dk, n, by), handed_over(dv, n, by), *shared, *strides(dk), *strides(dv), *lse_strides(lse),
+            groups, group, sequences.queries, sequences.keys, blocks, heads, side_by_side(sequences, k, 1),
+            **constants(chosen, q, rules, by),
+        )  # fmt: skip
+    if dq is not None:
+        chosen = tile("attention_backward_queries", name, size, q.dtype)
+        m, n = chosen.block_m, chosen.block_n
+        blocks, heads, by = (
+            cdiv(sequences.queries, m),
+            sequences.batch * q.shape[1],
+            descriptors_fit(sequences, q, k, v, grad, dq),
+        )
+        launch(
+            _attention_backward_queries_kernel, (blocks * heads,),
+            handed_over(q, m, by), handed_over(k, n, by), handed_over(v, n, by), handed_over(grad, m, by), lse, delta,
+            handed_over(dq, m, by), *shared, *strides(dq), *lse_strides(lse),
+            q.shape[1], group, sequences.queries, sequences.keys, blocks, heads, side_by_side(sequences, k, group),
+            **constants(chosen, q, rules, by),
+        )  # fmt: skip
+
+
+def _delta(grad: torch.Tensor, o: torch.Tensor, delta: torch.Tensor, sequences: Sequences) -> None:
+    heads, size = o.shape[1], o.shape[-1]
+    rows = _DELTA_ELEMENTS // block_d(size)
+    blocks = cdiv(sequences.queries, rows)
+    launch(
+        _attention_delta_kernel, (blocks * sequences.batch * heads,), o, grad, delta, sequences.query_offsets,
+        *strides(o), *strides(grad), *lse_strides(delta), heads, sequences.queries, blocks, sequences.batch * heads,
+        D=size, BLOCK_D=block_d(size), BLOCK_M=rows, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,154 @@
+"""Attention of few queries over many keys (decoding against a cache), without gradients: Flash-Decoding (Dao et al., 2023).
+
+One block of queries a head would leave most of the GPU idle, so the keys are split among programs. Each attends over its
+share and a second kernel joins the shares c by their log-sum-exps L_c:
+
+    O = sum_c 2^(L_c - L) O_c, L = log2 sum_c 2^L_c
+
+All query heads of a group are rows of one block, so that keys and values are read once. Shapes as in `attention`.
+
+    o = decode(q, k, v, key_lengths, causal=True, window=0, scale=0.125)        # q (B, H, T, D) with T up to LONGEST
+"""
+
+import torch
+
+from triton_kernels.attention_masks import is_visible, load_rows
+from triton_kernels.attention_problem import LOG2_E, block_d, precision, rows_readable, strides
+from triton_kernels.configurations import processors, tile
+from triton_kernels.language import cdiv, jit, next_power_of_2, tl
+from triton_kernels.launch import architecture, launch
+
+LONGEST = 16
+"""Queries; with more of them, their blocks fill the rows of a tensor core without the other heads of their group."""
+_LEAST_KEYS = 256
+"""Of a share: at least a few blocks, or joining costs more than splitting gains."""
+_MOST_SHARES = 128
+"""The kernel that joins holds their log-sum-exps at once."""
+_PROGRAMS_A_PROCESSOR = 2
+"""So that one loads while another computes."""
+
+
+@jit
+def _attention_decoding_kernel(
+    q, k, v, o, lse, key_lengths, scale_log2, window, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_c, o_b, o_h, o_t,
+    lse_c, lse_b, G, group, T, S, row_blocks, share, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The rows (head in its group, query) of a block over the keys of share c."""
+    part, c = tl.program_id(0), tl.program_id(1)
+    row = part % row_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    b, g = part // row_blocks // G, part // row_blocks % G
+    h, i, columns = g * group + row // T, row % T, tl.arange(0, BLOCK_D)
+    real, shift = row < group * T, S - T
+    inside = real[:, None] & (columns < D)[None, :]
+    length = S
+    if key_lengths is not None:
+        length = tl.maximum(0, tl.minimum(S, tl.load(key_lengths + b).to(tl.int32)))
+    rows = tl.load(q + b.to(tl.int64) * q_b + (h * q_h + i * q_t)[:, None] + columns[None, :], mask=inside, other=0.0)
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    start = c * share
+    if WINDOWED:
+        start = tl.maximum(start, tl.maximum(0, shift - window + 1) // BLOCK_N * BLOCK_N)
+    for key in tl.range(start, tl.minimum(length, c * share + share), BLOCK_N):
+        block = load_rows(k, b, g, 0, key, length, k_b, k_h, k_t, D, BLOCK_N, BLOCK_D, False)
+        s = tl.dot(rows, tl.trans(block), input_precision=PRECISION)
+        seen = is_visible(i[:, None], (key + tl.arange(0, BLOCK_N))[None, :], shift, length, window, CAUSAL, WINDOWED)
+        s = tl.where(seen, s, -float("inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        origin = tl.where(m_new == -float("inf"), 0.0, m_new)
+        p = tl.exp2(s * scale_log2 - (origin * scale_log2)[:, None])
+        alpha = tl.exp2((m - origin) * scale_log2)
+        total = total * alpha + tl.sum(p, 1)
+        block = load_rows(v, b, g, 0, key, length, v_b, v_h, v_t, D, BLOCK_N, BLOCK_D, False)
+        acc = tl.dot(p.to(block.dtype), block, acc * alpha[:, None], input_precision=PRECISION)
+        m = m_new
+    blind = total == 0.0
+    total = tl.where(blind, 1.0, total)
+    o += c.to(tl.int64) * o_c + b.to(tl.int64) * o_b
+    tl.store(o + (h * o_h + i * o_t)[:, None] + columns[None, :], (acc / total[:, None]).to(o.dtype.element_ty), mask=inside)
+    weights = tl.where(blind, -float("inf"), m * scale_log2 + tl.log2(total))
+    tl.store(lse + c.to(tl.int64) * lse_c + b.to(tl.int64) * lse_b + h * T + i, weights, mask=real)
+
+
+@jit
+def _attention_joining_kernel(
+    parts, lse, o, parts_c, lse_c, o_b, o_h, o_t, H, T, shares, D: tl.constexpr, BLOCK_D: tl.constexpr, SHARES: tl.constexpr
+):
+    """One row; parts (C, B, T, H, D) and lse (C, B, H, T)."""
+    row = tl.program_id(0).to(tl.int64)
+    b, h, i = row // (H * T), row // T % H, row % T
+    c, columns = tl.arange(0, SHARES), tl.arange(0, BLOCK_D)
+    weights = tl.load(lse + c * lse_c + row, mask=c < shares, other=-float("inf"))
+    most = tl.max(weights, 0)
+    weights = tl.exp2(weights - tl.where(most == -float("inf"), 0.0, most))
+    total = tl.sum(weights, 0)
+    weights = weights / tl.where(total == 0.0, 1.0, total)
+    inside = (c < shares)[:, None] & (columns < D)[None, :]
+    part = parts + ((b * T + i) * H + h) * D + c.to(tl.int64)[:, None] * parts_c + columns[None, :]
+    joined = tl.sum(tl.load(part, mask=inside, other=0.0) * weights[:, None], 0)
+    tl.store(o + b * o_b + h * o_h + i * o_t + columns, joined.to(o.dtype.element_ty), mask=columns < D)
+
+
+@torch.library.custom_op("raystride::attention_decoding", mutates_args=())
+def decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    key_lengths: torch.Tensor | None,
+    causal: bool,
+    window: int,
+    scale: float,
+) -> torch.Tensor:
+    """Attention without gradients; T at most LONGEST."""
+    q, k, v = rows_readable(q), rows_readable(k), rows_readable(v)
+    (batch, heads, queries, size), groups, keys = q.shape, k.shape[1], k.shape[2]
+    o = q.new_empty_strided(q.shape, (queries * heads * size, size, heads * size, 1))
+    if not o.numel():
+        return o
+    chosen = tile("attention_decoding", architecture(q.device), size, q.dtype)
+    rows = heads // groups * queries
+    block_m = min(chosen.block_m, max(16, next_power_of_2(rows)))
+    row_blocks = cdiv(rows, block_m)
+    programs = batch * groups * row_blocks
+    share = _share(keys, programs, chosen.block_n, architecture(q.device))
+    shares = max(1, cdiv(keys, share))
+    lse = q.new_empty((shares, batch, heads, queries), dtype=torch.float32)
+    parts = (
+        q.new_empty((shares, batch, queries, heads, size), dtype=torch.float32).transpose(2, 3) if shares > 1 else o[None]
+    )
+    launch(
+        _attention_decoding_kernel, (programs, shares), q, k, v, parts, lse, key_lengths, scale * LOG2_E, window,
+        *strides(q), *strides(k), *strides(v), *parts.stride()[:4], *lse.stride()[:2],
+        groups, heads // groups, queries, keys, row_blocks, share, CAUSAL=causal, WINDOWED=window > 0, D=size,
+        BLOCK_D=block_d(size), BLOCK_M=block_m, BLOCK_N=chosen.block_n, PRECISION=precision(q),
+        num_warps=chosen.warps, num_stages=chosen.stages,
+    )  # fmt: skip
+    if shares > 1:
+        launch(
+            _attention_joining_kernel, (batch * heads * queries,), parts, lse, o, parts.stride(0), lse.stride(0),
+            *strides(o), heads, queries, shares, D=size, BLOCK_D=block_d(size), SHARES=next_power_of_2(shares), num_warps=4,
+        )  # fmt: skip
+    return o
+
+
+@decode.register_fake
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    key_lengths: torch.Tensor | None,
+    causal: bool,
+    window: int,
+    scale: float,
+) -> torch.Tensor:
+    _, heads, queries, size = q.shape
+    return q.new_empty_strided(q.shape, (queries * heads * size, size, heads * size, 1))
+
+
+def _share(keys: int, programs: int, block_n: int, name: str) -> int:
+    """Keys of a share: whole blocks, so that every processor has its programs."""
+    wanted = min(_MOST_SHARES, max(1, cdiv(_PROGRAMS_A_PROCESSOR * processors(name), programs)))
+    least = max(_LEAST_KEYS, cdiv(keys, wanted))
+    return cdiv(least, block_n) * block_n

@@ -1,0 +1,111 @@
+"""Attention forward, one program a block of queries: the running softmax of FlashAttention-2 (Dao, 2023, algorithm 1).
+
+    m = max_j s_j, l = sum_j exp(s_j - m), O = sum_j exp(s_j - m) V_j / l, with s = scale Q K^T
+
+over blocks of keys; m, l and O so far are rescaled where a block raises m. Kept for the backward: each row's log-sum-exp,
+to base 2, as all exponentials here are powers of two. Shapes as in `attention`; packed sequences are (N, H, D).
+
+    attend(q, k, v, o, lse, Sequences(4, 1024, 1024), Rules(scale=0.125, causal=True))
+"""
+
+import torch
+
+from triton_kernels.attention_masks import is_kept, is_visible, key_range, load_rows, sequence_of, store_rows, work_of
+from triton_kernels.attention_problem import Rules, Sequences, constants, descriptors_fit, handed_over, side_by_side, strides
+from triton_kernels.configurations import tile
+from triton_kernels.language import cdiv, jit, tl
+from triton_kernels.launch import architecture, launch
+
+
+@jit
+def _walk(
+    q, k, v, acc, m, total, b, h, g, query, key_start, start, stop, shift, length, window, scale_log2, seed, threshold,
+    k_b, k_h, k_t, v_b, v_h, v_t, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """The block of queries over the keys start to stop."""
+    for key in tl.range(start, stop, BLOCK_N):
+        block = load_rows(k, b, g, key_start, key, length, k_b, k_h, k_t, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
+        s = tl.dot(q, tl.trans(block), input_precision=PRECISION)
+        if MASKED:
+            rows, keys = query + tl.arange(0, BLOCK_M), key + tl.arange(0, BLOCK_N)
+            seen = is_visible(rows[:, None], keys[None, :], shift, length, window, CAUSAL, WINDOWED)
+            s = tl.where(seen, s, -float("inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        # A row that has seen no key yet has m = -inf, and -inf - -inf is no number.
+        origin = tl.where(m_new == -float("inf"), 0.0, m_new) if MASKED else m_new
+        p = tl.exp2(s * scale_log2 - (origin * scale_log2)[:, None])
+        alpha = tl.exp2((m - origin) * scale_log2)
+        total = total * alpha + tl.sum(p, 1)
+        if seed is not None:
+            p = tl.where(is_kept(seed, b, h, query, key, threshold, BLOCK_M, BLOCK_N), p, 0.0)
+        block = load_rows(v, b, g, key_start, key, length, v_b, v_h, v_t, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
+        acc = tl.dot(p.to(block.dtype), block, acc * alpha[:, None], input_precision=PRECISION)
+        m = m_new
+    return acc, m, total
+
+
+@jit
+def _attention_forward_kernel(
+    q, k, v, o, lse, key_lengths, query_offsets, key_offsets, seed, scale_log2, threshold, rescale, window,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, lse_b, lse_h, H, group, T, S, blocks, heads, section,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    block, head = work_of(blocks, heads, section, CAUSAL)
+    b, h = head // H, head % H
+    g = h // group
+    query_start, T, key_start, S, length = sequence_of(b, key_lengths, query_offsets, key_offsets, T, S)
+    query = block * BLOCK_M
+    if query >= T:
+        return
+    shift = S - T
+    start, whole, partial, stop = key_range(query, T, shift, length, window, CAUSAL, WINDOWED, BLOCK_M, BLOCK_N)
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    rows = load_rows(q, b, h, query_start, query, T, q_b, q_h, q_t, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
+    if WINDOWED:
+        acc, m, total = _walk(
+            rows, k, v, acc, m, total, b, h, g, query, key_start, start, whole, shift, length, window, scale_log2, seed,
+            threshold, k_b, k_h, k_t, v_b, v_h, v_t,
+            True, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS,
+        )  # fmt: skip
+    acc, m, total = _walk(
+        rows, k, v, acc, m, total, b, h, g, query, key_start, whole, partial, shift, length, window, scale_log2, seed,
+        threshold, k_b, k_h, k_t, v_b, v_h, v_t,
+        False, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS,
+    )  # fmt: skip
+    acc, m, total = _walk(
+        rows, k, v, acc, m, total, b, h, g, query, key_start, partial, stop, shift, length, window, scale_log2, seed,
+        threshold, k_b, k_h, k_t, v_b, v_h, v_t,
+        True, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS,
+    )  # fmt: skip
+    blind = total == 0.0
+    acc = acc * (rescale / tl.where(blind, 1.0, total))[:, None]
+    store_rows(o, acc, b, h, query_start, query, T, o_b, o_h, o_t, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
+    i = query + tl.arange(0, BLOCK_M)
+    entries = lse + b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + query_start + i
+    tl.store(entries, tl.where(blind, float("inf"), m * scale_log2 + tl.log2(total)), mask=i < T)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, sequences: Sequences, rules: Rules
+) -> None:
+    """Fills o, laid out as q, and lse (B, H, T), or (H, N) for packed sequences."""
+    chosen = tile("attention_forward", architecture(q.device), q.shape[-1], q.dtype)
+    m, n, heads, group = chosen.block_m, chosen.block_n, q.shape[1], q.shape[1] // k.shape[1]
+    blocks, all_heads = cdiv(sequences.queries, m), sequences.batch * heads
+    by = descriptors_fit(sequences, q, k, v, o)
+    launch(
+        _attention_forward_kernel, (blocks * all_heads,),
+        handed_over(q, m, by), handed_over(k, n, by), handed_over(v, n, by), handed_over(o, m, by), lse,
+        *sequences.tensors, *rules.numbers, *strides(q), *strides(k), *strides(v), *strides(o), *lse_strides(lse),
+        heads, group, sequences.queries, sequences.keys, blocks, all_heads, side_by_side(sequences, k, group),
+        **constants(chosen, q, rules, by),
+    )  # fmt: skip
+
+
+def lse_strides(lse: torch.Tensor) -> tuple[int, int]:
+    """Of batch and head."""
+    return (lse.stride(0), lse.stride(1)) if lse.dim() == 3 else (0, lse.stride(0))

@@ -1,0 +1,203 @@
+"""Who sees whom in attention, which weights dropout takes, and which program works where: what all its kernels share.
+
+Query i of T stands at position i + S - T of the S keys. With `causal` it sees the keys up to its own position, with a window
+of w only the last w of those; keys from a sequence's length on are seen by none. Kernels walk over blocks that every row
+sees whole without a mask, and mask only the border blocks on either side.
+
+Dropout takes the weight of (batch b, head h, query i, key j) where word j mod 4 of Philox4x32-10 (Salmon et al., 2011) with
+the counter (j / 4, i, h, b) and the seed as its key is small, so that the backward and the reference take the same ones.
+
+    seen, kept = visible(4, 6, causal=True), kept_weights(seed, 2, 8, 4, 6, dropout=0.1)
+"""
+
+import torch
+
+from triton_kernels.language import jit, tl
+
+_ROUNDS = 10
+"""Of Philox; as in its paper, in cuRAND and in tl.philox."""
+DRAW_BITS = 24
+"""Of a word of Philox, compared with dropout * 2^24: they fit a signed 32-bit integer, which is what a kernel is given."""
+
+
+def visible(
+    queries: int,
+    keys: int,
+    *,
+    causal: bool,
+    window: int = 0,
+    key_lengths: torch.Tensor | None = None,
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """True where a query sees a key; (T, S), or (B, 1, T, S) with key_lengths (B,)."""
+    position = torch.arange(queries, device=device)[:, None] + (keys - queries)
+    key = torch.arange(keys, device=device)[None, :]
+    seen = (key <= position) if causal else torch.ones(queries, keys, dtype=torch.bool, device=device)
+    if window:
+        seen = seen & (key > position - window)
+    return seen if key_lengths is None else seen & (key < key_lengths[:, None, None, None])
+
+
+def dropout_threshold(dropout: float) -> int:
+    """Weights whose 24 bits are below this are dropped."""
+    return round(dropout * (1 << DRAW_BITS))
+
+
+def kept_weights(
+    seed: torch.Tensor, batch: int, heads: int, queries: int, keys: int, *, dropout: float, first: int = 0
+) -> torch.Tensor:
+    """True where dropout keeps the weight, (B, H, T, S), bit for bit as the kernels draw it; b counts from `first`."""
+    low, high = 0xFFFFFFFF, 32
+    shape = (batch, heads, queries, keys)
+    b, h, i, key = torch.meshgrid([torch.arange(n, device=seed.device) for n in shape], indexing="ij")
+    c0, c1, c2, c3 = key // 4, i, h, b + first
+    k0, k1 = seed.reshape(()) & low, (seed.reshape(()) >> high) & low
+    for _ in range(_ROUNDS):
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = ((b >> high) & low) ^ c1 ^ k0, b & low, ((a >> high) & low) ^ c3 ^ k1, a & low
+        k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
+    words = torch.stack((c0, c1, c2, c3), dim=-1)
+    word = words.gather(-1, (key % 4)[..., None])[..., 0]
+    return (word >> (32 - DRAW_BITS)) >= dropout_threshold(dropout)
+
+
+@jit
+def work_of(blocks, heads, section, HEAVIEST_LAST: tl.constexpr):
+    """The block and the head (of all batches) of this program.
+
+    The first block of every head of a section comes first, then the second of each: heads that share keys run side by side,
+    and a section is as many heads as have their keys and values in the L2 cache together.
+    """
+    program = tl.program_id(0)
+    first = program // (section * blocks) * section
+    place = program % (section * blocks)
+    width = tl.minimum(section, heads - first)
+    block = place // width
+    if HEAVIEST_LAST:
+        block = blocks - 1 - block
+    return block, first + place % width
+
+
+@jit
+def sequence_of(b, key_lengths, query_offsets, key_offsets, T, S):
+    """Of sequence b: where its queries begin and how many they are; the same of its keys; how many keys may be seen."""
+    query_start, key_start = 0, 0
+    if query_offsets is not None:
+        query_start = tl.load(query_offsets + b)
+        key_start = tl.load(key_offsets + b)
+        T = tl.load(query_offsets + b + 1) - query_start
+        S = tl.load(key_offsets + b + 1) - key_start
+    length = S
+    if key_lengths is not None:
+        length = tl.maximum(0, tl.minimum(S, tl.load(key_lengths + b).to(tl.int32)))
+    return query_start, T, key_start, S, length
+
+
+@jit
+def key_range(
+    first,
+    T,
+    shift,
+    length,
+    window,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Keys that the rows first to first + BLOCK_M see: [start, a) in part, [a, b) whole, [b, stop) in part."""
+    start, stop, b = 0, length, length // BLOCK_N * BLOCK_N
+    last = tl.minimum(first + BLOCK_M, T) - 1 + shift
+    if CAUSAL:
+        stop = tl.maximum(0, tl.minimum(length, last + 1))
+        b = tl.maximum(0, tl.minimum(length, first + shift + 1)) // BLOCK_N * BLOCK_N
+    a = 0
+    if WINDOWED:
+        start = tl.maximum(0, first + shift - window + 1) // BLOCK_N * BLOCK_N
+        a = (tl.maximum(0, last - window + 1) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        a = tl.minimum(a, tl.maximum(start, stop))
+    return start, a, tl.maximum(a, b), stop
+
+
+@jit
+def query_range(
+    first,
+    T,
+    shift,
+    length,
+    window,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Queries that see the keys first to first + BLOCK_N: [start, a) in part, [a, b) whole, [b, stop) in part."""
+    start, a, b, stop = 0, 0, T, T
+    if CAUSAL:
+        start = tl.minimum(T, tl.maximum(0, first - shift)) // BLOCK_M * BLOCK_M
+        a = (tl.maximum(0, first + BLOCK_N - 1 - shift) + BLOCK_M - 1) // BLOCK_M * BLOCK_M
+    if WINDOWED:
+        stop = tl.maximum(0, tl.minimum(T, first + BLOCK_N - 1 + window - shift))
+        b = tl.maximum(0, tl.minimum(T, first + window - shift)) // BLOCK_M * BLOCK_M
+    if first >= length:
+        stop = start
+    a = tl.minimum(a, tl.maximum(start, stop))
+    b = tl.minimum(tl.maximum(a, b), tl.maximum(a, stop))
+    return start, a, b, stop
+
+
+@jit
+def is_visible(query, key, shift, length, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
+    """`visible` for a block; query and key broadcast against each other."""
+    seen = key < length
+    if CAUSAL:
+        seen = seen & (key <= query + shift)
+    if WINDOWED:
+        seen = seen & (key > query + shift - window)
+    return seen
+
+
+@jit
+def is_kept(seed, b, h, query, key, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """`kept_weights` for the block (BLOCK_M, BLOCK_N) that begins at (query, key); key is a multiple of 4.
+
+    One Philox gives four words, of four neighbouring keys: ten rounds for each weight would cost more than its product.
+    """
+    c0 = (key // 4 + tl.arange(0, BLOCK_N // 4))[None, :] + tl.zeros([BLOCK_M, 1], tl.int32)
+    c1 = (query + tl.arange(0, BLOCK_M))[:, None] + tl.zeros([1, BLOCK_N // 4], tl.int32)
+    zero = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32)
+    w0, w1, w2, w3 = tl.philox(tl.load(seed), c0, c1, zero + h, zero + b)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCK_M, BLOCK_N)
+    return (words >> 8).to(tl.int32) >= threshold
+
+
+@jit
+def load_rows(
+    x, b, h, start, first, length, stride_b, stride_h, stride_t,
+    D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """Rows first to first + BLOCK of the sequence that begins at row start of (b, h); zeros beyond its length and D."""
+    if DESCRIPTORS:
+        block = x.load([b, h, first, 0]).reshape(BLOCK, BLOCK_D)
+    else:
+        # 64 bits up to the block, 32 within it.
+        rows, columns = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+        x += tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h + tl.cast(start + first, tl.int64) * stride_t
+        inside = (first + rows < length)[:, None] & (columns < D)[None, :]
+        block = tl.load(x + rows[:, None] * stride_t + columns[None, :], mask=inside, other=0.0)
+    return block
+
+
+@jit
+def store_rows(
+    x, block, b, h, start, first, length, stride_b, stride_h, stride_t,
+    D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """Stores what `load_rows` would load."""
+    if DESCRIPTORS:
+        x.store([b, h, first, 0], block.to(x.dtype).reshape(1, 1, BLOCK, BLOCK_D))
+    else:
+        rows, columns = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+        x += tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h + tl.cast(start + first, tl.int64) * stride_t
+        inside = (first + rows < length)[:, None] & (columns < D)[None, :]
+        tl.store(x + rows[:, None] * stride_t + columns[None, :], block.to(x.dtype.element_ty), mask=inside)

@@ -1,0 +1,124 @@
+"""What the kernels of attention are launched with: sequences, rules, and how tensors are handed over.
+
+Shapes as in `attention`; packed sequences lie in (N, H, D), one after another.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from triton_kernels.attention_masks import dropout_threshold
+from triton_kernels.configurations import Tile, takes_descriptors
+from triton_kernels.language import next_power_of_2
+from triton_kernels.launch import architecture
+
+LOG2_E = 1.4426950408889634
+_CACHE_SHARE = 16 << 20
+"""Bytes of keys and values that programs working side by side share: a third of the L2 cache of an H100, less than half of
+an A100's, which leaves room for what streams through."""
+
+
+class Sequences(NamedTuple):
+    """How many sequences there are, how long they are, and for packed ones where they begin."""
+
+    batch: int
+    queries: int
+    """T, or the most that a packed sequence has."""
+    keys: int
+    key_lengths: torch.Tensor | None = None
+    query_offsets: torch.Tensor | None = None
+    key_offsets: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """As kernels take them."""
+        return self.key_lengths, self.query_offsets, self.key_offsets
+
+
+class Rules(NamedTuple):
+    """What is computed over the sequences."""
+
+    scale: float
+    causal: bool = False
+    window: int = 0
+    dropout: float = 0.0
+    seed: torch.Tensor | None = None
+
+    @property
+    def numbers(self) -> tuple[torch.Tensor | None, float, int, float, int]:
+        """As kernels take them: seed, scale_log2, threshold, rescale, window."""
+        rescale = 1.0 / (1.0 - self.dropout) if self.dropout < 1 else 0.0
+        return self.seed, self.scale * LOG2_E, dropout_threshold(self.dropout), rescale, self.window
+
+
+def rows_readable(x: torch.Tensor) -> torch.Tensor:
+    """x, copied only where its last dimension is not contiguous."""
+    return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+def strides(x: torch.Tensor) -> tuple[int, int, int]:
+    """Of batch, head and row."""
+    return (x.stride(0), x.stride(1), x.stride(2)) if x.dim() == 4 else (0, x.stride(1), x.stride(0))
+
+
+def constants(tile: Tile, q: torch.Tensor, rules: Rules, descriptors: bool) -> dict[str, Any]:
+    """Of any of the kernels that work on tiles."""
+    return {
+        "CAUSAL": rules.causal,
+        "WINDOWED": rules.window > 0,
+        "D": q.shape[-1],
+        "BLOCK_D": block_d(q.shape[-1]),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "PRECISION": precision(q),
+        "DESCRIPTORS": descriptors,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+
+
+def block_d(head_size: int) -> int:
+    """Columns of a block: a power of two, and at least the 16 that a product needs."""
+    return max(16, next_power_of_2(head_size))
+
+
+def precision(q: torch.Tensor) -> str:
+    """Of products in fp32: `tf32` where PyTorch's matrix products on CUDA may use it.
+
+    Otherwise three products of tf32 make up one of fp32, with an error of 2^-22 a product (fp32: 2^-24): `ieee` products run
+    beside the tensor cores, a thread holds all their operands, and from head size 64 on spills kilobytes. AMD's matrix cores
+    multiply in fp32 themselves.
+    """
+    if q.dtype != torch.float32 or not architecture(q.device).startswith("sm_"):
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
+
+
+def side_by_side(sequences: Sequences, k: torch.Tensor, group: int) -> int:
+    """How many query heads work at the same time, so that their keys and values stay in the L2 cache together."""
+    one = 2 * max(1, sequences.keys) * k.shape[-1] * k.element_size()
+    return max(1, _CACHE_SHARE // one) * group
+
+
+def descriptors_fit(sequences: Sequences, *tensors: torch.Tensor) -> bool:
+    """Whether these can be read by tensor descriptors: aligned to 16 bytes, and rows of no other sequence in a block.
+
+    Keys beyond a sequence's length may be memory that nobody has written, and 0 times that can be NaN: those are not read.
+    """
+    if any(x is not None for x in sequences.tensors) or not takes_descriptors(architecture(tensors[0].device)):
+        return False
+    return all(
+        x.numel()
+        and x.data_ptr() % 16 == 0
+        and all(step > 0 and step * x.element_size() % 16 == 0 for step in x.stride()[:3])
+        for x in tensors
+    )
+
+
+def handed_over(x: torch.Tensor, rows: int, descriptors: bool) -> Any:
+    """The tensor itself, or the descriptor of its blocks of so many rows."""
+    if not descriptors:
+        return x
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, block_d(x.shape[-1])])
