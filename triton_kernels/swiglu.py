@@ -1,0 +1,142 @@
+"""SwiGLU's elementwise part (Shazeer, 2020, eq. 6): y = silu(gate) * up, with silu(g) = g s(g) and s the logistic function.
+
+    d up = dy silu(gate)        d gate = dy up s(gate) (1 + gate (1 - s(gate)))
+
+gate and up (..., C) may be slices of the columns of one fused projection; they are then read where they lie. In fp32 inside.
+The backward pass computes silu again from gate, which costs less than reading it would.
+
+    y = swiglu(gate, up)                                      # (..., C), (..., C) -> (..., C)
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from triton_kernels.dispatch import takes_triton
+from triton_kernels.language import cdiv, jit, next_power_of_2, tl
+from triton_kernels.launch import launch
+
+_ELEMENTS = 2048
+"""Elements of a program: 16 for each of 128 threads, two 16-byte loads of each input in bf16 and four in fp32."""
+
+_COLUMNS = 1024
+"""At most so many columns of a row; the hidden widths of published models waste little of such blocks."""
+
+
+def swiglu_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """PyTorch's own silu, times up."""
+    return F.silu(gate) * up
+
+
+@jit
+def _block(rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Row (BLOCK_R, 1) and column (1, BLOCK_C) of the program's block; blocks of one row neighbour each other."""
+    across = tl.cdiv(columns, BLOCK_C)
+    block = tl.program_id(0)
+    row = (block // across).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+    column = block % across * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    return row, column, (row < rows) & (column < columns)
+
+
+@jit
+def _swiglu_forward_kernel(
+    gate_ptr, up_ptr, y_ptr, rows, columns, gate_stride, up_stride, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    row, column, mask = _block(rows, columns, BLOCK_R, BLOCK_C)
+    gate = tl.load(gate_ptr + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * columns + column, gate / (1.0 + tl.exp(-gate)) * up, mask=mask)
+
+
+@jit
+def _swiglu_backward_kernel(
+    grad_ptr,
+    gate_ptr,
+    up_ptr,
+    grad_gate_ptr,
+    grad_up_ptr,
+    rows,
+    columns,
+    grad_stride,
+    gate_stride,
+    up_stride,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    row, column, mask = _block(rows, columns, BLOCK_R, BLOCK_C)
+    grad = tl.load(grad_ptr + row * grad_stride + column, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
+    logistic = 1.0 / (1.0 + tl.exp(-gate))
+    offsets = row * columns + column
+    tl.store(grad_gate_ptr + offsets, grad * up * logistic * (1.0 + gate * (1.0 - logistic)), mask=mask)
+    tl.store(grad_up_ptr + offsets, grad * gate * logistic, mask=mask)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """x as (rows, C): a view wherever rows lie at one distance from each other, as in a slice of columns."""
+    columns = x.shape[-1]
+    rows = x.numel() // max(1, columns)
+    return x.reshape(rows, columns) if x.stride(-1) == 1 else x.contiguous().view(rows, columns)
+
+
+def _plan(rows: int, columns: int) -> tuple[tuple[int], dict[str, int]]:
+    block_columns = min(_COLUMNS, next_power_of_2(columns))
+    block_rows = _ELEMENTS // block_columns
+    grid = (cdiv(rows, block_rows) * cdiv(columns, block_columns),)
+    return grid, {"BLOCK_R": block_rows, "BLOCK_C": block_columns, "num_warps": 4}
+
+
+@torch.library.custom_op("raystride::swiglu", mutates_args=())
+def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    y = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    gate, up = _rows(gate), _rows(up)
+    grid, blocks = _plan(*gate.shape)
+    launch(_swiglu_forward_kernel, grid, gate, up, y, *gate.shape, gate.stride(0), up.stride(0), **blocks)
+    return y
+
+
+@_swiglu.register_fake
+def _(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(gate, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("raystride::swiglu_backward", mutates_args=())
+def _swiglu_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    grad_gate = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    grad_up = torch.empty_like(grad_gate)
+    grad, gate, up = _rows(grad), _rows(gate), _rows(up)
+    grid, blocks = _plan(*gate.shape)
+    strides = (grad.stride(0), gate.stride(0), up.stride(0))
+    launch(_swiglu_backward_kernel, grid, grad, gate, up, grad_gate, grad_up, *gate.shape, *strides, **blocks)
+    return grad_gate, grad_up
+
+
+@_swiglu_backward.register_fake
+def _(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    grad_gate = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    return grad_gate, torch.empty_like(grad_gate)
+
+
+def _save(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    grad_gate, grad_up = _swiglu_backward(grad, *ctx.saved_tensors)
+    return grad_gate, grad_up
+
+
+_swiglu.register_autograd(_differentiate, setup_context=_save)
+
+
+def _refusal(gate: torch.Tensor, up: torch.Tensor) -> str:
+    if not gate.dim() or gate.shape != up.shape:
+        return f"gate {tuple(gate.shape)} and up {tuple(up.shape)}"
+    return f"gate in {gate.dtype} and up in {up.dtype}" if gate.dtype != up.dtype else ""
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, element by element; the result is contiguous."""
+    return _swiglu(gate, up) if takes_triton("swiglu", gate, _refusal(gate, up)) else swiglu_reference(gate, up)
