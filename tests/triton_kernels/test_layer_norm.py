@@ -79,9 +79,9 @@ def test_the_longest_row() -> None:
     assert_close(layer_norm(x, weight), layer_norm_reference(x.double(), weight.double()))
 
 
-def test_many_rows_are_summed_in_groups() -> None:
-    x, weight, bias = torch.randn(4100, 3), torch.randn(3), torch.randn(3)
-    check(layer_norm, layer_norm_reference, x, weight, bias, **_limits(x, weight))
+def test_groups_of_several_blocks() -> None:
+    x, weight = torch.randn(20, 1025), torch.randn(1025)
+    check(layer_norm, layer_norm_reference, x, weight, torch.randn(1025), **_limits(x, weight))
 
 
 def test_a_mean_far_from_zero_does_not_cancel() -> None:
