@@ -13,6 +13,7 @@ from torch import nn
 
 from model.linear import Linear
 from triton_kernels.attention import attention
+from triton_kernels.rope import rope
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosine and sine of the rotary angles, each (B or 1, 1, T, D)."""
@@ -59,18 +60,11 @@ class Attention(nn.Module):
         heads = self.qkv(x).view(batch, tokens, -1, self.head_size).transpose(1, 2)  # (B, H + 2 G, T, D)
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
+            q, k = rope(q, *rotation), rope(k, *rotation)
         if cache is not None:
             k, v = cache.extend(k, v)
         y = attention(q, k, v, causal=True, mask=mask, dropout=self.dropout if self.training else 0.0)
         return self.out(y.transpose(1, 2).reshape(batch, tokens, width))  # type: ignore[no-any-return]
-
-
-def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotary positions (Su et al., 2021, eq. 34), in Llama's layout: the two halves of a head form the pairs."""
-    cos, sin = rotation
-    first, second = x.chunk(2, dim=-1)
-    return x * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
 
 
 def rotation_table(positions: torch.Tensor, head_size: int, theta: float) -> Rotation:

@@ -5,11 +5,11 @@ y = block(x)                                              # (B, T, 128) -> (B, T
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from model.linear import Linear
 from triton_kernels.gelu import gelu
+from triton_kernels.swiglu import swiglu
 
 
 class GELU(nn.Module):
@@ -36,4 +36,4 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, C) -> (B, T, C)."""
-        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+        return self.down(swiglu(self.gate(x), self.up(x)))  # type: ignore[no-any-return]

@@ -5,11 +5,14 @@ y = x / sqrt(mean(x^2) + eps) * g.
 
     norm = RMSNorm(128)
     y = norm(x)                                               # (..., 128) -> (..., 128)
+    y, x = norm.add(branch, x)                                # x + branch, and its norm, in one pass over memory
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+
+from triton_kernels.layer_norm import add_layer_norm, layer_norm
+from triton_kernels.rms_norm import add_rms_norm, rms_norm
 
 
 class LayerNorm(nn.Module):
@@ -23,7 +26,11 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., C) -> (..., C)."""
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return layer_norm(x, self.weight, self.bias, eps=self.eps)
+
+    def add(self, branch: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x + branch, and x + branch; all (..., C)."""
+        return add_layer_norm(branch, x, self.weight, self.bias, eps=self.eps)
 
 
 class RMSNorm(nn.Module):
@@ -36,4 +43,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., C) -> (..., C)."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, eps=self.eps)
+
+    def add(self, branch: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x + branch, and x + branch; all (..., C)."""
+        return add_rms_norm(branch, x, self.weight, eps=self.eps)

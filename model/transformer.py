@@ -46,8 +46,8 @@ class Block(nn.Module):
         self, x: torch.Tensor, rotation: Rotation | None, cache: LayerCache | None, mask: torch.Tensor | None
     ) -> torch.Tensor:
         """(B, T, C) -> (B, T, C)."""
-        x = x + self.dropout(self.attention(self.norm1(x), rotation, cache, mask))
-        return x + self.dropout(self.feed_forward(self.norm2(x)))  # type: ignore[no-any-return]
+        y, x = self.norm2.add(self.dropout(self.attention(self.norm1(x), rotation, cache, mask)), x)
+        return x + self.dropout(self.feed_forward(y))  # type: ignore[no-any-return]
 
 
 class Decoder(nn.Module):
@@ -113,5 +113,5 @@ class Decoder(nn.Module):
         return 6.0 * (matrices + head) + 12.0 * self.shape.layers * self.shape.width * self.shape.context
 
 
-def _norm(shape: DecoderShape) -> nn.Module:
+def _norm(shape: DecoderShape) -> LayerNorm | RMSNorm:
     return LayerNorm(shape.width, bias=shape.bias) if shape.flavour == "gpt2" else RMSNorm(shape.width)

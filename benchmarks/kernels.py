@@ -1,0 +1,331 @@
+"""Each kernel beside its peers on a GPU: FlashAttention-2 and cuDNN for attention, PyTorch and a plain copy for the rest.
+
+Ways take turns over several rounds; a figure is the median of a round's repetitions by CUDA events, with the L2 cache
+flushed between them. Attention: 16,384 tokens in all, width 2,048, as in the benchmarks of FlashAttention. Bandwidth is
+given as a share of what a device-to-device copy of the same machine reaches in the same round.
+
+    python -m benchmarks.kernels attention                     # one operation: attention, rms_norm, adamw, ...
+    python -m benchmarks.kernels all --json benchmarks/results/kernels-h100.json
+    python -m benchmarks.kernels attention --tiles             # the shipped tile beside the alternatives of the table
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.pairs import Spread, command_line, machine, machine_line, ratio, report, take_turns
+from triton_kernels.adamw import adamw, adamw_reference
+from triton_kernels.attention import attention
+from triton_kernels.gelu import gelu, gelu_reference
+from triton_kernels.layer_norm import layer_norm, layer_norm_reference
+from triton_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from triton_kernels.mse import mse, mse_reference
+from triton_kernels.relu import relu, relu_reference
+from triton_kernels.rms_norm import rms_norm, rms_norm_reference
+from triton_kernels.rope import rope, rope_reference
+from triton_kernels.swiglu import swiglu, swiglu_reference
+
+TOKENS, WIDTH = 16_384, 2_048
+ELEMENTS = 2**27
+"""Of the tensors of bandwidth-bound operations: 256 MiB in bf16."""
+Way = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement: ours beside its peers."""
+
+    operation: str
+    label: str
+    make: Callable[[], dict[str, Way]]
+    """Makes the inputs and gives the ways, `ours` among them; inputs are freed when the ways are."""
+    aims: dict[str, str] = field(default_factory=dict)
+    """By peer, what ours should reach: a ratio of speed, peer's time / our time."""
+    bytes: float = 0
+    """Bytes that must be read and written; 0 where operations bound the time."""
+    flops: float = 0
+    """Floating-point operations."""
+    memory: bool = False
+    """Whether the peak of memory is compared as well."""
+
+
+def cases(operation: str) -> Iterator[Case]:
+    """The cases of one operation, or of all."""
+    for name, make in _CASES.items():
+        if operation in ("all", name):
+            yield from make()
+
+
+def _attention() -> Iterator[Case]:
+    for head_size in (64, 128):
+        for causal in (False, True):
+            for length in (512, 1024, 2048, 4096, 8192, 16_384):
+                for backward in (False, True):
+                    yield _attention_case(head_size, causal, length, backward)
+
+
+def _attention_case(head_size: int, causal: bool, length: int, backward: bool) -> Case:
+    shape = (TOKENS // length, WIDTH // head_size, length, head_size)
+
+    def make() -> dict[str, Way]:
+        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=backward) for _ in range(3))
+        grad = torch.randn_like(q) if backward else None
+
+        def way(function: Callable[[], torch.Tensor]) -> Way:
+            def run() -> None:
+                y = function()
+                if grad is not None:
+                    torch.autograd.grad(y, (q, k, v), grad)
+
+            return run
+
+        def library(backend: SDPBackend) -> Way:
+            def run() -> torch.Tensor:
+                with sdpa_kernel(backend):
+                    return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+            return way(run)
+
+        return {
+            "FlashAttention-2": library(SDPBackend.FLASH_ATTENTION),
+            "cuDNN": library(SDPBackend.CUDNN_ATTENTION),
+            "ours": way(lambda: attention(q, k, v, causal=causal)),
+        }
+
+    # Two products forward, five backward (Dao, 2023); half of the scores where causal.
+    flops = 4.0 * TOKENS * WIDTH * length * (0.5 if causal else 1.0) * (3.5 if backward else 1.0)
+    what = f"D {head_size}, T {length}, {'causal' if causal else 'full'}, {'forward + backward' if backward else 'forward'}"
+    aims = {"FlashAttention-2": "1.0", "cuDNN": "0.65"} if backward else {"FlashAttention-2": "1.3", "cuDNN": "0.85"}
+    return Case("attention", what, make, aims, flops=flops)
+
+
+def _streaming(
+    name: str,
+    ours: Callable[..., Any],
+    reference: Callable[..., Any],
+    shapes: list[tuple[int, ...]],
+    streams: tuple[float, float],
+    dtype: torch.dtype = torch.bfloat16,
+) -> Iterator[Case]:
+    """Forward, and forward with backward, of what memory bounds; `streams`: tensors that each of them reads or writes."""
+    for backward, count in zip((False, True), (streams[0], sum(streams)), strict=True):
+
+        def make(backward: bool = backward) -> dict[str, Way]:
+            inputs = [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=backward) for shape in shapes]
+            grad: list[torch.Tensor] = []
+
+            def way(function: Callable[..., torch.Tensor]) -> Way:
+                def run() -> None:
+                    y = function(*inputs)
+                    if backward:
+                        if not grad:
+                            grad.append(torch.randn_like(y))
+                        torch.autograd.grad(y, inputs, grad[0])
+
+                return run
+
+            source, target = torch.empty(2, ELEMENTS, device="cuda", dtype=dtype)
+            return {"copy": lambda: target.copy_(source), "PyTorch": way(reference), "ours": way(ours)}
+
+        size = ELEMENTS * dtype.itemsize
+        what = f"{size // 2**20} MiB, {'forward + backward' if backward else 'forward'}"
+        yield Case(name, what, make, {"copy": "0.85"}, bytes=count * size)
+
+
+def _norms() -> Iterator[Case]:
+    width = 4096
+    rows = [(ELEMENTS // width, width), (width,)]
+    yield from _streaming("rms_norm", rms_norm, rms_norm_reference, rows, (2, 3))
+    yield from _streaming("layer_norm", layer_norm, layer_norm_reference, [*rows, (width,)], (2, 3))
+
+
+def _elementwise() -> Iterator[Case]:
+    shape = (ELEMENTS // 4096, 4096)
+    yield from _streaming("gelu", gelu, gelu_reference, [shape], (2, 3))
+    yield from _streaming("relu", relu, relu_reference, [shape], (2, 3))
+    yield from _streaming("swiglu", swiglu, swiglu_reference, [shape, shape], (3, 5))
+    yield from _streaming("mse", mse, mse_reference, [shape, shape], (2, 4))
+
+
+def _rope() -> Iterator[Case]:
+    batch, heads, length, size = 8, 32, 4096, 128
+
+    def tables() -> tuple[torch.Tensor, torch.Tensor]:
+        angles = torch.randn(1, 1, length, size // 2, device="cuda").repeat(1, 1, 1, 2)
+        return angles.cos(), angles.sin()
+
+    yield from _streaming(
+        "rope",
+        lambda x: rope(x, *_once(tables)),
+        lambda x: rope_reference(x, *_once(tables)),
+        [(batch, heads, length, size)],
+        (2, 2),
+    )
+
+
+_made: dict[Callable[[], Any], Any] = {}
+
+
+def _once(make: Callable[[], Any]) -> Any:
+    if make not in _made:
+        _made[make] = make()
+    return _made[make]
+
+
+def _linear_cross_entropy() -> Iterator[Case]:
+    tokens, width, words = 32_768, 4_096, 128_256
+
+    def make() -> dict[str, Way]:
+        x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        weight = (torch.randn(words, width, device="cuda", dtype=torch.bfloat16) / width**0.5).requires_grad_()
+        targets = torch.randint(words, (tokens,), device="cuda")
+
+        def plain() -> None:
+            torch.autograd.grad(F.cross_entropy(F.linear(x, weight), targets, reduction="sum"), (x, weight))
+
+        def with_(function: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Way:
+            return lambda: torch.autograd.grad(function(x, weight, targets)[0], (x, weight))
+
+        return {
+            "F.linear, F.cross_entropy": plain,
+            "reference": with_(linear_cross_entropy_reference),
+            "ours": with_(linear_cross_entropy),
+        }
+
+    aims = {"F.linear, F.cross_entropy": "0.87 (1.15 of its time), a quarter of its memory"}
+    yield Case(
+        "linear_cross_entropy", "32,768 x 4,096 x 128,256", make, aims, flops=6.0 * tokens * width * words, memory=True
+    )
+
+
+def _adamw() -> Iterator[Case]:
+    sizes = [768 * 768 * 4] * 100 + [768] * 100
+
+    def make() -> dict[str, Way]:
+        def way(function: Callable[..., None]) -> Way:
+            p, g, m, v = ([torch.randn(n, device="cuda").abs() for n in sizes] for _ in range(4))
+            steps = [torch.ones((), device="cuda") for _ in sizes]
+            return lambda: function(p, g, m, v, steps, rate=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
+
+        return {"PyTorch, fused": way(adamw_reference), "ours": way(adamw)}
+
+    yield Case("adamw", f"{sum(sizes):,} parameters", make, bytes=7.0 * 4 * sum(sizes))
+
+
+_CASES: dict[str, Callable[[], Iterator[Case]]] = {
+    "attention": _attention,
+    "norms": _norms,
+    "elementwise": _elementwise,
+    "rope": _rope,
+    "linear_cross_entropy": _linear_cross_entropy,
+    "adamw": _adamw,
+}
+
+
+def measure(case: Case, rounds: int, milliseconds: float = 30.0) -> dict[str, list[float]]:
+    """Milliseconds by way, one a round. A way that this build of PyTorch lacks is left out and named."""
+    from triton.testing import do_bench
+
+    ways = case.make()
+    for name in list(ways):
+        try:
+            ways[name]()
+        except RuntimeError as error:
+            if name == "ours":
+                raise
+            print(f"  {name} does not run here: {str(error).splitlines()[0]}", file=sys.stderr)
+            del ways[name]
+    bench = {name: _bound(do_bench, way, milliseconds) for name, way in ways.items()}
+    return take_turns(bench, rounds)
+
+
+def _bound(bench: Callable[..., Any], way: Way, milliseconds: float) -> Callable[[], float]:
+    return lambda: float(bench(way, warmup=milliseconds / 3, rep=milliseconds, return_mode="median"))
+
+
+def peak_memory(case: Case) -> dict[str, int]:
+    """Bytes by way that a call takes at most, above its inputs."""
+    found = {}
+    for name, way in case.make().items():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        way()
+        found[name] = torch.cuda.max_memory_allocated() - before
+    return found
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A case as measured."""
+
+    operation: str
+    label: str
+    milliseconds: dict[str, Spread]
+    speed: dict[str, Spread]
+    """By peer: its time / our time; for `copy` our bandwidth / the copy's."""
+    aims: dict[str, str]
+    teraflops: float
+    """Ours; 0 where memory bounds the time."""
+    memory: dict[str, int]
+    """Peak bytes by way, where they are compared."""
+
+    def __str__(self) -> str:
+        rate = f"  {self.teraflops:.0f} TFLOP/s" if self.teraflops else ""
+        parts = [f"{self.operation}: {self.label}: {self.milliseconds['ours'].text('.3f')} ms{rate}"]
+        parts += [
+            f"{peer} {spread.text('.2f')}" + (f" (aim {self.aims[peer]})" if peer in self.aims else "")
+            for peer, spread in self.speed.items()
+        ]
+        parts += [f"memory {name} {size / 2**20:,.0f} MiB" for name, size in self.memory.items()]
+        return "; ".join(parts)
+
+
+def figure(case: Case, rounds: int) -> Figure:
+    """Measures a case."""
+    samples = measure(case, rounds)
+    ours = samples["ours"]
+    speed = {name: ratio(times, ours) for name, times in samples.items() if name not in ("ours", "copy")}
+    if "copy" in samples:
+        # A copy reads and writes the whole tensor: two streams.
+        share = case.bytes / (2 * ELEMENTS * 2)
+        speed["copy"] = ratio([share * time for time in samples["copy"]], ours)
+    spread = {name: Spread.of(times) for name, times in samples.items()}
+    rate = case.flops / spread["ours"].median / 1e9
+    memory = peak_memory(case) if case.memory else {}
+    return Figure(case.operation, case.label, spread, speed, case.aims, rate, memory)
+
+
+def figures(operation: str, rounds: int) -> Iterator[Figure]:
+    """Measures the cases of an operation and prints each at once."""
+    for case in cases(operation):
+        found = figure(case, rounds)
+        print(found, flush=True)
+        yield found
+        _made.clear()
+        torch.cuda.empty_cache()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the figures; 3 where there is no GPU."""
+    parser = command_line("kernels", __doc__, rounds=5)
+    parser.add_argument("operation", choices=["all", *_CASES], help="what to measure")
+    given: argparse.Namespace = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("benchmarks.kernels needs a GPU, and there is none to be seen: nothing was measured", file=sys.stderr)
+        return 3
+    found = machine()
+    print(machine_line(found, ("torch", "triton")))
+    rows = [asdict(row) for row in figures(given.operation, given.rounds)]
+    report(given, found, [], kernels=rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""Every kernel on the real device: as right as PyTorch in the same dtype, and the same bits when run again.
+
+The measure of right is FlashAttention's own: the largest error against float64 may be at most twice that of PyTorch's
+implementation in the same dtype, plus a rounding of the result. Races show as other bits in one of several runs.
+
+    python -m triton_kernels.device_checks                     # on this machine's GPU
+    python -m triton_kernels.device_checks --quick             # a call of each operation, small: what sanitizers run
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from triton_kernels.adamw import adamw, adamw_reference
+from triton_kernels.attention import attention, attention_reference
+from triton_kernels.attention_packed import attention_packed, attention_packed_reference
+from triton_kernels.gelu import gelu, gelu_reference
+from triton_kernels.layer_norm import layer_norm, layer_norm_reference
+from triton_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from triton_kernels.mse import mse, mse_reference
+from triton_kernels.relu import relu, relu_reference
+from triton_kernels.rms_norm import rms_norm, rms_norm_reference
+from triton_kernels.rope import rope, rope_reference
+from triton_kernels.swiglu import swiglu, swiglu_reference
+
+REPEATS = 3
+"""Runs whose bits are compared."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one call on the device gave."""
+
+    name: str
+    error: float
+    """Largest error of a value or a gradient, in units of what is allowed; above 1 is wrong."""
+    same_bits: bool
+    """Whether every run gave the same."""
+    problem: str = ""
+    """The exception that ended it, if one did."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether something is wrong."""
+        return bool(self.problem) or not self.error <= 1 or not self.same_bits
+
+
+Function = Callable[..., Any]
+Shapes = list[tuple[int, ...]]
+Call = tuple[str, Function, Function, Shapes]
+"""Name, ours, reference, shapes of the inputs."""
+
+
+def _calls(device: torch.device) -> Iterator[Call]:
+    yield from _attention_calls(device)
+    for width in (100, 768, 4096, 8192):
+        rows: Shapes = [(1000, width), (width,)]
+        yield f"rms_norm {width}", rms_norm, rms_norm_reference, rows
+        yield f"layer_norm {width}", layer_norm, layer_norm_reference, [*rows, (width,)]
+    elementwise: list[tuple[Function, Function, int]] = [
+        (gelu, gelu_reference, 1),
+        (relu, relu_reference, 1),
+        (swiglu, swiglu_reference, 2),
+        (mse, mse_reference, 2),
+    ]
+    for ours, reference, count in elementwise:
+        yield ours.__name__, ours, reference, [(1001, 999)] * count
+    targets = torch.randint(1000, (3000,), device=device)
+    yield (
+        "linear_cross_entropy",
+        lambda x, w: linear_cross_entropy(x, w, targets)[0],
+        lambda x, w: linear_cross_entropy_reference(x, w, targets)[0],
+        [(3000, 256), (1000, 256)],
+    )
+    angles = torch.rand(1, 1, 333, 32, device=device).repeat(1, 1, 1, 2)
+    tables = angles.cos(), angles.sin()
+    yield "adamw", partial(_updated, adamw), partial(_updated, adamw_reference), [(100_001,)] * 4
+    yield "rope", lambda x: rope(x, *tables), lambda x: rope_reference(x, *tables), [(2, 3, 333, 64)]
+
+
+def _attention_calls(device: torch.device) -> Iterator[Call]:
+    for head_size in (64, 80, 128, 256):
+        for queries, keys, heads, groups in ((517, 517, 4, 4), (512, 512, 8, 2), (1, 700, 4, 4), (130, 300, 4, 1)):
+            for settings in ({}, {"causal": True}, {"causal": True, "window": 100}):
+                if settings.get("window") and queries == 1:
+                    continue
+                name = f"attention D {head_size}, {queries} x {keys}, {heads}/{groups} heads, {settings or 'full'}"
+                shapes: Shapes = [(2, heads, queries, head_size), *[(2, groups, keys, head_size)] * 2]
+                yield name, _with(attention, **settings), _with(attention_reference, **settings), shapes
+        cache: Shapes = [(3, 8, 1, head_size), *[(3, 2, 3000, head_size)] * 2]
+        yield f"decoding D {head_size}", torch.no_grad()(attention), torch.no_grad()(attention_reference), cache
+    long: Shapes = [(1, 4, 4096, 128)] * 3
+    yield "attention, long", _with(attention, causal=True), _with(attention_reference, causal=True), long
+    offsets = torch.tensor([0, 100, 100, 513, 1000], dtype=torch.int32, device=device)
+    packed: Shapes = [(1000, 4, 64), *[(1000, 2, 64)] * 2]
+    yield (
+        "packed attention",
+        lambda q, k, v: attention_packed(q, k, v, offsets, offsets, 487, 487, causal=True),
+        lambda q, k, v: attention_packed_reference(q, k, v, offsets, offsets, causal=True),
+        packed,
+    )
+
+
+def _updated(update: Function, *tensors: torch.Tensor) -> torch.Tensor:
+    """Parameters after a step of AdamW."""
+    p, g, m, v = (x.detach().clone() for x in tensors)
+    step = torch.ones((), device=p.device)
+    update([p], [g], [m], [v.abs()], [step], rate=1e-2, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
+    return p
+
+
+def _with(function: Function, **settings: Any) -> Function:
+    return lambda *inputs: function(*inputs, **settings)
+
+
+def _quick_calls(device: torch.device) -> Iterator[Call]:
+    """The first call of each operation, smaller: a sanitizer slows a kernel down a hundredfold."""
+    seen = set()
+    for name, ours, reference, shapes in _calls(device):
+        operation = name.split()[0]
+        if operation not in seen:
+            seen.add(operation)
+            yield name, ours, reference, shapes
+
+
+def run_checks(device: torch.device, quick: bool = False) -> Iterator[Check]:
+    """All checks, in fp32, fp16 and bf16; quick: one of each operation, in bf16."""
+    for dtype in (torch.bfloat16,) if quick else (torch.float32, torch.float16, torch.bfloat16):
+        for name, ours, reference, shapes in _quick_calls(device) if quick else _calls(device):
+            torch.manual_seed(0)
+            inputs = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
+            label = f"{name}, {str(dtype).removeprefix('torch.')}"
+            try:
+                yield _check(label, ours, reference, inputs)
+            except Exception as error:
+                yield Check(label, float("nan"), False, f"{type(error).__name__}: {str(error).splitlines()[0]}")
+
+
+def _check(name: str, ours: Function, reference: Function, inputs: list[torch.Tensor]) -> Check:
+    runs = [_results(ours, inputs) for _ in range(REPEATS)]
+    same = all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
+    theirs = _results(reference, inputs)
+    exact = _results(reference, [x.double() for x in inputs])
+    worst = 0.0
+    for mine, other, wanted in zip(runs[0], theirs, exact, strict=True):
+        size = float(wanted.abs().max())
+        allowed = 2 * float((other.double() - wanted).abs().max()) + 2 * torch.finfo(mine.dtype).eps * size
+        worst = max(worst, float((mine.double() - wanted).abs().max()) / allowed)
+    return Check(name, worst, same)
+
+
+def _results(function: Function, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Values and gradients; the gradient of the result is fixed by its shape."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    y = function(*leaves)
+    grad = torch.linspace(-1, 1, max(y.numel(), 2), device=y.device)[: y.numel()].reshape(y.shape).to(y.dtype)
+    return [y.detach(), *(torch.autograd.grad(y, leaves, grad) if y.requires_grad else [])]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints every check; 1 if a kernel is wrong, 3 where there is no GPU."""
+    parser = argparse.ArgumentParser(
+        prog="python -m triton_kernels.device_checks", description="Are the kernels right on this GPU?"
+    )
+    parser.add_argument("--quick", action="store_true", help="one small call of each operation")
+    given = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("there is no GPU to be seen: nothing was checked (the tests prove the kernels without one)", file=sys.stderr)
+        return 3
+    failed = 0
+    for check in run_checks(torch.device("cuda"), given.quick):
+        failed += check.failed
+        verdict = (
+            check.problem or f"{check.error:.2f} of the error that is allowed{'' if check.same_bits else ', OTHER BITS'}"
+        )
+        print(f"{'WRONG' if check.failed else 'right'}  {check.name}: {verdict}", flush=True)
+    print(f"{failed} wrong")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
