@@ -16,6 +16,7 @@ from triton_kernels.attention_masks import (
     is_visible,
     key_range,
     load_rows,
+    product_of_rows,
     query_range,
     sequence_of,
     store_rows,
@@ -28,6 +29,7 @@ from triton_kernels.attention_problem import (
     constants,
     descriptors_fit,
     handed_over,
+    lean,
     side_by_side,
     strides,
 )
@@ -35,8 +37,8 @@ from triton_kernels.configurations import tile
 from triton_kernels.language import cdiv, jit, tl
 from triton_kernels.launch import architecture, launch
 
-_DELTA_ELEMENTS = 8192
-"""Of dO in a program of delta: 16 bytes a load, four times over, for each of 128 threads in bf16."""
+_DELTA_ELEMENTS = 4096
+"""Of dO in a program of delta: 16 bytes a load, four times over, for each of 128 threads."""
 
 
 @jit
@@ -58,10 +60,10 @@ def _attention_delta_kernel(
 
 @jit
 def _walk_queries(
-    k, v, q, grad, lse, delta, dk, dv, b, h, key, query_start, start, stop, T, shift, length, window, scale_log2, seed,
-    threshold, rescale, q_b, q_h, q_t, grad_b, grad_h, grad_t, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    k, v, k_block, v_block, q, grad, lse, delta, dk, dv, b, h, key, query_start, start, stop, T, shift, length, window,
+    scale_log2, seed, threshold, rescale, q_b, q_h, q_t, grad_b, grad_h, grad_t, g, key_start, k_b, k_h, k_t, v_b, v_h,
+    v_t, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The block of keys over the queries start to stop of one head; all products transposed, so that dK and dV need none."""
     keys = key + tl.arange(0, BLOCK_N)
@@ -70,11 +72,24 @@ def _walk_queries(
         q_block = load_rows(q, b, h, query_start, query, T, q_b, q_h, q_t, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
         # Beyond the last query no weight is left: 2^(s - inf).
         base = tl.load(lse + rows, mask=rows < T, other=float("inf"))
-        p = tl.exp2(tl.dot(k, tl.trans(q_block), input_precision=PRECISION) * scale_log2 - base[None, :])
+        if CHUNK:
+            s = product_of_rows(
+                k, key_start, key, length, g, k_b, k_h, k_t, q, query_start, query, T, h, q_b, q_h, q_t,
+                b, D, CHUNK, BLOCK_N, BLOCK_M, PRECISION,
+            )  # fmt: skip
+        else:
+            s = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION)
+        p = tl.exp2(s * scale_log2 - base[None, :])
         if MASKED:
             p = tl.where(is_visible(rows[None, :], keys[:, None], shift, length, window, CAUSAL, WINDOWED), p, 0.0)
         grad_block = load_rows(grad, b, h, query_start, query, T, grad_b, grad_h, grad_t, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
-        dp = tl.dot(v, tl.trans(grad_block), input_precision=PRECISION)
+        if CHUNK:
+            dp = product_of_rows(
+                v, key_start, key, length, g, v_b, v_h, v_t, grad, query_start, query, T, h, grad_b, grad_h, grad_t,
+                b, D, CHUNK, BLOCK_N, BLOCK_M, PRECISION,
+            )  # fmt: skip
+        else:
+            dp = tl.dot(v_block, tl.trans(grad_block), input_precision=PRECISION)
         taken = p
         if seed is not None:
             kept = tl.trans(is_kept(seed, b, h, query, key, threshold, BLOCK_M, BLOCK_N))
@@ -92,7 +107,7 @@ def _attention_backward_keys_kernel(
     scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, grad_b, grad_h, grad_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
     lse_b, lse_h, G, group, T, S, blocks, heads, section,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     block, head = work_of(blocks, heads, section, False)
     b, g = head // G, head % G
@@ -110,20 +125,23 @@ def _attention_backward_keys_kernel(
         row = b.to(tl.int64) * lse_b + tl.cast(h, tl.int64) * lse_h + query_start
         if CAUSAL:
             dk_block, dv_block = _walk_queries(
-                k_block, v_block, q, grad, lse + row, delta + row, dk_block, dv_block, b, h, key, query_start, start, whole,
-                T, shift, length, window, scale_log2, seed, threshold, rescale, q_b, q_h, q_t, grad_b, grad_h, grad_t,
-                True, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS,
+                k, v, k_block, v_block, q, grad, lse + row, delta + row, dk_block, dv_block, b, h, key, query_start, start,
+                whole, T, shift, length, window, scale_log2, seed, threshold, rescale, q_b, q_h, q_t, grad_b, grad_h,
+                grad_t, g, key_start, k_b, k_h, k_t, v_b, v_h, v_t, True, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N,
+                PRECISION, DESCRIPTORS, CHUNK,
             )  # fmt: skip
         dk_block, dv_block = _walk_queries(
-            k_block, v_block, q, grad, lse + row, delta + row, dk_block, dv_block, b, h, key, query_start, whole, partial, T,
-            shift, length, window, scale_log2, seed, threshold, rescale, q_b, q_h, q_t, grad_b, grad_h, grad_t,
-            False, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS,
+            k, v, k_block, v_block, q, grad, lse + row, delta + row, dk_block, dv_block, b, h, key, query_start, whole,
+            partial, T, shift, length, window, scale_log2, seed, threshold, rescale, q_b, q_h, q_t, grad_b, grad_h, grad_t,
+            g, key_start, k_b, k_h, k_t, v_b, v_h, v_t, False, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
+            DESCRIPTORS, CHUNK,
         )  # fmt: skip
         if WINDOWED:
             dk_block, dv_block = _walk_queries(
-                k_block, v_block, q, grad, lse + row, delta + row, dk_block, dv_block, b, h, key, query_start, partial, stop,
-                T, shift, length, window, scale_log2, seed, threshold, rescale, q_b, q_h, q_t, grad_b, grad_h, grad_t,
-                True, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS,
+                k, v, k_block, v_block, q, grad, lse + row, delta + row, dk_block, dv_block, b, h, key, query_start,
+                partial, stop, T, shift, length, window, scale_log2, seed, threshold, rescale, q_b, q_h, q_t, grad_b,
+                grad_h, grad_t, g, key_start, k_b, k_h, k_t, v_b, v_h, v_t, True, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M,
+                BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
             )  # fmt: skip
     # Keys that nobody sees were walked over as zeros, with weights that are not zero; each has a row of its own.
     seen = (key + tl.arange(0, BLOCK_N) < length)[:, None]
@@ -134,20 +152,31 @@ def _attention_backward_keys_kernel(
 
 @jit
 def _walk_keys(
-    q, grad, base, delta, k, v, dq, b, h, g, query, key_start, start, stop, shift, length, window, scale_log2, seed,
-    threshold, rescale, k_b, k_h, k_t, v_b, v_h, v_t, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
+    q, grad, rows, grad_rows, base, delta, k, v, dq, b, h, g, query, key_start, start, stop, shift, length, window,
+    scale_log2, seed, threshold, rescale, query_start, T, q_b, q_h, q_t, grad_b, grad_h, grad_t, k_b, k_h, k_t, v_b, v_h,
+    v_t, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The block of queries over the keys start to stop."""
     for key in tl.range(start, stop, BLOCK_N):
         k_block = load_rows(k, b, g, key_start, key, length, k_b, k_h, k_t, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
-        p = tl.exp2(tl.dot(q, tl.trans(k_block), input_precision=PRECISION) * scale_log2 - base[:, None])
+        if CHUNK:
+            s = product_of_rows(
+                q, query_start, query, T, h, q_b, q_h, q_t, k, key_start, key, length, g, k_b, k_h, k_t,
+                b, D, CHUNK, BLOCK_M, BLOCK_N, PRECISION,
+            )  # fmt: skip
+            dp = product_of_rows(
+                grad, query_start, query, T, h, grad_b, grad_h, grad_t, v, key_start, key, length, g, v_b, v_h, v_t,
+                b, D, CHUNK, BLOCK_M, BLOCK_N, PRECISION,
+            )  # fmt: skip
+        else:
+            s = tl.dot(rows, tl.trans(k_block), input_precision=PRECISION)
+            v_block = load_rows(v, b, g, key_start, key, length, v_b, v_h, v_t, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
+            dp = tl.dot(grad_rows, tl.trans(v_block), input_precision=PRECISION)
+        p = tl.exp2(s * scale_log2 - base[:, None])
         if MASKED:
-            rows, keys = query + tl.arange(0, BLOCK_M), key + tl.arange(0, BLOCK_N)
-            p = tl.where(is_visible(rows[:, None], keys[None, :], shift, length, window, CAUSAL, WINDOWED), p, 0.0)
-        v_block = load_rows(v, b, g, key_start, key, length, v_b, v_h, v_t, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
-        dp = tl.dot(grad, tl.trans(v_block), input_precision=PRECISION)
+            i, keys = query + tl.arange(0, BLOCK_M), key + tl.arange(0, BLOCK_N)
+            p = tl.where(is_visible(i[:, None], keys[None, :], shift, length, window, CAUSAL, WINDOWED), p, 0.0)
         if seed is not None:
             dp = tl.where(is_kept(seed, b, h, query, key, threshold, BLOCK_M, BLOCK_N), dp * rescale, 0.0)
         ds = p * (dp - delta[:, None])
@@ -161,6 +190,7 @@ def _attention_backward_queries_kernel(
     scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, grad_b, grad_h, grad_t, dq_b, dq_h, dq_t, lse_b, lse_h,
     H, group, T, S, blocks, heads, section, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     block, head = work_of(blocks, heads, section, CAUSAL)
     b, h = head // H, head % H
@@ -180,19 +210,19 @@ def _attention_backward_queries_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if WINDOWED:
         acc = _walk_keys(
-            q_block, dy, base, shares, k, v, acc, b, h, g, query, key_start, start, whole, shift, length, window, scale_log2,
-            seed, threshold, rescale, k_b, k_h, k_t, v_b, v_h, v_t,
-            True, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS,
+            q, grad, q_block, dy, base, shares, k, v, acc, b, h, g, query, key_start, start, whole, shift, length, window,
+            scale_log2, seed, threshold, rescale, query_start, T, q_b, q_h, q_t, grad_b, grad_h, grad_t, k_b, k_h, k_t,
+            v_b, v_h, v_t, True, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
         )  # fmt: skip
     acc = _walk_keys(
-        q_block, dy, base, shares, k, v, acc, b, h, g, query, key_start, whole, partial, shift, length, window, scale_log2,
-        seed, threshold, rescale, k_b, k_h, k_t, v_b, v_h, v_t,
-        False, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS,
+        q, grad, q_block, dy, base, shares, k, v, acc, b, h, g, query, key_start, whole, partial, shift, length, window,
+        scale_log2, seed, threshold, rescale, query_start, T, q_b, q_h, q_t, grad_b, grad_h, grad_t, k_b, k_h, k_t, v_b,
+        v_h, v_t, False, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
     )  # fmt: skip
     acc = _walk_keys(
-        q_block, dy, base, shares, k, v, acc, b, h, g, query, key_start, partial, stop, shift, length, window, scale_log2,
-        seed, threshold, rescale, k_b, k_h, k_t, v_b, v_h, v_t,
-        True, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS,
+        q, grad, q_block, dy, base, shares, k, v, acc, b, h, g, query, key_start, partial, stop, shift, length, window,
+        scale_log2, seed, threshold, rescale, query_start, T, q_b, q_h, q_t, grad_b, grad_h, grad_t, k_b, k_h, k_t, v_b,
+        v_h, v_t, True, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
     )  # fmt: skip
     store_rows(dq, acc * scale, b, h, query_start, query, T, dq_b, dq_h, dq_t, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
 
@@ -204,11 +234,11 @@ def differentiate(
     """Fills dq, and dk and dv, laid out as q, k and v, where they are asked for."""
     delta = torch.empty_like(lse)
     _delta(grad, o, delta, sequences)
-    name, size = architecture(q.device), q.shape[-1]
+    name, size, spare = architecture(q.device), q.shape[-1], lean(sequences, rules)
     group = q.shape[1] // k.shape[1]
     shared = (*sequences.tensors, *rules.numbers, rules.scale, *strides(q), *strides(k), *strides(v), *strides(grad))
     if dk is not None and dv is not None:
-        chosen = tile("attention_backward_keys", name, size, q.dtype)
+        chosen = tile("attention_backward_keys", name, size, q.dtype, lean=spare)
         m, n, groups = chosen.block_m, chosen.block_n, k.shape[1]
         blocks, heads, by = (
             cdiv(sequences.keys, n),
@@ -223,7 +253,7 @@ def differentiate(
             **constants(chosen, q, rules, by),
         )  # fmt: skip
     if dq is not None:
-        chosen = tile("attention_backward_queries", name, size, q.dtype)
+        chosen = tile("attention_backward_queries", name, size, q.dtype, lean=spare)
         m, n = chosen.block_m, chosen.block_n
         blocks, heads, by = (
             cdiv(sequences.queries, m),

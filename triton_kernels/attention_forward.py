@@ -10,8 +10,26 @@ to base 2, as all exponentials here are powers of two. Shapes as in `attention`;
 
 import torch
 
-from triton_kernels.attention_masks import is_kept, is_visible, key_range, load_rows, sequence_of, store_rows, work_of
-from triton_kernels.attention_problem import Rules, Sequences, constants, descriptors_fit, handed_over, side_by_side, strides
+from triton_kernels.attention_masks import (
+    is_kept,
+    is_visible,
+    key_range,
+    load_rows,
+    product_of_rows,
+    sequence_of,
+    store_rows,
+    work_of,
+)
+from triton_kernels.attention_problem import (
+    Rules,
+    Sequences,
+    constants,
+    descriptors_fit,
+    handed_over,
+    lean,
+    side_by_side,
+    strides,
+)
 from triton_kernels.configurations import tile
 from triton_kernels.language import cdiv, jit, tl
 from triton_kernels.launch import architecture, launch
@@ -19,17 +37,24 @@ from triton_kernels.launch import architecture, launch
 
 @jit
 def _walk(
-    q, k, v, acc, m, total, b, h, g, query, key_start, start, stop, shift, length, window, scale_log2, seed, threshold,
-    k_b, k_h, k_t, v_b, v_h, v_t, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    q, rows, k, v, acc, m, total, b, h, g, query, key_start, start, stop, shift, length, window, scale_log2, seed, threshold,
+    query_start, T, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The block of queries over the keys start to stop."""
     for key in tl.range(start, stop, BLOCK_N):
-        block = load_rows(k, b, g, key_start, key, length, k_b, k_h, k_t, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
-        s = tl.dot(q, tl.trans(block), input_precision=PRECISION)
+        if CHUNK:
+            s = product_of_rows(
+                q, query_start, query, T, h, q_b, q_h, q_t, k, key_start, key, length, g, k_b, k_h, k_t,
+                b, D, CHUNK, BLOCK_M, BLOCK_N, PRECISION,
+            )  # fmt: skip
+        else:
+            block = load_rows(k, b, g, key_start, key, length, k_b, k_h, k_t, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
+            s = tl.dot(rows, tl.trans(block), input_precision=PRECISION)
         if MASKED:
-            rows, keys = query + tl.arange(0, BLOCK_M), key + tl.arange(0, BLOCK_N)
-            seen = is_visible(rows[:, None], keys[None, :], shift, length, window, CAUSAL, WINDOWED)
+            i, keys = query + tl.arange(0, BLOCK_M), key + tl.arange(0, BLOCK_N)
+            seen = is_visible(i[:, None], keys[None, :], shift, length, window, CAUSAL, WINDOWED)
             s = tl.where(seen, s, -float("inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         # A row that has seen no key yet has m = -inf, and -inf - -inf is no number.
@@ -50,7 +75,7 @@ def _attention_forward_kernel(
     q, k, v, o, lse, key_lengths, query_offsets, key_offsets, seed, scale_log2, threshold, rescale, window,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, lse_b, lse_h, H, group, T, S, blocks, heads, section,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     block, head = work_of(blocks, heads, section, CAUSAL)
     b, h = head // H, head % H
@@ -67,19 +92,19 @@ def _attention_forward_kernel(
     rows = load_rows(q, b, h, query_start, query, T, q_b, q_h, q_t, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
     if WINDOWED:
         acc, m, total = _walk(
-            rows, k, v, acc, m, total, b, h, g, query, key_start, start, whole, shift, length, window, scale_log2, seed,
-            threshold, k_b, k_h, k_t, v_b, v_h, v_t,
-            True, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS,
+            q, rows, k, v, acc, m, total, b, h, g, query, key_start, start, whole, shift, length, window, scale_log2, seed,
+            threshold, query_start, T, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
+            True, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
         )  # fmt: skip
     acc, m, total = _walk(
-        rows, k, v, acc, m, total, b, h, g, query, key_start, whole, partial, shift, length, window, scale_log2, seed,
-        threshold, k_b, k_h, k_t, v_b, v_h, v_t,
-        False, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS,
+        q, rows, k, v, acc, m, total, b, h, g, query, key_start, whole, partial, shift, length, window, scale_log2, seed,
+        threshold, query_start, T, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
+        False, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
     )  # fmt: skip
     acc, m, total = _walk(
-        rows, k, v, acc, m, total, b, h, g, query, key_start, partial, stop, shift, length, window, scale_log2, seed,
-        threshold, k_b, k_h, k_t, v_b, v_h, v_t,
-        True, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS,
+        q, rows, k, v, acc, m, total, b, h, g, query, key_start, partial, stop, shift, length, window, scale_log2, seed,
+        threshold, query_start, T, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
+        True, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
     )  # fmt: skip
     blind = total == 0.0
     acc = acc * (rescale / tl.where(blind, 1.0, total))[:, None]
@@ -93,7 +118,7 @@ def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, sequences: Sequences, rules: Rules
 ) -> None:
     """Fills o, laid out as q, and lse (B, H, T), or (H, N) for packed sequences."""
-    chosen = tile("attention_forward", architecture(q.device), q.shape[-1], q.dtype)
+    chosen = tile("attention_forward", architecture(q.device), q.shape[-1], q.dtype, lean=lean(sequences, rules))
     m, n, heads, group = chosen.block_m, chosen.block_n, q.shape[1], q.shape[1] // k.shape[1]
     blocks, all_heads = cdiv(sequences.queries, m), sequences.batch * heads
     by = descriptors_fit(sequences, q, k, v, o)

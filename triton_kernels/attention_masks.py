@@ -183,7 +183,9 @@ def load_rows(
         # 64 bits up to the block, 32 within it.
         rows, columns = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
         x += tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h + tl.cast(start + first, tl.int64) * stride_t
-        inside = (first + rows < length)[:, None] & (columns < D)[None, :]
+        inside = (first + rows < length)[:, None]
+        if D < BLOCK_D:
+            inside = inside & (columns < D)[None, :]
         block = tl.load(x + rows[:, None] * stride_t + columns[None, :], mask=inside, other=0.0)
     return block
 
@@ -199,5 +201,29 @@ def store_rows(
     else:
         rows, columns = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
         x += tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h + tl.cast(start + first, tl.int64) * stride_t
-        inside = (first + rows < length)[:, None] & (columns < D)[None, :]
+        inside = (first + rows < length)[:, None]
+        if D < BLOCK_D:
+            inside = inside & (columns < D)[None, :]
         tl.store(x + rows[:, None] * stride_t + columns[None, :], block.to(x.dtype.element_ty), mask=inside)
+
+
+@jit
+def product_of_rows(
+    x, x_start, x_first, x_length, x_h, x_stride_b, x_stride_h, x_stride_t,
+    y, y_start, y_first, y_length, y_h, y_stride_b, y_stride_h, y_stride_t,
+    b, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """X Y^T of rows of (b, x_h) and (b, y_h), loaded so many columns at a time: fp32 that fits the registers."""
+    x_rows, y_rows, columns = tl.arange(0, BLOCK_X), tl.arange(0, BLOCK_Y), tl.arange(0, CHUNK)
+    x += tl.cast(b, tl.int64) * x_stride_b + tl.cast(x_h, tl.int64) * x_stride_h
+    x += tl.cast(x_start + x_first, tl.int64) * x_stride_t
+    y += tl.cast(b, tl.int64) * y_stride_b + tl.cast(y_h, tl.int64) * y_stride_h
+    y += tl.cast(y_start + y_first, tl.int64) * y_stride_t
+    product = tl.zeros([BLOCK_X, BLOCK_Y], tl.float32)
+    for d in tl.range(0, D, CHUNK, num_stages=1):
+        inside = (d + columns < D)[None, :]
+        x_mask, y_mask = (x_first + x_rows < x_length)[:, None] & inside, (y_first + y_rows < y_length)[:, None] & inside
+        x_block = tl.load(x + d + x_rows[:, None] * x_stride_t + columns[None, :], mask=x_mask, other=0.0)
+        y_block = tl.load(y + d + y_rows[:, None] * y_stride_t + columns[None, :], mask=y_mask, other=0.0)
+        product = tl.dot(x_block, tl.trans(y_block), product, input_precision=PRECISION)
+    return product

@@ -51,6 +51,11 @@ class Rules(NamedTuple):
         return self.seed, self.scale * LOG2_E, dropout_threshold(self.dropout), rescale, self.window
 
 
+def lean(sequences: Sequences, rules: Rules) -> bool:
+    """Whether a call takes more registers than plain and causal ones."""
+    return bool(rules.dropout or rules.window) or any(x is not None for x in sequences.tensors)
+
+
 def rows_readable(x: torch.Tensor) -> torch.Tensor:
     """x, copied only where its last dimension is not contiguous."""
     return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
@@ -72,6 +77,7 @@ def constants(tile: Tile, q: torch.Tensor, rules: Rules, descriptors: bool) -> d
         "BLOCK_N": tile.block_n,
         "PRECISION": precision(q),
         "DESCRIPTORS": descriptors,
+        "CHUNK": chunk(q),
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
@@ -94,6 +100,11 @@ def precision(q: torch.Tensor) -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 
+def chunk(q: torch.Tensor) -> int:
+    """Columns that scores are summed over at a time; 0 for all at once. Three products of tf32 hold each operand twice."""
+    return 32 if q.dtype == torch.float32 and q.shape[-1] > 32 else 0
+
+
 def side_by_side(sequences: Sequences, k: torch.Tensor, group: int) -> int:
     """How many query heads work at the same time, so that their keys and values stay in the L2 cache together."""
     one = 2 * max(1, sequences.keys) * k.shape[-1] * k.element_size()
@@ -105,7 +116,9 @@ def descriptors_fit(sequences: Sequences, *tensors: torch.Tensor) -> bool:
 
     Keys beyond a sequence's length may be memory that nobody has written, and 0 times that can be NaN: those are not read.
     """
-    if any(x is not None for x in sequences.tensors) or not takes_descriptors(architecture(tensors[0].device)):
+    if any(x is not None for x in sequences.tensors) or chunk(tensors[0]):
+        return False
+    if not takes_descriptors(architecture(tensors[0].device)):
         return False
     return all(
         x.numel()

@@ -10,6 +10,7 @@ another order and so gives other bits. `tiles` lists, best guess first, what is 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -24,56 +25,155 @@ class Tile(NamedTuple):
     stages: int
 
 
-class _Family(NamedTuple):
-    """What the cost model knows of an architecture: data sheets and programming guides of the makers."""
+class Family(NamedTuple):
+    """What the cost model knows of an architecture, from the data sheets and programming guides of its maker."""
 
     processors: int
     shared: int
     """Bytes of shared memory that a program can have."""
     flops: int
     """Of matrix products in 16 bits, a cycle and processor."""
-    exponentials: int
-    """A cycle and processor."""
-    bytes_a_cycle: int
-    """From the L2 cache, a processor."""
+    room: int
+    """Registers of a thread that accumulators and scores can take before the compiler spills, as the sweeps showed."""
+    least_rows: int
+    """Of a product, below which it takes an older and slower instruction."""
 
 
 FAMILIES = {
-    "sm_80": _Family(108, 163 << 10, 2048, 16, 64),
-    "sm_86": _Family(84, 99 << 10, 1024, 16, 48),
-    "sm_90": _Family(132, 227 << 10, 4096, 16, 64),
-    "sm_100": _Family(148, 227 << 10, 8192, 16, 64),
-    "gfx942": _Family(304, 64 << 10, 2048, 16, 64),
+    "sm_80": Family(108, 163 << 10, 2048, 150, 16),
+    "sm_86": Family(84, 99 << 10, 1024, 150, 16),
+    "sm_90": Family(132, 227 << 10, 4096, 180, 64),
+    "sm_100": Family(148, 227 << 10, 8192, 180, 64),
+    "gfx942": Family(304, 64 << 10, 2048, 300, 16),
 }
 """By the name of the architecture that stands for its family. sm_86 stands for all with 99 KiB of shared memory."""
 KERNELS = ("attention_forward", "attention_backward_keys", "attention_backward_queries", "attention_decoding")
 
 _HALF: dict[str, dict[str, dict[int, Tile]]] = {
+    "sm_80": {
+        "attention_forward": {64: Tile(128, 128, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
+        "attention_backward_keys": {64: Tile(32, 128, 8, 1), 128: Tile(32, 64, 8, 1), 256: Tile(16, 32, 8, 1)},
+        "attention_backward_queries": {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
+        "attention_decoding": {64: Tile(64, 128, 4, 3), 128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 4, 3)},
+    },
+    "sm_86": {
+        "attention_forward": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
+        "attention_backward_keys": {64: Tile(32, 128, 8, 1), 128: Tile(32, 64, 8, 1), 256: Tile(16, 32, 8, 1)},
+        "attention_backward_queries": {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 8, 1)},
+        "attention_decoding": {64: Tile(32, 64, 4, 3), 128: Tile(32, 32, 4, 3), 256: Tile(32, 32, 4, 2)},
+    },
     "sm_90": {
         "attention_forward": {64: Tile(128, 128, 8, 3), 128: Tile(128, 128, 8, 2), 256: Tile(128, 64, 8, 2)},
+        "attention_backward_keys": {64: Tile(64, 128, 8, 2), 128: Tile(32, 128, 8, 2), 256: Tile(32, 64, 8, 2)},
+        "attention_backward_queries": {64: Tile(128, 128, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 64, 8, 2)},
+        "attention_decoding": {64: Tile(64, 128, 4, 3), 128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 4, 3)},
+    },
+    "sm_100": {
+        "attention_forward": {64: Tile(128, 128, 8, 3), 128: Tile(128, 128, 8, 2), 256: Tile(128, 64, 8, 2)},
         "attention_backward_keys": {64: Tile(64, 128, 8, 2), 128: Tile(64, 64, 8, 2), 256: Tile(16, 64, 8, 1)},
-        "attention_backward_queries": {64: Tile(128, 128, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 4, 2)},
-        "attention_decoding": {64: Tile(16, 128, 4, 3), 128: Tile(16, 64, 4, 3), 256: Tile(16, 64, 4, 2)},
+        "attention_backward_queries": {64: Tile(128, 128, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 2)},
+        "attention_decoding": {64: Tile(64, 128, 4, 3), 128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 4, 3)},
+    },
+    "gfx942": {
+        "attention_forward": {64: Tile(128, 64, 4, 2), 128: Tile(128, 64, 4, 2), 256: Tile(64, 32, 4, 2)},
+        "attention_backward_keys": {64: Tile(32, 128, 4, 2), 128: Tile(32, 64, 4, 2), 256: Tile(16, 64, 8, 1)},
+        "attention_backward_queries": {64: Tile(128, 32, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(64, 16, 4, 1)},
+        "attention_decoding": {64: Tile(32, 64, 4, 2), 128: Tile(32, 64, 4, 1), 256: Tile(32, 32, 4, 1)},
     },
 }
 """fp16 and bf16, by the power of two that the head size is padded to; a smaller one takes the next larger one's."""
 _SINGLE: dict[str, dict[int, Tile]] = {
-    "attention_forward": {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 8, 2), 256: Tile(16, 16, 8, 1)},
-    "attention_backward_keys": {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 8, 2), 256: Tile(16, 16, 8, 1)},
-    "attention_backward_queries": {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 8, 2), 256: Tile(16, 16, 8, 1)},
-    "attention_decoding": {64: Tile(16, 32, 4, 2), 128: Tile(16, 32, 4, 2), 256: Tile(16, 16, 8, 1)},
+    "attention_forward": {64: Tile(64, 32, 4, 2), 128: Tile(64, 16, 4, 1), 256: Tile(16, 16, 8, 1)},
+    "attention_backward_keys": {64: Tile(16, 64, 4, 1), 128: Tile(16, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
+    "attention_backward_queries": {64: Tile(64, 16, 4, 1), 128: Tile(64, 16, 8, 1), 256: Tile(16, 16, 8, 1)},
+    "attention_decoding": {64: Tile(16, 32, 4, 2), 128: Tile(16, 32, 4, 1), 256: Tile(16, 16, 8, 1)},
 }
-"""fp32, whose exact products run beside the tensor cores."""
+"""fp32."""
+
+_CANDIDATES = tuple(Tile(*four) for four in product((16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3)))
+_ALTERNATIVES = 4
+"""To time beside the shipped one: a second or two of compilation each."""
+_LENGTH = 4096
+"""Of the sequences that the cost model thinks of, in 64 heads."""
+_EXPONENTIALS = 16
+"""A cycle and processor, on all of the families."""
+_BYTES = 64
+"""A cycle and processor, from the L2 cache."""
 
 _forced: dict[str, Tile] = {}
 
 
-def tile(kernel: str, architecture: str, head_size: int, dtype: torch.dtype) -> Tile:
-    """The tile that is shipped, or the one that is forced."""
+def tile(kernel: str, architecture: str, head_size: int, dtype: torch.dtype, *, lean: bool = False) -> Tile:
+    """The tile that is shipped, or the one that is forced.
+
+    `lean` is for what takes more registers (dropout, windows, pointers to packed sequences): half a block at a time of what
+    streams through the program.
+    """
     if kernel in _forced:
         return _forced[kernel]
-    table = _SINGLE if dtype == torch.float32 else _HALF.get(family(architecture), _HALF["sm_90"])
-    return next(chosen for size, chosen in sorted(table[kernel].items()) if head_size <= size)
+    table = _SINGLE if dtype == torch.float32 else _HALF[family(architecture)]
+    chosen = next(chosen for size, chosen in sorted(table[kernel].items()) if head_size <= size)
+    if not lean:
+        return chosen
+    if kernel == "attention_backward_keys":
+        return chosen._replace(block_m=max(16, chosen.block_m // 2))
+    return chosen._replace(block_n=max(16, chosen.block_n // 2))
+
+
+def tiles(kernel: str, architecture: str, head_size: int, dtype: torch.dtype) -> list[Tile]:
+    """The shipped tile, and those that the cost model thinks the fastest of the others that fit, best first."""
+    size, width = max(16, 1 << (head_size - 1).bit_length()), dtype.itemsize
+    shipped, of = tile(kernel, architecture, head_size, dtype), FAMILIES[family(architecture)]
+    least = of.least_rows if width == 2 else 16
+    fitting = [
+        one
+        for one in _CANDIDATES
+        if shared_bytes(kernel, one, size, width) <= of.shared
+        and _registers(kernel, one, size) <= of.room * 2 // width
+        and (one.block_m == shipped.block_m if kernel == "attention_decoding" else _rows(kernel, one) >= least)
+        and min(one.block_m, one.block_n) >= (32 if size < 256 else 16)
+    ]
+    ranked = sorted(fitting, key=lambda one: _cycles(kernel, one, size, width, of))
+    return [shipped, *[one for one in ranked if one != shipped][:_ALTERNATIVES]]
+
+
+def shared_bytes(kernel: str, one: Tile, head_size: int, width: int) -> int:
+    """Bytes of shared memory, estimated: what stays for the whole program, and both tensors of every stage."""
+    stays, streams = (one.block_n, one.block_m) if kernel == "attention_backward_keys" else (one.block_m, one.block_n)
+    staying = (1 if kernel in ("attention_forward", "attention_decoding") else 2) * stays
+    return (staying + 2 * streams * one.stages) * head_size * width + one.block_m * one.block_n * width
+
+
+def _rows(kernel: str, one: Tile) -> int:
+    """Of the accumulators: a program's share of the work."""
+    return one.block_n if kernel == "attention_backward_keys" else one.block_m
+
+
+def _registers(kernel: str, one: Tile, head_size: int) -> int:
+    """Of a thread, for accumulators and for scores in fp32 and rounded; the backward has scores and their gradients."""
+    scores = one.block_m * one.block_n
+    words = {
+        "attention_backward_keys": 2 * one.block_n * head_size + 5 * scores // 2,
+        "attention_backward_queries": one.block_m * head_size + 5 * scores // 2,
+    }.get(kernel, one.block_m * head_size + 3 * scores // 2)
+    return words // (32 * one.warps)
+
+
+def _cycles(kernel: str, one: Tile, head_size: int, width: int, of: Family) -> float:
+    """Estimated for a whole launch: tensor cores, exponentials and loads of a step, its steps, and waves of programs."""
+    products = {"attention_backward_keys": 4, "attention_backward_queries": 3}.get(kernel, 2)
+    streams = one.block_m if kernel == "attention_backward_keys" else one.block_n
+    scores = one.block_m * one.block_n
+    compute = products * 2 * scores * head_size / (of.flops if width == 2 else of.flops / 8)
+    parts = (compute, scores / _EXPONENTIALS, 2 * streams * head_size * width / _BYTES)
+    shared = shared_bytes(kernel, one, head_size, width)
+    together = max(1, min(of.shared // shared, 16 // one.warps, 2))
+    # Blocks loaded ahead, and a second program on the processor, hide the smaller parts behind the largest.
+    hidden = 1 - 1 / (together + (one.stages > 1))
+    step = max(parts) + (1 - hidden) * (sum(parts) - max(parts)) + 40 / together
+    programs = 64 * _LENGTH // _rows(kernel, one)
+    waves = -(-programs // (of.processors * together))
+    return waves * together * step * _LENGTH / streams
 
 
 def family(architecture: str) -> str:

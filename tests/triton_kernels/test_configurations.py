@@ -1,0 +1,61 @@
+"""The table of tiles: every architecture and head size has one that can run, and alternatives that fit."""
+
+import pytest
+import torch
+
+from triton_kernels.attention import LARGEST_HEAD
+from triton_kernels.configurations import (
+    FAMILIES,
+    KERNELS,
+    Tile,
+    family,
+    forced_tile,
+    processors,
+    shared_bytes,
+    takes_descriptors,
+    tile,
+    tiles,
+)
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_head_size_has_a_tile_and_few_alternatives(kernel: str, architecture: str, dtype: torch.dtype) -> None:
+    for head_size in (1, 16, 48, 64, 80, 128, 129, LARGEST_HEAD):
+        found = tiles(kernel, architecture, head_size, dtype)
+        assert found[0] == tile(kernel, architecture, head_size, dtype)
+        assert len(set(found)) == len(found)
+        # The estimate is for whole rows; fp32 works on columns of them, so that on some no other tile seems to fit.
+        assert (1 if dtype == torch.float32 else 2) <= len(found) <= 5
+        for one in found[1:]:
+            assert shared_bytes(kernel, one, head_size, dtype.itemsize) <= FAMILIES[architecture].shared
+        for one in (*found, tile(kernel, architecture, head_size, dtype, lean=True)):
+            # Products need 16 rows and columns; blocks are powers of two.
+            assert all(length >= 16 and length & (length - 1) == 0 for length in one[:2])
+
+
+def test_a_lean_tile_streams_half_as_much() -> None:
+    for kernel, streams in (("attention_forward", "block_n"), ("attention_backward_keys", "block_m")):
+        plain, lean = (tile(kernel, "sm_90", 64, torch.bfloat16, lean=lean) for lean in (False, True))
+        assert lean == plain._replace(**{streams: getattr(plain, streams) // 2})
+
+
+def test_unknown_architectures_take_the_nearest_family() -> None:
+    near = {"sm_75": "sm_86", "sm_80": "sm_80", "sm_86": "sm_86", "sm_89": "sm_86", "sm_90": "sm_90"}
+    near |= {"sm_100": "sm_100", "sm_103": "sm_100", "sm_120": "sm_86", "gfx90a": "gfx942", "gfx950": "gfx942"}
+    assert {name: family(name) for name in near} == near
+    assert processors("sm_89") == FAMILIES["sm_86"].processors
+    assert [takes_descriptors(name) for name in ("sm_89", "sm_90", "sm_120", "gfx942")] == [False, True, True, False]
+
+
+def test_a_forced_tile_holds_for_its_block_and_kernel() -> None:
+    before = tile("attention_forward", "sm_90", 64, torch.bfloat16)
+    with forced_tile("attention_forward", Tile(16, 32, 4, 1)):
+        with forced_tile("attention_backward_keys", Tile(32, 16, 4, 1)):
+            assert tile("attention_backward_keys", "sm_80", 256, torch.float32) == (32, 16, 4, 1)
+        assert tile("attention_forward", "sm_90", 64, torch.bfloat16) == (16, 32, 4, 1)
+        assert tile("attention_backward_keys", "sm_90", 64, torch.bfloat16) != (32, 16, 4, 1)
+    assert tile("attention_forward", "sm_90", 64, torch.bfloat16) == before
