@@ -51,6 +51,8 @@ class Recorded:
     """By argument number, Triton's key of its alignment."""
     options: tuple[tuple[str, int], ...]
     """num_warps, num_stages."""
+    shipped: bool
+    """As the specimen says."""
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -87,9 +89,11 @@ class Compiled:
     """Whether shared memory suffices."""
     multiplies: bool
     """Whether the kernel multiplies matrices at all."""
+    shipped: bool
+    """Whether users get it, or it is an alternative for tuning."""
 
 
-def record(architecture: str, operation: str | None = None) -> list[Recorded]:
+def record(architecture: str, operation: str | None = None, only_shipped: bool = False) -> list[Recorded]:
     """Every launch that the specimens make on an architecture, each compiled kernel once."""
     found: dict[tuple[Any, ...], Recorded] = {}
     current: list[Specimen] = []
@@ -101,7 +105,7 @@ def record(architecture: str, operation: str | None = None) -> list[Recorded]:
     with launcher(note), assumed_architecture(architecture):
         use_kernels("triton")
         for specimen in specimens(torch.device("cpu")):
-            if operation in (None, specimen.operation):
+            if operation in (None, specimen.operation) and (specimen.shipped or not only_shipped):
                 current.append(specimen)
                 specimen.call()
         use_kernels("auto")
@@ -138,6 +142,7 @@ def _describe(
         constants=tuple(constants),
         attributes=tuple(attributes),
         options=options,
+        shipped=specimen.shipped,
     )
 
 
@@ -200,6 +205,7 @@ def _read(kernel: Any, log: str, architecture: Architecture, recorded: Recorded)
         seconds=0.0,
         fits=shared <= architecture.shared_of_block,
         multiplies="tt.dot" in kernel.asm["ttir"],
+        shipped=recorded.shipped,
     )
 
 
@@ -208,17 +214,20 @@ def _all() -> Sequence[Architecture]:
 
 
 @cache
-def _recorded_here(architecture: str, operation: str | None) -> list[Recorded]:
-    return record(architecture, operation)
+def _recorded_here(architecture: str, operation: str | None, only_shipped: bool) -> list[Recorded]:
+    return record(architecture, operation, only_shipped)
 
 
-def _compile_number(architecture: str, operation: str | None, number: int) -> Compiled:
-    return compile_recorded(_recorded_here(architecture, operation)[number])
+def _compile_number(architecture: str, operation: str | None, only_shipped: bool, number: int) -> Compiled:
+    return compile_recorded(_recorded_here(architecture, operation, only_shipped)[number])
 
 
-def report(architectures: Sequence[str], operation: str | None = None, processes: int | None = None) -> Iterator[Compiled]:
+def report(
+    architectures: Sequence[str], operation: str | None = None, only_shipped: bool = False, processes: int | None = None
+) -> Iterator[Compiled]:
     """Compiles in several processes (as many as there are processors) and gives rows in order."""
-    work = [(name, operation, n) for name in architectures for n in range(len(_recorded_here(name, operation)))]
+    what = (operation, only_shipped)
+    work = [(name, *what, n) for name in architectures for n in range(len(_recorded_here(name, *what)))]
     with ProcessPoolExecutor(processes or os.cpu_count(), mp_context=get_context("spawn")) as pool:
         yield from pool.map(_compile_number, *zip(*work, strict=True))
 
@@ -230,7 +239,7 @@ def faults(row: Compiled) -> list[str]:
         found.append(f"spills {row.spilled} bytes")
     if not row.fits:
         found.append(f"needs {row.shared} bytes of shared memory")
-    if row.multiplies and not row.matrix_instructions and "fp32" not in row.label:
+    if row.multiplies and not row.matrix_instructions + row.other_matrix_instructions and "fp32" not in row.label:
         found.append("multiplies without tensor cores")
     return found
 
@@ -271,14 +280,15 @@ def main(arguments: list[str] | None = None) -> int:
         "--architecture", action="append", choices=list(ARCHITECTURES), help="only this one; may be repeated"
     )
     parser.add_argument("--operation", help="only this one: attention, rms_norm, ...")
+    parser.add_argument("--shipped", action="store_true", help="leave out the alternatives that are there for tuning")
     parser.add_argument("--write", type=Path, help="write the tables as a Markdown page")
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     parser.add_argument("--processes", type=int, help="compilers side by side; default: as many as processors")
     options = parser.parse_args(arguments)
     rows, wrong = [], 0
-    for row in report(options.architecture or list(ARCHITECTURES), options.operation, options.processes):
+    for row in report(options.architecture or list(ARCHITECTURES), options.operation, options.shipped, options.processes):
         rows.append(row)
-        wrong += bool(faults(row))
+        wrong += bool(faults(row)) and row.shipped
         remark = f"  <- {'; '.join(faults(row))}" if faults(row) else ""
         text = json.dumps(asdict(row) | {"faults": faults(row)}) if options.json else "  ".join(_cells(row)) + remark
         print(text if options.json else f"{row.architecture:7}{text}", flush=True)

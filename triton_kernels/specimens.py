@@ -1,4 +1,4 @@
-"""One typical call of every operation, forward and backward, for the compile report, the sanitizers and the GPU tests.
+"""Typical calls of every operation, forward and backward: what the compile report compiles.
 
 A specimen calls public functions on tensors of the shapes that matter; what it launches is what users launch.
 
@@ -13,9 +13,23 @@ from typing import Any
 import torch
 
 from triton_kernels.adamw import adamw
+from triton_kernels.attention import attention
+from triton_kernels.attention_packed import attention_packed
 from triton_kernels.byte_pack import byte_pack, byte_pack_sequence
+from triton_kernels.configurations import KERNELS, forced_tile, tiles
 from triton_kernels.gelu import gelu
+from triton_kernels.launch import architecture
+from triton_kernels.layer_norm import add_layer_norm, layer_norm
 from triton_kernels.linear_cross_entropy import linear_cross_entropy
+from triton_kernels.mse import mse
+from triton_kernels.relu import relu
+from triton_kernels.rms_norm import add_rms_norm, rms_norm
+from triton_kernels.rope import rope
+from triton_kernels.swiglu import swiglu
+
+_HEAD_SIZES = (64, 128, 256)
+Shape = tuple[int, ...]
+Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -28,17 +42,100 @@ class Specimen:
     """What is special about the call: dtype, head size."""
     call: Callable[[], Any]
     """Forward and backward; returns nothing of interest."""
+    shipped: bool = True
+    """Whether users get these kernels; else they are alternatives, for tuning."""
 
 
 def specimens(device: torch.device) -> Iterator[Specimen]:
     """All of them; tensors are made when `call` runs."""
+    yield from _attention(device)
     for dtype in (torch.bfloat16, torch.float32):
         kind = _short(dtype)
-        for name, what, function, shapes in _elementwise():
+        for name, what, function, shapes in _streaming():
             yield Specimen(name, f"{kind} {what}".strip(), _both_ways(function, shapes, dtype, device))
+        yield Specimen("rope", f"{kind} D 128", partial(_rope, dtype, device))
         yield Specimen("linear_cross_entropy", kind, partial(_linear_cross_entropy, dtype, device))
         yield Specimen("adamw", kind, partial(_adamw, dtype, device))
     yield Specimen("byte_pack", "", partial(_byte_pack, device))
+
+
+def _attention(device: torch.device) -> Iterator[Specimen]:
+    half = torch.bfloat16
+    for size in _HEAD_SIZES:
+        for dtype in (half, torch.float32):
+            kind = f"{_short(dtype)} D {size}"
+            causal = partial(attention, causal=True)
+            yield Specimen("attention", f"{kind} causal", _both_ways(causal, _heads(size), dtype, device))
+        yield Specimen("attention", f"bf16 D {size} decoding", partial(_decoding, size, half, device))
+    yield Specimen("attention", "bf16 D 128 full", _both_ways(attention, _heads(128), half, device))
+    yield Specimen("attention", "bf16 D 80 causal", _both_ways(partial(attention, causal=True), _heads(80), half, device))
+    for what, settings in (("window", {"window": 1024}), ("dropout", {"dropout": 0.1, "seed": _seed(device)})):
+        call = _both_ways(partial(attention, causal=True, **settings), _heads(128), half, device)
+        yield Specimen("attention", f"bf16 D 128 {what}", call)
+    yield Specimen("attention", "bf16 D 128 packed", partial(_packed, half, device))
+    for size in (64, 128):
+        for kernel in KERNELS:
+            for one in tiles(kernel, architecture(device), size, half)[1:]:
+                both = _both_ways(partial(attention, causal=True), _heads(size), half, device)
+                plain = partial(_decoding, size, half, device) if kernel == "attention_decoding" else both
+                yield Specimen(
+                    "attention", f"bf16 D {size} alternative", partial(_forced, kernel, one, plain), shipped=False
+                )
+
+
+def _forced(kernel: str, one: Any, call: Callable[[], Any]) -> None:
+    with forced_tile(kernel, one):
+        call()
+
+
+def _heads(size: int) -> list[Shape]:
+    """q, k, v of grouped heads."""
+    return [(2, 8, 4096, size), (2, 4, 4096, size), (2, 4, 4096, size)]
+
+
+def _seed(device: torch.device) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int64, device=device)
+
+
+def _decoding(size: int, dtype: torch.dtype, device: torch.device) -> None:
+    cache = torch.empty(4, 2, 4096, size, dtype=dtype, device=device)
+    with torch.no_grad():
+        attention(torch.empty(4, 8, 1, size, dtype=dtype, device=device), cache, cache, causal=True)
+
+
+def _packed(dtype: torch.dtype, device: torch.device) -> None:
+    offsets = torch.arange(0, 4097, 512, dtype=torch.int32, device=device)
+    _both_ways(
+        lambda q, k, v: attention_packed(q, k, v, offsets, offsets, 512, 512, causal=True),
+        [(4096, 8, 128), (4096, 4, 128), (4096, 4, 128)],
+        dtype,
+        device,
+    )()
+
+
+def _streaming() -> list[tuple[str, str, Function, list[Shape]]]:
+    """Operation, what is special, function, shapes of its arguments."""
+    found: list[tuple[str, str, Function, list[Shape]]] = [
+        ("gelu", "exact", gelu, [(4096, 4096)]),
+        ("gelu", "tanh", lambda x: gelu(x, tanh=True), [(4096, 4096)]),
+        ("relu", "", relu, [(4096, 4096)]),
+        ("swiglu", "", swiglu, [(4096, 4096)] * 2),
+        ("mse", "", mse, [(4096, 4096)] * 2),
+    ]
+    for width in (256, 1024, 4096, 16_384):
+        rows: list[Shape] = [(4096, width), (width,)]
+        found += [
+            ("rms_norm", f"C {width}", rms_norm, rows),
+            ("rms_norm", f"C {width}, added", add_rms_norm, [rows[0], *rows]),
+            ("layer_norm", f"C {width}", layer_norm, [*rows, (width,)]),
+            ("layer_norm", f"C {width}, added", add_layer_norm, [rows[0], *rows, (width,)]),
+        ]
+    return found
+
+
+def _rope(dtype: torch.dtype, device: torch.device) -> None:
+    cos, sin = torch.empty(2, 1, 1, 1024, 128, device=device)
+    _both_ways(lambda x: rope(x, cos, sin), [(2, 8, 1024, 128)], dtype, device)()
 
 
 def _linear_cross_entropy(dtype: torch.dtype, device: torch.device) -> None:
@@ -57,17 +154,7 @@ def _byte_pack(device: torch.device) -> None:
     byte_pack_sequence(data, offsets, end_id=256)
 
 
-def _elementwise() -> list[tuple[str, str, Callable[..., Any], list[tuple[int, ...]]]]:
-    """Operation, what is special, function, shapes of its arguments."""
-    return [
-        ("gelu", "exact", gelu, [(4096, 4096)]),
-        ("gelu", "tanh", lambda x: gelu(x, tanh=True), [(4096, 4096)]),
-    ]
-
-
-def _both_ways(
-    function: Callable[..., Any], shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device
-) -> Callable[[], None]:
+def _both_ways(function: Function, shapes: list[Shape], dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
     def call() -> None:
         inputs = [torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes]
         result = function(*inputs)
