@@ -214,7 +214,8 @@ def attention(
     if not takes_triton("attention", q, refusal=refusal(q, k, v, mask=mask, scale=scale)):
         return attention_reference(q, k, v, mask=mask, seed=seed, **rest)  # type: ignore[arg-type]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    few = q.shape[2] <= LONGEST and not dropout
+    # Heads over 128 in fp32 would spill there: their scores are summed by columns in the other kernel.
+    few = q.shape[2] <= LONGEST and not dropout and not (q.dtype == torch.float32 and q.shape[-1] > 128)
     if few and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         return decode(q, k, v, key_lengths, causal, window, scale)  # type: ignore[no-any-return]
     if dropout and seed is None:

@@ -37,8 +37,8 @@ from triton_kernels.configurations import tile
 from triton_kernels.language import cdiv, jit, tl
 from triton_kernels.launch import architecture, launch
 
-_DELTA_ELEMENTS = 4096
-"""Of dO in a program of delta: 16 bytes a load, four times over, for each of 128 threads."""
+_DELTA_ELEMENTS = 2048
+"""Of dO in a program of delta: 16 bytes a load, twice over, for each of 128 threads; with more, sm_100 spills."""
 
 
 @jit
@@ -69,6 +69,9 @@ def _walk_queries(
     keys = key + tl.arange(0, BLOCK_N)
     for query in tl.range(start, stop, BLOCK_M):
         rows = query + tl.arange(0, BLOCK_M)
+        if seed is not None:
+            # Drawn first: its registers are free again before those of the products are taken.
+            kept = tl.trans(is_kept(seed, b, h, query, key, threshold, BLOCK_M, BLOCK_N))
         q_block = load_rows(q, b, h, query_start, query, T, q_b, q_h, q_t, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
         # Beyond the last query no weight is left: 2^(s - inf).
         base = tl.load(lse + rows, mask=rows < T, other=float("inf"))
@@ -92,7 +95,6 @@ def _walk_queries(
             dp = tl.dot(v_block, tl.trans(grad_block), input_precision=PRECISION)
         taken = p
         if seed is not None:
-            kept = tl.trans(is_kept(seed, b, h, query, key, threshold, BLOCK_M, BLOCK_N))
             taken = tl.where(kept, p * rescale, 0.0)
             dp = tl.where(kept, dp * rescale, 0.0)
         dv = tl.dot(taken.to(grad_block.dtype), grad_block, dv, input_precision=PRECISION)
@@ -245,6 +247,8 @@ def differentiate(
             sequences.batch * groups,
             descriptors_fit(sequences, q, k, v, grad, dk, dv),
         )
+        # Lean tiles of large heads have too few rows for the instructions that read what descriptors load.
+        by = by and not (spare and size > 128)
         launch(
             _attention_backward_keys_kernel, (blocks * heads,),
             handed_over(q, m, by), handed_over(k, n, by), handed_over(v, n, by), handed_over(grad, m, by), lse, delta,

@@ -52,13 +52,13 @@ KERNELS = ("attention_forward", "attention_backward_keys", "attention_backward_q
 _HALF: dict[str, dict[str, dict[int, Tile]]] = {
     "sm_80": {
         "attention_forward": {64: Tile(128, 128, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
-        "attention_backward_keys": {64: Tile(32, 128, 8, 1), 128: Tile(32, 64, 8, 1), 256: Tile(16, 32, 8, 1)},
+        "attention_backward_keys": {64: Tile(32, 128, 8, 1), 128: Tile(32, 64, 8, 1), 256: Tile(32, 32, 8, 1)},
         "attention_backward_queries": {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
         "attention_decoding": {64: Tile(64, 128, 4, 3), 128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 4, 3)},
     },
     "sm_86": {
         "attention_forward": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
-        "attention_backward_keys": {64: Tile(32, 128, 8, 1), 128: Tile(32, 64, 8, 1), 256: Tile(16, 32, 8, 1)},
+        "attention_backward_keys": {64: Tile(32, 128, 8, 1), 128: Tile(32, 64, 8, 1), 256: Tile(32, 32, 8, 1)},
         "attention_backward_queries": {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 8, 1)},
         "attention_decoding": {64: Tile(32, 64, 4, 3), 128: Tile(32, 32, 4, 3), 256: Tile(32, 32, 4, 2)},
     },
@@ -82,10 +82,18 @@ _HALF: dict[str, dict[str, dict[int, Tile]]] = {
     },
 }
 """fp16 and bf16, by the power of two that the head size is padded to; a smaller one takes the next larger one's."""
+_LEAN_KEYS: dict[str, dict[int, Tile]] = {
+    "sm_80": {64: Tile(16, 128, 8, 1), 128: Tile(16, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
+    "sm_86": {64: Tile(16, 128, 8, 1), 128: Tile(16, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
+    "sm_90": {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 2), 256: Tile(16, 32, 8, 1)},
+    "sm_100": {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 1), 256: Tile(16, 32, 8, 1)},
+    "gfx942": {64: Tile(16, 128, 4, 2), 128: Tile(16, 64, 4, 2), 256: Tile(16, 32, 8, 1)},
+}
+"""Of the kernel for dK and dV, which has two accumulators and the fewest registers to spare, for lean calls."""
 _SINGLE: dict[str, dict[int, Tile]] = {
-    "attention_forward": {64: Tile(64, 32, 4, 2), 128: Tile(64, 16, 4, 1), 256: Tile(16, 16, 8, 1)},
-    "attention_backward_keys": {64: Tile(16, 64, 4, 1), 128: Tile(16, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
-    "attention_backward_queries": {64: Tile(64, 16, 4, 1), 128: Tile(64, 16, 8, 1), 256: Tile(16, 16, 8, 1)},
+    "attention_forward": {64: Tile(64, 16, 4, 1), 128: Tile(64, 16, 4, 1), 256: Tile(32, 16, 8, 1)},
+    "attention_backward_keys": {64: Tile(16, 32, 8, 1), 128: Tile(16, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
+    "attention_backward_queries": {64: Tile(64, 16, 4, 1), 128: Tile(64, 16, 8, 1), 256: Tile(32, 16, 8, 1)},
     "attention_decoding": {64: Tile(16, 32, 4, 2), 128: Tile(16, 32, 4, 1), 256: Tile(16, 16, 8, 1)},
 }
 """fp32."""
@@ -106,17 +114,18 @@ _forced: dict[str, Tile] = {}
 def tile(kernel: str, architecture: str, head_size: int, dtype: torch.dtype, *, lean: bool = False) -> Tile:
     """The tile that is shipped, or the one that is forced.
 
-    `lean` is for what takes more registers (dropout, windows, pointers to packed sequences): half a block at a time of what
-    streams through the program.
+    `lean` is for what takes more registers (dropout, windows, pointers to packed sequences): less at a time of what streams
+    through the program.
     """
     if kernel in _forced:
         return _forced[kernel]
     table = _SINGLE if dtype == torch.float32 else _HALF[family(architecture)]
-    chosen = next(chosen for size, chosen in sorted(table[kernel].items()) if head_size <= size)
-    if not lean:
+    of = table[kernel]
+    if lean and kernel == "attention_backward_keys" and dtype != torch.float32:
+        of = _LEAN_KEYS[family(architecture)]
+    chosen = next(chosen for size, chosen in sorted(of.items()) if head_size <= size)
+    if not lean or kernel == "attention_backward_keys":
         return chosen
-    if kernel == "attention_backward_keys":
-        return chosen._replace(block_m=max(16, chosen.block_m // 2))
     return chosen._replace(block_n=max(16, chosen.block_n // 2))
 
 
