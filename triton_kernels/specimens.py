@@ -122,7 +122,7 @@ def _streaming() -> list[tuple[str, str, Function, list[Shape]]]:
         ("swiglu", "", swiglu, [(4096, 4096)] * 2),
         ("mse", "", mse, [(4096, 4096)] * 2),
     ]
-    for width in (256, 1024, 4096, 16_384):
+    for width in (64, 256, 1024, 4096, 16_384):
         rows: list[Shape] = [(4096, width), (width,)]
         found += [
             ("rms_norm", f"C {width}", rms_norm, rows),
