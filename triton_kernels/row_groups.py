@@ -22,12 +22,12 @@ _ROWS = 8
 """A group has at least so many rows, so that writing and reading its partial sum costs less than the rows themselves."""
 
 _ELEMENTS = 2048
-"""Short rows share a program until it has so many elements: 16 for each of 128 threads, two 16-byte loads in bf16. A backward
-pass takes half as many: with as many, LayerNorm spilled 12 bytes on sm_100."""
+"""Short rows share a program until it has so many elements: 16 for each of 128 threads, two 16-byte loads in bf16. A
+backward pass takes half as many: with as many, LayerNorm spilled 12 bytes on sm_100."""
 
 
 LONGEST_ROW = 16384
-"""A forward pass holds a whole row in registers, 32 numbers a thread. Rows of 32,768 would spill 4 bytes on sm_80 and sm_100."""
+"""A forward pass holds a whole row in registers, 32 numbers a thread. Rows of 32,768 spilled 4 bytes on sm_80 and sm_100."""
 
 _LONGEST_HELD = 8192
 """Up to here a backward pass holds a row and its part of the weight's gradient in registers without spilling. Compiled for
