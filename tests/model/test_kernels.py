@@ -8,6 +8,7 @@ import torch
 from model.transformer import Decoder
 from pipelines.config import Model, Optimizer
 from pipelines.train.optimizer import build_optimizer
+from tests.distributed import run_distributed
 from triton_kernels.dispatch import kernels_ran, use_kernels
 
 STEPS = 6
@@ -59,6 +60,41 @@ def test_same_losses_with_kernels_and_without(shape: Model) -> None:
     assert losses[-1] < 0.8 * losses[0]
     for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=2e-4)
+
+
+def _under_wrappers(rank: int, world: int) -> list[float]:
+    """The gradients' squares, summed, of one decoder alone, under DDP, under FSDP2, and under FSDP2 with checkpointing."""
+    from torch.distributed._composable import checkpoint
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    use_kernels("triton")
+    shape = Model(flavour="llama", layers=2, heads=2, width=16, context=16)
+    ids = torch.arange(32).view(2, 16) % 23
+    found = []
+    for wrapper in ("none", "ddp", "fsdp", "fsdp and checkpointing"):
+        torch.manual_seed(0)
+        model: torch.nn.Module = Decoder(shape, 23)
+        if "checkpointing" in wrapper:
+            for block in model.blocks:  # type: ignore[union-attr]
+                checkpoint(block)
+        if "fsdp" in wrapper:
+            mesh = init_device_mesh("cpu", (world,))
+            for block in model.blocks:  # type: ignore[union-attr]
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        loss, _ = (DistributedDataParallel(model) if wrapper == "ddp" else model)(ids, ids)
+        loss.backward()
+        whole = [p.grad.full_tensor() if "fsdp" in wrapper else p.grad for p in model.parameters()]
+        found.append(sum(float(grad.double().square().sum()) for grad in whole))
+    assert set(kernels_ran().values()) == {"triton"}
+    return found
+
+
+def test_gradients_are_the_same_under_ddp_and_fsdp() -> None:
+    for alone, *others in run_distributed(_under_wrappers, 2):
+        assert others == pytest.approx([alone] * 3, rel=1e-5)
 
 
 def test_the_whole_model_compiles_with_kernels() -> None:
