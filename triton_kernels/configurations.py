@@ -57,7 +57,7 @@ _HALF: dict[str, dict[str, dict[int, Tile]]] = {
         "attention_decoding": {64: Tile(64, 128, 4, 3), 128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 4, 3)},
     },
     "sm_86": {
-        "attention_forward": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
+        "attention_forward": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 32, 8, 2)},
         "attention_backward_keys": {64: Tile(32, 128, 8, 1), 128: Tile(32, 64, 8, 1), 256: Tile(32, 32, 8, 1)},
         "attention_backward_queries": {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 8, 1)},
         "attention_decoding": {64: Tile(32, 64, 4, 3), 128: Tile(32, 32, 4, 3), 256: Tile(32, 32, 4, 2)},
@@ -203,8 +203,11 @@ def processors(architecture: str) -> int:
 
 
 def takes_descriptors(architecture: str) -> bool:
-    """Whether it has a tensor memory accelerator, which makes descriptors cheaper than pointers."""
-    return architecture.startswith("sm_") and int(architecture.removeprefix("sm_")) >= 90
+    """Whether descriptors are cheaper than pointers: where tensor cores read what the tensor memory accelerator has loaded.
+
+    GPUs of a workstation (sm_120) have that accelerator, but tensor cores that read registers, and spill.
+    """
+    return architecture.startswith("sm_") and 90 <= int(architecture.removeprefix("sm_")) < 120
 
 
 @contextmanager

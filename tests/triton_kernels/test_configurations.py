@@ -50,7 +50,7 @@ def test_unknown_architectures_take_the_nearest_family() -> None:
     near |= {"sm_100": "sm_100", "sm_103": "sm_100", "sm_120": "sm_86", "gfx90a": "gfx942", "gfx950": "gfx942"}
     assert {name: family(name) for name in near} == near
     assert processors("sm_89") == FAMILIES["sm_86"].processors
-    assert [takes_descriptors(name) for name in ("sm_89", "sm_90", "sm_120", "gfx942")] == [False, True, True, False]
+    assert [takes_descriptors(name) for name in ("sm_89", "sm_90", "sm_120", "gfx942")] == [False, True, False, False]
 
 
 def test_a_forced_tile_holds_for_its_block_and_kernel() -> None:
