@@ -105,6 +105,16 @@ def test_head_sizes_with_the_tiles_that_are_shipped(size: int, dtype: torch.dtyp
     _compare(q, k, v, causal=True)
 
 
+@pytest.mark.parametrize("window", [20, 40, 64])
+def test_windows_that_begin_and_end_inside_blocks(window: int) -> None:
+    """Long enough for blocks of all kinds: seen in part on either side, and whole between."""
+    q, (k, v) = torch.randn(1, 1, 100, 16), torch.randn(2, 1, 1, 110, 16)
+    with ExitStack() as stack:
+        for kernel in KERNELS:
+            stack.enter_context(forced_tile(kernel, Tile(16, 16, 4, 1)))
+        _compare(q, k, v, causal=True, window=window)
+
+
 def test_it_is_the_formula() -> None:
     """The reference that the other tests compare with is itself compared."""
     q, k, v = torch.randn(2, 4, 33, 8, dtype=torch.float64), *torch.randn(2, 2, 2, 40, 8, dtype=torch.float64)
