@@ -2,7 +2,8 @@
 
 The interpreter does not notice a kernel that reads or writes past the end of a tensor. Here each launch works on copies that
 lie between canaries, NaN for floats and 0x5A bytes for integers. A canary that has changed fails the test; one that was read
-makes its way into the result as NaN, which the comparison with the reference shows.
+makes its way into the result as NaN, which the comparison with the reference shows. Every tensor has a NaN of its own bits:
+one that was read from another's canaries and written over this one's is seen as well.
 
     with guarded(): y = gelu(x)
 """
@@ -18,6 +19,13 @@ from triton_kernels.launch import Grid, launcher
 
 BAND = 256
 """Elements before and after; a multiple of what tensor descriptors are aligned to."""
+_NANS = {
+    torch.float64: (torch.int64, 0x7FF8 << 48),
+    torch.float32: (torch.int32, 0x7FC00000),
+    torch.float16: (torch.int16, 0x7E00),
+    torch.bfloat16: (torch.int16, 0x7FC0),
+}
+"""By dtype, an integer of its size and the first of its quiet NaNs, whose low bits are free."""
 
 
 class GuardBandError(AssertionError):
@@ -27,12 +35,13 @@ class GuardBandError(AssertionError):
 class _Guarded:
     """A copy of a tensor of the same shape and strides, between canaries."""
 
-    def __init__(self, original: torch.Tensor) -> None:
+    def __init__(self, original: torch.Tensor, number: int) -> None:
         self.original = original
         extent = sum((size - 1) * stride for size, stride in zip(original.shape, original.stride(), strict=True)) + 1
         self.buffer = torch.empty(extent + 2 * BAND, dtype=original.dtype, device=original.device)
-        if original.dtype.is_floating_point:
-            self.buffer.fill_(float("nan"))
+        if original.dtype in _NANS:
+            bits, nan = _NANS[original.dtype]
+            self.buffer.view(bits).fill_(nan + 1 + number)
         else:
             self.buffer.view(torch.uint8).fill_(0x5A if original.dtype != torch.bool else 1)
         self.view = self.buffer.as_strided(original.shape, original.stride(), BAND)
@@ -64,7 +73,7 @@ def guarded() -> Iterator[list[str]]:
             if isinstance(argument, torch.Tensor) and argument.numel():
                 # Arguments that are the same tensor must stay the same tensor: a kernel may work in place.
                 key = (argument.data_ptr(), argument.shape, argument.stride(), argument.dtype)
-                return copies.setdefault(key, _Guarded(argument)).view
+                return copies.setdefault(key, _Guarded(argument, len(copies))).view
             if type(argument).__name__ == "TensorDescriptor":
                 return replace(argument, base=guard(argument.base))
             return argument
