@@ -2,6 +2,7 @@
 # make test     install, then run the tests
 # make install  make .venv and install Raystride and its tools into it
 # make ui       the MLflow UI over the runs in runs/
+# make sanitize compute-sanitizer over the kernels, where there is an NVIDIA GPU
 # make lint     ruff and mypy, as in continuous integration
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ VENV := .venv
 STORAGE ?= runs
 RUN := $(VENV)/bin/python
 
-.PHONY: install train test ui lint
+.PHONY: install train test ui sanitize lint
 .DEFAULT_GOAL := train
 
 install: $(VENV)/.installed
@@ -31,6 +32,9 @@ test: install
 
 ui: install
 	@$(RUN) -m pipelines.record.ui --storage $(STORAGE)
+
+sanitize: install
+	@$(RUN) -m triton_kernels.sanitize
 
 lint: install
 	@$(RUN) -m ruff check .

@@ -6,7 +6,6 @@ given as a share of what a device-to-device copy of the same machine reaches in 
 
     python -m benchmarks.kernels attention                     # one operation: attention, rms_norm, adamw, ...
     python -m benchmarks.kernels all --json benchmarks/results/kernels-h100.json
-    python -m benchmarks.kernels attention --tiles             # the shipped tile beside the alternatives of the table
 """
 
 import argparse

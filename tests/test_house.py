@@ -15,7 +15,7 @@ PACKAGES = ["triton_kernels", "model", "pipelines", "ray_jobs"]
 """From the inside out: each may import those before it."""
 MODULES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 ALL = MODULES + [path for folder in ("tests", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
-PAGES = [ROOT / "README.md", ROOT / "docs" / "house.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
 
 
 def _id(path: Path) -> str:
@@ -108,7 +108,7 @@ def _named_paths(page: Path) -> set[str]:
     text = page.read_text()
     quoted = set(re.findall(r"`((?:[\w.-]+/)+[\w.-]*)`", text))
     commands = set(re.findall(r"\b((?:ray_jobs|configs|docs|benchmarks|tests|deploy)/[\w./-]*\.\w+)", text))
-    modules = {f"{name.replace('.', '/')}.py" for name in re.findall(r"python -m ((?:benchmarks|pipelines)[\w.]+)", text)}
+    modules = {f"{name.replace('.', '/')}.py" for name in re.findall(r"python -m ((?:benchmarks|pipelines|triton_kernels)[\w.]+)", text)}
     return quoted | commands | modules
 
 
@@ -147,6 +147,7 @@ import pipelines.strategies.strategy, pipelines.strategies.ddp, pipelines.strate
 import pipelines.train.loop, pipelines.train.checkpoint, pipelines.train.storage, pipelines.train.validation
 import pipelines.train.fingerprint, pipelines.tasks
 import pipelines.launch.worker, pipelines.launch.inline
+import benchmarks.gpu
 assert not BLOCKED & {name.split(".")[0] for name in sys.modules}
 """
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120)

@@ -41,15 +41,21 @@ def describe_source(root: Path) -> dict[str, Any]:
 
 def describe_hardware() -> dict[str, Any]:
     """Host, processor, cores that this process may use, memory in bytes, GPUs with their memory in bytes."""
-    import psutil
-
     return {
         "host": socket.gethostname(),
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_bytes": psutil.virtual_memory().total,
+        "memory_bytes": _memory_bytes(),
         "gpus": _gpus(),
     }
+
+
+def _memory_bytes() -> int | None:
+    try:
+        import psutil
+    except ImportError:
+        return None
+    return int(psutil.virtual_memory().total)
 
 
 def _gpus() -> list[dict[str, Any]]:
