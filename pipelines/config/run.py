@@ -19,7 +19,7 @@ class Scaling(Section):
     device: Literal["auto", "cpu", "cuda"] = setting("auto")
     """What a worker computes on; `auto`: a GPU if the cluster has any."""
     threads: int = setting(0, at_least=0)
-    """Threads of a worker on CPUs; 0: the node's cores shared out among its workers."""
+    """Threads of a worker on CPUs; 0: the node's cores shared out among its workers, with train.exact 1."""
     bucket_mib: float = setting(25.0, above=0)
     """Gradients that are reduced in one go, in MiB, overlapped with the rest of the backward."""
 

@@ -56,7 +56,11 @@ class Train(Section):
     slot_size: int = setting(8, at_least=1, at_most=2**20, fixed=True)
     """Samples in a slot."""
     micro_batch_slots: int = setting(0, at_least=0)
-    """Neighbouring slots that run as one forward and backward, limited by memory; 0: all that a worker has."""
+    """Neighbouring slots that run as one forward and backward, limited by memory; 0: all that a worker has.
+
+    With train.exact it is always one."""
+    exact: bool = setting(False, fixed=True)
+    """End with the same bits on any number of workers: gradients are added slot by slot along one tree."""
     clip_norm: float = setting(1.0, at_least=0)
     """Largest norm of the gradient; 0: no clipping."""
     precision: Literal["fp32", "bf16"] = setting("fp32", fixed=True)
@@ -71,11 +75,20 @@ class Train(Section):
         super().__post_init__()
         if not (self.steps or self.epochs or self.hours):
             raise self.error("steps", "must be at least 1 where neither train.epochs nor train.hours ends the run")
+        if self.exact and self.micro_batch_slots > 1:
+            raise self.error("micro_batch_slots", "must be 0 or 1 with train.exact, which adds gradients slot by slot")
+        if self.exact and not self.deterministic:
+            raise self.error("deterministic", "must be true with train.exact")
 
     @property
     def batch(self) -> int:
         """Samples in a step."""
         return self.slots * self.slot_size
+
+    @property
+    def together(self) -> int:
+        """Most slots in a micro-batch; 0: no limit."""
+        return 1 if self.exact else self.micro_batch_slots
 
 
 @dataclass(frozen=True, kw_only=True)

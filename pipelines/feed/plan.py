@@ -64,10 +64,15 @@ class Plan:
         return self.first_position + (step - self.first_step) * self.batch
 
     def share(self, rank: int, world: int) -> range:
-        """The neighbouring slots that a worker computes; shares differ by one at most. Needs world <= slots."""
-        if not 0 <= rank < world <= self.slots:
-            raise ValueError(f"{self.slots} slots cannot be shared by {world} workers (rank {rank}): raise train.slots")
-        return range(rank * self.slots // world, (rank + 1) * self.slots // world)
+        """The neighbouring slots that a worker computes."""
+        return share(self.slots, rank, world)
+
+
+def share(slots: int, rank: int, world: int) -> range:
+    """One worker's neighbouring slots; shares differ by one at most. Needs world <= slots."""
+    if not 0 <= rank < world <= slots:
+        raise ValueError(f"{slots} slots cannot be shared by {world} workers (rank {rank}): raise train.slots")
+    return range(rank * slots // world, (rank + 1) * slots // world)
 
 
 def build_plan(config: Config, samples: int, first_step: int = 0, first_position: int = 0) -> Plan:

@@ -26,7 +26,15 @@ from pipelines.launch.job import Job
 from pipelines.launch.owner import Owned, Ownership, process_start
 from pipelines.launch.preflight import Check, failing, preflight
 from pipelines.launch.resources import Resources, Share, resolve
-from pipelines.launch.resume import Earlier, completed, read_earlier, refuse_changes, write_settings
+from pipelines.launch.resume import (
+    Earlier,
+    completed,
+    read_earlier,
+    refuse_changes,
+    refuse_other_bits,
+    what_bits_depend_on,
+    write_settings,
+)
 from pipelines.launch.session import CANNOT_RUN, DONE, WRONG_SETTINGS, conduct
 from pipelines.prepare.faults import DataError
 from pipelines.prepare.manifest import Manifest
@@ -104,6 +112,10 @@ def _run(config: Config, storage: Folder) -> int:
             refuse_changes(earlier, config, prepared.manifest.fingerprint)
         marks["data"] = time.time()
         environment = describe_environment() | {"attempt": attempt, "data": prepared.manifest.fingerprint}
+        facts = _facts(environment, share)
+        if config.train.exact:
+            facts["bits"] = what_bits_depend_on(config, environment, share)
+            refuse_other_bits(folder / "checkpoints", facts["bits"])
         write_settings(folder, attempt, config, environment)
         job = Job(
             config=config,
@@ -113,7 +125,7 @@ def _run(config: Config, storage: Folder) -> int:
             prepared=prepared.folder,
             device=share.device,
             threads=share.threads,
-            facts=_facts(environment, share),
+            facts=facts,
             started_at=process_start(os.getpid()) or marks["driver"],
             marks=marks,
         )

@@ -111,10 +111,17 @@ def estimate_memory(config: Config, share: Share, vocabulary_size: int) -> Memor
     """Bytes that a worker of this run will need."""
     train = config.train
     slots = -(-train.slots // share.workers)
-    together = min(slots, train.micro_batch_slots or slots) * train.slot_size * config.model.context
+    together = min(slots, train.together or slots) * train.slot_size * config.model.context
     moments = 2 if config.optimizer.kind == "adamw" else 1 if config.optimizer.momentum else 0
+    # Exact sums: a partial one a level of the tree, and what the other workers send.
+    gradients = max(1, slots.bit_length()) + (share.workers > 1) if train.exact else 1
     return estimate(
-        config.model, vocabulary_size=vocabulary_size, tokens=together, precision=train.precision, moments=moments
+        config.model,
+        vocabulary_size=vocabulary_size,
+        tokens=together,
+        precision=train.precision,
+        moments=moments,
+        gradients=gradients,
     )
 
 

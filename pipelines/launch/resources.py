@@ -86,7 +86,9 @@ def resolve(config: Config, there: Resources) -> Share:
         workers = 1
     else:
         workers = max(1, min(slots, int(there.gpus if device == "cuda" else there.cpus)))
-    return Share(workers, device, scaling.threads or _threads(there, workers))
+    # Products of matrices are cut up among threads, so a number that follows the workers would change bits with them.
+    threads = scaling.threads or (1 if config.train.exact and device == "cpu" else _threads(there, workers))
+    return Share(workers, device, threads)
 
 
 def _threads(there: Resources, workers: int) -> int:

@@ -3,6 +3,7 @@
 earlier = read_earlier(folder)                            # None for a new run
 refuse_changes(earlier, config, data_fingerprint)         # raises SettingError, showing each difference
 completed(earlier, config)                                # "my-run is complete: 500 steps ..." or None
+refuse_other_bits(folder / "checkpoints", bits)           # train.exact: raises SettingError where another machine is one
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from yaml import YAMLError
 from pipelines.config import Config, SettingError
 from pipelines.config.parse import from_yaml, to_yaml
 from pipelines.files import Folder
+from pipelines.launch.resources import Share
 
 SETTINGS = "config.yaml"
 ENVIRONMENT = "environment.json"
@@ -75,6 +77,40 @@ def completed(earlier: Earlier, config: Config) -> str | None:
         over = config.validation == earlier.config.validation
         reached += ", stopped early"
     return reached if over else None
+
+
+def what_bits_depend_on(config: Config, environment: dict[str, Any], share: Share) -> dict[str, Any]:
+    """What must be the same, besides the fixed settings, for the same bits; `environment` as record.environment tells it.
+
+    The size of buckets is among them: the gradient's norm is that of the buckets' norms.
+    """
+    names = [gpu["name"] for gpu in environment["gpus"][:1]] if share.device == "cuda" else [environment["cpu"]]
+    versions = environment["versions"]
+    return {
+        "device": share.device,
+        "device name": names[0] if names else None,
+        "torch": versions.get("torch"),
+        "triton": versions.get("triton") if share.device == "cuda" else None,
+        "threads a worker": share.threads if share.device == "cpu" else None,
+        "model.linear": config.model.linear,
+        "model.kernels": config.model.kernels,
+        "scaling.bucket_mib": config.scaling.bucket_mib,
+    }
+
+
+def refuse_other_bits(checkpoints: Folder, bits: dict[str, Any]) -> None:
+    """Raises SettingError where the newest checkpoint of an exact run was made under what gives other bits."""
+    for name in sorted((name for name in checkpoints.names() if name.startswith("step-")), reverse=True):
+        before = _json(checkpoints / name, "MANIFEST.json").get("bits")
+        if before is None:
+            continue
+        changed = [f"{key}: {before.get(key)} before, {bits[key]} now" for key in bits if before.get(key) != bits[key]]
+        if changed:
+            raise SettingError(
+                f"train.exact is true, and from {name} on this run would not have the bits that it promises. Go on where "
+                "these are as before, or start another run with --run NAME:\n  " + "\n  ".join(changed)
+            )
+        return
 
 
 def write_settings(folder: Folder, attempt: str, config: Config, environment: dict[str, Any]) -> None:

@@ -86,9 +86,7 @@ def build_training(
     use_kernels(config.model.kernels)
     manifest = Manifest.load(job.prepared)
     task = build_task(config)
-    strategy = build_strategy(
-        config.scaling.strategy, device=device, rank=rank, world=world, bucket_mib=config.scaling.bucket_mib
-    )
+    strategy = _strategy(config, place, device)
     torch.manual_seed(config.seed)
     model, optimizer = strategy.prepare(
         task.build_model(manifest.vocabulary_size), partial(build_optimizer, config.optimizer)
@@ -111,7 +109,7 @@ def build_training(
         task=task,
         rank=rank,
         world=world,
-        micro_batch_slots=config.train.micro_batch_slots,
+        micro_batch_slots=config.train.together,
         prefetch=config.data.prefetch,
         device=device,
     )
@@ -166,6 +164,17 @@ def _leave_group() -> None:
     failure the group may wait for a lost peer, for as long as its timeout.
     """
     dist.destroy_process_group()
+
+
+def _strategy(config: Config, place: Place, device: torch.device) -> Strategy:
+    return build_strategy(
+        config.scaling.strategy,
+        device=device,
+        rank=place.rank,
+        world=place.world,
+        bucket_mib=config.scaling.bucket_mib,
+        exact_slots=config.train.slots if config.train.exact else 0,
+    )
 
 
 def _checkpoints(job: Job, place: Place, say: Callable[[str], None]) -> Checkpoints:

@@ -1,9 +1,10 @@
 """Data parallelism: every worker holds the whole model and computes its share of the step's slots.
 
-strategy = DataParallel(torch.device("cpu"), rank=0, world=2, bucket_mib=25)
+buckets = partial(Buckets, bucket_bytes=25 << 20, extra=4)    # or exact.ExactBuckets
+strategy = DataParallel(torch.device("cpu"), rank=0, world=2, buckets=buckets)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -14,29 +15,32 @@ from pipelines.strategies.strategy import Optimizer
 
 
 class DataParallel:
-    """Gradients summed over all workers in fixed buckets; needs an initialised process group."""
+    """Gradients summed over all workers in fixed buckets; several workers need an initialised process group."""
 
-    def __init__(self, device: torch.device, rank: int, world: int, bucket_mib: float) -> None:
+    def __init__(
+        self, device: torch.device, rank: int, world: int, buckets: Callable[[Iterable[nn.Parameter]], Buckets]
+    ) -> None:
         self.device, self.rank, self.world = device, rank, world
-        self._bucket_bytes = int(bucket_mib * 2**20)
+        self._make_buckets = buckets
 
     def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> tuple[nn.Module, Optimizer]:
         """Moves the model to the device and gives every worker rank 0's parameters."""
         model = model.to(self.device)
-        for parameter in model.parameters():
-            dist.broadcast(parameter.detach(), src=0)
-        self._buckets = Buckets(model.parameters(), bucket_bytes=self._bucket_bytes, extra=4)
+        if self.world > 1:
+            for parameter in model.parameters():
+                dist.broadcast(parameter.detach(), src=0)
+        self._buckets = self._make_buckets(model.parameters())
         return model, make_optimizer(model)
 
     def begin(self) -> None:
         """Zeroes the buckets."""
         self._buckets.clear()
 
-    def backward(self, loss: torch.Tensor, measured: torch.Tensor, *, last: bool) -> None:
+    def backward(self, loss: torch.Tensor, measured: torch.Tensor, *, slot: int, last: bool) -> None:
         """Adds gradients; during the last micro-batch, buckets that are complete are already on their way."""
-        if last:
-            self._buckets.arm(measured)
+        self._buckets.before(slot, measured, last=last)
         loss.backward()
+        self._buckets.after(last=last)
 
     def reduce(self, measured: torch.Tensor) -> torch.Tensor:
         """Waits for the sums."""
@@ -48,5 +52,6 @@ class DataParallel:
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """All-reduce."""
-        dist.all_reduce(values)
+        if self.world > 1:
+            dist.all_reduce(values)
         return values

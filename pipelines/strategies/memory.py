@@ -31,13 +31,16 @@ class MemoryEstimate:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.framework
 
 
-def estimate(shape: DecoderShape, *, vocabulary_size: int, tokens: int, precision: str, moments: int) -> MemoryEstimate:
+def estimate(
+    shape: DecoderShape, *, vocabulary_size: int, tokens: int, precision: str, moments: int, gradients: int = 1
+) -> MemoryEstimate:
     """Bytes of a worker that holds a whole decoder and runs `tokens` tokens in one forward and backward.
 
-    `moments` is the optimiser's numbers a parameter: 2 for AdamW, 1 for SGD with momentum, 0 without.
+    `moments` is the optimiser's numbers a parameter: 2 for AdamW, 1 for SGD with momentum, 0 without. `gradients`: how many
+    sums of gradients are held at a time.
     """
     parameters = 4.0 * count_parameters(shape, vocabulary_size)
     width = 2 if precision == "bf16" else 4
     blocks = 34 / 2 * width * shape.width * shape.layers * tokens
     logits = (width + 4 + 4) * vocabulary_size * tokens  # as computed, in fp32 for the loss, and their gradient
-    return MemoryEstimate(parameters, parameters, moments * parameters, blocks + logits)
+    return MemoryEstimate(parameters, gradients * parameters, moments * parameters, blocks + logits)

@@ -9,7 +9,11 @@ Every parameter's `grad` is a view into its bucket, so nothing is copied before 
 a few more numbers at its end, for what the workers must agree on in each step.
 
     buckets = Buckets(model.parameters(), bucket_bytes=25 << 20, extra=4)
-    buckets.clear(); loss.backward(); buckets.arm(measured); loss.backward(); measured = buckets.finish(measured)
+    buckets.clear()
+    buckets.before(slot, measured, last=True); loss.backward(); buckets.after(last=True)
+    measured = buckets.finish(measured)
+
+How the workers' buckets become one sum is `_send` and `_receive`, which `exact` does in another way.
 """
 
 from collections.abc import Iterable
@@ -20,55 +24,77 @@ from torch import nn
 
 
 class Buckets:
-    """Sums gradients over the workers of the default process group. Parameters must share device and type."""
+    """Sums gradients over the workers of the default process group. Parameters must share device and type.
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, bucket_bytes: int, extra: int) -> None:
+    Buffers are as long as `multiple_of` divides.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, bucket_bytes: int, extra: int, multiple_of: int = 1) -> None:
         trained = [p for p in parameters if p.requires_grad]
-        groups = _cut(list(reversed(trained)), bucket_bytes)
+        self.groups = _cut(list(reversed(trained)), bucket_bytes)
         self.extra = extra
+        self.sizes = [sum(p.numel() for p in group) for group in self.groups]
+        """Numbers that are gradients, a bucket."""
         self.flat: list[torch.Tensor] = []
-        """One buffer a bucket; the last has `extra` numbers more than its gradients."""
-        self._members = [len(group) for group in groups]
+        """One buffer a bucket; in the last, `extra` numbers follow the gradients."""
         self._waiting: list[int] = []
-        self._works: list[dist.Work | None] = []
+        self._sent = 0
+        self._works: list[dist.Work] = []
         self._armed = False
-        for number, group in enumerate(groups):
-            size = sum(p.numel() for p in group) + (extra if number == len(groups) - 1 else 0)
-            flat = torch.zeros(size, dtype=group[0].dtype, device=group[0].device)
-            self.flat.append(flat)
-            offset = 0
+        for number, (group, size) in enumerate(zip(self.groups, self.sizes, strict=True)):
+            size += extra if number == len(self.groups) - 1 else 0
+            size += -size % multiple_of
+            self.flat.append(torch.zeros(size, dtype=group[0].dtype, device=group[0].device))
             for parameter in group:
-                parameter.grad = flat[offset : offset + parameter.numel()].view_as(parameter)
-                offset += parameter.numel()
                 parameter.register_post_accumulate_grad_hook(lambda _, number=number: self._arrived(number))
+        for parameter, view in self.views(self.flat):
+            parameter.grad = view
+
+    def views(self, flat: list[torch.Tensor]) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Every parameter with its place in buffers like these."""
+        found = []
+        for group, size, buffer in zip(self.groups, self.sizes, flat, strict=True):
+            parts = buffer[:size].split([p.numel() for p in group])
+            found += [(parameter, part.view_as(parameter)) for parameter, part in zip(group, parts, strict=True)]
+        return found
+
+    def tail(self, flat: list[torch.Tensor]) -> torch.Tensor:
+        """The numbers besides gradients at the end of buffers like these."""
+        return flat[-1][self.sizes[-1] : self.sizes[-1] + self.extra]
 
     def clear(self) -> None:
         """Zeroes all gradients for a new step."""
         for flat in self.flat:
             flat.zero_()
 
-    def arm(self, measured: torch.Tensor) -> None:
+    def before(self, slot: int, measured: torch.Tensor, *, last: bool) -> None:
+        """A micro-batch that begins with `slot` is about to add its gradients."""
+        if last:
+            self.tail(self.flat).copy_(measured)
+            self._arm()
+
+    def after(self, *, last: bool) -> None:
+        """A micro-batch has added its gradients."""
+
+    def _arm(self) -> None:
         """From here on a bucket is sent as soon as the gradients of all its parameters have arrived."""
-        self.flat[-1][-self.extra :] = measured
-        self._waiting = list(self._members)
-        self._works = []
+        self._waiting = [len(group) for group in self.groups]
+        self._sent, self._works = 0, []
         self._armed = True
 
     def finish(self, measured: torch.Tensor) -> torch.Tensor:
         """Sends what is left (parameters without a gradient, a worker without a micro-batch) and waits for all sums."""
         if not self._armed:
-            self.arm(measured)
+            self.before(0, measured, last=True)
         self._waiting = [0] * len(self.flat)
         self._send_ready()
-        for work in self._works:
-            if work is not None:
-                work.wait()
+        self._receive()
         self._armed = False
-        return self.flat[-1][-self.extra :]
+        return self.tail(self.flat)
 
     def gradients(self) -> list[torch.Tensor]:
-        """The buckets without the extra numbers."""
-        return [*self.flat[:-1], self.flat[-1][: -self.extra]]
+        """The buckets without what is no gradient."""
+        return [flat[:size] for flat, size in zip(self.flat, self.sizes, strict=True)]
 
     def _arrived(self, number: int) -> None:
         if self._armed:
@@ -76,9 +102,19 @@ class Buckets:
             self._send_ready()
 
     def _send_ready(self) -> None:
-        """Starts all-reduces in bucket order, never past one that waits: every rank must start the same next one."""
-        while len(self._works) < len(self.flat) and self._waiting[len(self._works)] == 0:
-            self._works.append(dist.all_reduce(self.flat[len(self._works)], async_op=True))
+        """Sends in bucket order, never past one that waits: every rank must start the same next one."""
+        while self._sent < len(self.flat) and self._waiting[self._sent] == 0:
+            self._send(self._sent)
+            self._sent += 1
+
+    def _send(self, number: int) -> None:
+        """Starts the sum of a bucket over the workers."""
+        self._works.append(dist.all_reduce(self.flat[number], async_op=True))
+
+    def _receive(self) -> None:
+        """Waits until all buckets hold their sums."""
+        for work in self._works:
+            work.wait()
 
 
 def _cut(parameters: list[nn.Parameter], most_bytes: int) -> list[list[nn.Parameter]]:

@@ -5,7 +5,7 @@ and so is `measured`, a small fp32 vector (loss sum, targets, stop flags) that t
 
     model, optimizer = strategy.prepare(model, build_optimizer)
     strategy.begin()
-    strategy.backward(loss, measured, last=True)
+    strategy.backward(loss, measured, slot=0, last=True)
     measured = strategy.reduce(measured)
 """
 
@@ -34,8 +34,11 @@ class Strategy(Protocol):
         """Clears the gradients of the step before."""
         ...
 
-    def backward(self, loss: torch.Tensor, measured: torch.Tensor, *, last: bool) -> None:
-        """Adds the gradients of a micro-batch; `last` says that no other follows in this step on this worker."""
+    def backward(self, loss: torch.Tensor, measured: torch.Tensor, *, slot: int, last: bool) -> None:
+        """Adds the gradients of a micro-batch that begins with `slot`; `last`: no other follows here in this step.
+
+        `measured` is what the caller has added up so far. A strategy that sums slot by slot takes it and leaves zeros.
+        """
         ...
 
     def reduce(self, measured: torch.Tensor) -> torch.Tensor:
@@ -72,7 +75,7 @@ class Single:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def backward(self, loss: torch.Tensor, measured: torch.Tensor, *, last: bool) -> None:
+    def backward(self, loss: torch.Tensor, measured: torch.Tensor, *, slot: int, last: bool) -> None:
         """Adds the gradients of a micro-batch."""
         loss.backward()
 

@@ -76,7 +76,8 @@ def train_step(
             loss_sum, counted = model(batch.inputs, batch.targets)
         measured[LOSS] += loss_sum.detach()
         measured[TARGETS] += counted
-        strategy.backward(loss_sum / rules.nominal_targets, measured, last=number == len(step.micro_batches) - 1)
+        last = number == len(step.micro_batches) - 1
+        strategy.backward(loss_sum / rules.nominal_targets, measured, slot=batch.slot, last=last)
     measured = strategy.reduce(measured)
     norm = scale_gradients(strategy.gradients(), rules.nominal_targets / measured[TARGETS].clamp(min=1), rules.clip_norm)
     optimizer.update(rate)

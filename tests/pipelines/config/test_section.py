@@ -25,6 +25,8 @@ SECTIONS = [item.type for item in fields(Config) if isinstance(item.type, type) 
         (lambda: Model(width=130, heads=4), "model.width is 130"),
         (lambda: Model(flavour="llama", kv_heads=3), "model.kv_heads is 3"),
         (lambda: Model(flavour="llama", width=12, heads=4), "even size"),
+        (lambda: Train(exact=True, micro_batch_slots=2), "train.micro_batch_slots is 2: it must be 0 or 1 with train.exact"),
+        (lambda: Train(exact=True, deterministic=False), "train.deterministic is False: it must be true with train.exact"),
         (lambda: Tokenizer(kind="file"), "tokenizer.file"),
         (lambda: Tokenizer(kind="bpe", vocabulary_size=100), "at least 257"),
         (lambda: Data(validation="source"), "data.validation_source"),

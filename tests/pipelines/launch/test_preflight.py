@@ -131,6 +131,17 @@ def test_a_larger_micro_batch_needs_more_memory(storage: Folder) -> None:
     assert estimate_memory(four, share, 257).activations == 4 * estimate_memory(one, share, 257).activations
 
 
+def test_exact_sums_need_more_memory_and_one_slot_at_a_time() -> None:
+    from pipelines.launch.preflight import estimate_memory
+
+    exact = replace(CONFIG, train=Train(steps=1, slots=8, slot_size=4, exact=True))
+    plain = replace(CONFIG, train=Train(steps=1, slots=8, slot_size=4))
+    alone, two = (estimate_memory(exact, Share(workers, "cpu", 1), 257) for workers in (1, 2))
+    plainly = estimate_memory(plain, Share(1, "cpu", 1), 257)
+    assert alone.gradients > plainly.gradients
+    assert alone.activations == two.activations < plainly.activations
+
+
 def test_a_storage_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     text = _only_failure(_checks(Folder(str(tmp_path / "file" / "runs"))))

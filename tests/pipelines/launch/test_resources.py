@@ -48,6 +48,15 @@ def test_what_is_given_is_taken() -> None:
     assert _resolve(_machine(4), device="cuda") == Share(1, "cuda", 4)
 
 
+def test_exact_workers_have_one_thread_unless_told_otherwise() -> None:
+    def share(**scaling: Any) -> Share:
+        train = Train(steps=1, slots=8, slot_size=1, exact=True)
+        return resolve(tiny(Path("text.txt"), train=train, scaling=Scaling(**scaling)), _machine(8))
+
+    assert [share(workers=workers).threads for workers in (1, 2, 3)] == [1, 1, 1]
+    assert share(workers=2, threads=4) == Share(2, "cpu", 4)
+
+
 def test_a_single_strategy_is_one_worker() -> None:
     assert _resolve(_machine(4), strategy="single") == Share(1, "cpu", 4)
 

@@ -8,7 +8,16 @@ import pytest
 
 from pipelines.config import Config, Data, Launch, Model, Optimizer, Record, Scaling, SettingError, Train, Validation
 from pipelines.files import Folder
-from pipelines.launch.resume import Earlier, completed, read_earlier, refuse_changes, write_settings
+from pipelines.launch.resources import Share
+from pipelines.launch.resume import (
+    Earlier,
+    completed,
+    read_earlier,
+    refuse_changes,
+    refuse_other_bits,
+    what_bits_depend_on,
+    write_settings,
+)
 from tests.tiny import tiny
 
 CONFIG = tiny(Path("text.txt"))
@@ -48,6 +57,39 @@ def test_every_fixed_setting_that_changed_is_shown() -> None:
 )
 def test_free_settings_may_change(changes: dict[str, Any]) -> None:
     refuse_changes(_earlier(), replace(CONFIG, **changes))
+
+
+def _bits(share: Share | None = None, **versions: str) -> dict[str, Any]:
+    found = {"cpu": "EPYC", "gpus": [{"name": "H100"}], "versions": {"torch": "2.13.0", "triton": "3.7.1"} | versions}
+    return what_bits_depend_on(CONFIG, found, share or Share(2, "cpu", 1))
+
+
+def test_an_exact_run_goes_on_where_bits_are_the_same(tmp_path: Path) -> None:
+    checkpoints = Folder(str(tmp_path))
+    refuse_other_bits(checkpoints, _bits())  # nothing there yet
+    (checkpoints / "step-00000002").put_json("MANIFEST.json", {"bits": _bits(torch="2.12.0")})
+    (checkpoints / "step-00000004").put_json("MANIFEST.json", {"bits": _bits()})
+    (checkpoints / "step-00000006").put("MANIFEST.json", "{half")
+    refuse_other_bits(checkpoints, _bits())
+    refuse_other_bits(checkpoints, _bits(Share(3, "cpu", 1)))  # workers may come and go
+    refuse_other_bits(checkpoints, _bits(triton="3.6.0"))  # which CPUs do not use
+
+
+@pytest.mark.parametrize(
+    ("now", "lines"),
+    [
+        (_bits(torch="2.14.0"), ["torch: 2.13.0 before, 2.14.0 now"]),
+        (_bits(Share(2, "cpu", 2)), ["threads a worker: 1 before, 2 now"]),
+        (_bits(Share(1, "cuda", 4)), ["device: cpu before, cuda now", "device name: EPYC before, H100 now"]),
+    ],
+    ids=["torch", "threads", "device"],
+)
+def test_an_exact_run_says_why_its_bits_would_change(tmp_path: Path, now: dict[str, Any], lines: list[str]) -> None:
+    checkpoints = Folder(str(tmp_path))
+    (checkpoints / "step-00000002").put_json("MANIFEST.json", {"bits": _bits()})
+    with pytest.raises(SettingError, match="step-00000002 on this run would not have the bits") as refusal:
+        refuse_other_bits(checkpoints, now)
+    assert set(lines) <= {line.strip() for line in str(refusal.value).splitlines()}
 
 
 def test_other_data_behind_the_same_settings_is_refused() -> None:

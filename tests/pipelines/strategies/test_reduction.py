@@ -1,5 +1,6 @@
 """Buckets sum what every worker has, in an order that only the parameters decide."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,7 +33,9 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def _reduce(rank: int, world: int, bucket_mib: float, batches_by_rank: list[list[list[int]]]) -> dict[str, Any]:
     torch.manual_seed(rank)  # ranks start apart; prepare must bring them together
-    strategy = DataParallel(torch.device("cpu"), rank, world, bucket_mib)
+    strategy = DataParallel(
+        torch.device("cpu"), rank, world, partial(Buckets, bucket_bytes=int(bucket_mib * 2**20), extra=4)
+    )
     model, optimizer = strategy.prepare(Net(), _sgd)
     result = {}
     for step in range(2):
@@ -41,7 +44,7 @@ def _reduce(rank: int, world: int, bucket_mib: float, batches_by_rank: list[list
         batches = batches_by_rank[rank]
         for number, batch in enumerate(batches):
             measured[0] += len(batch)
-            strategy.backward(model(torch.tensor(batch)), measured, last=number == len(batches) - 1)
+            strategy.backward(model(torch.tensor(batch)), measured, slot=number, last=number == len(batches) - 1)
         result["measured"] = strategy.reduce(measured).clone()
         result[f"gradients{step}"] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
