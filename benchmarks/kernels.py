@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.pairs import Spread, command_line, machine, machine_line, ratio, report, take_turns
 from triton_kernels.adamw import adamw, adamw_reference
 from triton_kernels.attention import attention
+from triton_kernels.byte_pack import byte_pack, byte_pack_reference
 from triton_kernels.gelu import gelu, gelu_reference
 from triton_kernels.layer_norm import layer_norm, layer_norm_reference
 from triton_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
@@ -56,9 +57,7 @@ class Case:
 
 def cases(operation: str) -> Iterator[Case]:
     """The cases of one operation, or of all."""
-    for name, make in _CASES.items():
-        if operation in ("all", name):
-            yield from make()
+    return (case for make in _CASES for case in make() if operation in ("all", case.operation))
 
 
 def _attention() -> Iterator[Case]:
@@ -217,14 +216,40 @@ def _adamw() -> Iterator[Case]:
     yield Case("adamw", f"{sum(sizes):,} parameters", make, bytes=7.0 * 4 * sum(sizes))
 
 
-_CASES: dict[str, Callable[[], Iterator[Case]]] = {
-    "attention": _attention,
-    "norms": _norms,
-    "elementwise": _elementwise,
-    "rope": _rope,
-    "linear_cross_entropy": _linear_cross_entropy,
-    "adamw": _adamw,
-}
+def _decoding() -> Iterator[Case]:
+    """One query for each of 8 sequences against 16,384 cached keys: how fast the cache is read."""
+    batch, heads, groups, length, size = 8, 32, 8, 16_384, 128
+
+    def make() -> dict[str, Way]:
+        q = torch.randn(batch, heads, 1, size, device="cuda", dtype=torch.bfloat16)
+        k, v = torch.randn(2, batch, groups, length, size, device="cuda", dtype=torch.bfloat16)
+        return {
+            "PyTorch": lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+            "ours": lambda: attention(q, k, v, causal=True),
+        }
+
+    yield Case("attention", f"decoding, {batch} x {length} keys", make, bytes=4.0 * batch * groups * length * size)
+
+
+def _byte_pack() -> Iterator[Case]:
+    documents, length = 65_536, 1024
+
+    def make() -> dict[str, Way]:
+        offsets = torch.arange(documents + 1, device="cuda") * 900
+        data = torch.randint(256, (int(offsets[-1]),), dtype=torch.uint8, device="cuda")
+
+        def way(function: Callable[..., object]) -> Way:
+            return lambda: function(data, offsets, length=length, end_id=256)
+
+        return {"PyTorch": way(byte_pack_reference), "ours": way(byte_pack)}
+
+    yield Case("byte_pack", f"{documents:,} documents to {length}", make, bytes=documents * (900.0 + 9 * length))
+
+
+_CASES = (_attention, _decoding, _norms, _elementwise, _rope, _linear_cross_entropy, _adamw, _byte_pack)
+OPERATIONS = (
+    "attention", "rms_norm", "layer_norm", "gelu", "relu", "swiglu", "mse", "rope", "linear_cross_entropy", "adamw", "byte_pack",
+)  # fmt: skip
 
 
 def measure(case: Case, rounds: int, milliseconds: float = 30.0) -> dict[str, list[float]]:
@@ -314,7 +339,7 @@ def figures(operation: str, rounds: int) -> Iterator[Figure]:
 def main(arguments: list[str] | None = None) -> int:
     """Prints the figures; 3 where there is no GPU."""
     parser = command_line("kernels", __doc__, rounds=5)
-    parser.add_argument("operation", choices=["all", *_CASES], help="what to measure")
+    parser.add_argument("operation", choices=["all", *OPERATIONS], help="what to measure")
     given: argparse.Namespace = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("benchmarks.kernels needs a GPU, and there is none to be seen: nothing was measured", file=sys.stderr)
