@@ -248,7 +248,8 @@ def _byte_pack() -> Iterator[Case]:
 
 _CASES = (_attention, _decoding, _norms, _elementwise, _rope, _linear_cross_entropy, _adamw, _byte_pack)
 OPERATIONS = (
-    "attention", "rms_norm", "layer_norm", "gelu", "relu", "swiglu", "mse", "rope", "linear_cross_entropy", "adamw", "byte_pack",
+    "attention", "rms_norm", "layer_norm", "gelu", "relu", "swiglu", "mse", "rope", "linear_cross_entropy", "adamw",
+    "byte_pack",
 )  # fmt: skip
 
 
