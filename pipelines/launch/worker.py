@@ -6,6 +6,7 @@ summary = run_worker(job, Place(rank=0, world=1), recorder.receive, stopping=lam
 import os
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -103,8 +104,9 @@ def build_training(
         Path(os.environ.get("RAYSTRIDE_CACHE", "~/.cache/raystride")).expanduser(), _bytes(config.data.cache_gib)
     )
     train, held_out = (TokenStream(job.prepared, manifest, split, cache) for split in ("train", "validation"))
+    plan = build_plan(config, task.samples(train.tokens), state.step, state.position)
     loader = Loader(
-        plan=build_plan(config, task.samples(train.tokens), state.step, state.position),
+        plan=plan,
         stream=train,
         task=task,
         rank=rank,
@@ -129,7 +131,7 @@ def build_training(
         rules=rules,
         validate=_validation(config, strategy, model, rules, task, held_out),
         checkpoints=checkpoints if config.checkpoint.every else None,
-        header={"run": job.run, **job.facts, "data": manifest.fingerprint},
+        header={"run": job.run, **job.facts, "data": manifest.fingerprint, "order": asdict(plan.order)},
         watchers=observers,
         stopping=stopping,
     )

@@ -32,11 +32,21 @@ class Found:
     step: int
     folder: Folder
     manifest: dict[str, Any]
+    rank: int = 0
+    world: int = 1
 
     @property
     def state(self) -> TrainState:
-        """The loop's state as it was saved."""
-        return TrainState.from_json(self.manifest["state"])
+        """The loop's state as it was saved, as this rank goes on with it.
+
+        What the ranks of then fed is shared out among those of now, in case that this step is saved once more.
+        """
+        state = TrainState.from_json(self.manifest["state"])
+        state.parent_step = self.manifest["parent_step"]
+        state.parent_position = self.manifest.get("positions", [0])[0]
+        fed = (int(digest, 16) for rank, digest in self.manifest["fed"].items() if int(rank) % self.world == self.rank)
+        state.fed_digest, state.saved = sum(fed) % 2**64, True
+        return state
 
 
 class Checkpoints:
@@ -72,12 +82,13 @@ class Checkpoints:
             "world": self.world,
             "step": state.step,
             "parent_step": state.parent_step,
+            "positions": [state.parent_position, state.position],
             "state": state.to_json(),
         }
         arguments = (tensors, self.path(state.step), content, state.step, state.fed_digest, best)
         self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=False)
         self._thread.start()
-        state.parent_step, state.fed_digest = state.step, 0
+        state.saved = True
 
     def path(self, step: int) -> Folder:
         """Where the checkpoint of a step lies."""
@@ -132,7 +143,7 @@ class Checkpoints:
         for name in reversed(self.steps()):
             problem, manifest = self._problem(self.folder / name)
             if problem is None:
-                return Found(manifest["step"], self.folder / name, manifest)
+                return Found(manifest["step"], self.folder / name, manifest, self.rank, self.world)
             if self.rank == 0:
                 self.say(f"checkpoint {name} is passed over: {problem}")
         return None
@@ -143,7 +154,7 @@ class Checkpoints:
             return None
         folder = self.folder / self.folder.read(hint).decode().strip()
         problem, manifest = self._problem(folder)
-        return None if problem else Found(manifest["step"], folder, manifest)
+        return None if problem else Found(manifest["step"], folder, manifest, self.rank, self.world)
 
     def _problem(self, folder: Folder) -> tuple[str | None, dict[str, Any]]:
         """What is wrong with a checkpoint; the ranks share out the files and tell each other."""

@@ -10,6 +10,9 @@ from typing import Any
 
 from pipelines.feed.loader import Step
 
+LINK = ("parent_step", "parent_position", "fed_digest", "saved")
+"""What ties a checkpoint to the one before it; stands in the manifest itself, the digest for each rank."""
+
 
 @dataclass
 class TrainState:
@@ -34,22 +37,28 @@ class TrainState:
     seconds: float = 0.0
     """Time spent in training, over all attempts."""
     parent_step: int = 0
-    """Step of the checkpoint that this attempt's next one follows."""
+    """Step of the checkpoint that the next one follows ..."""
+    parent_position: int = 0
+    """... and the position there."""
     fed_digest: int = 0
     """Digest of what this rank fed since then; see `feed.order.digest`."""
+    saved: bool = False
+    """Whether a checkpoint of this very step is there. Another one of it, after a validation, has the same parent."""
 
     def advance(self, step: Step) -> None:
         """The step is done."""
+        if self.saved:
+            self.parent_step, self.parent_position, self.fed_digest, self.saved = self.step, self.position, 0, False
         self.step = step.number + 1
         self.position = step.position + step.samples
         self.fed_digest = (self.fed_digest + step.digest) % 2**64
 
     def to_json(self) -> dict[str, Any]:
         """All that is the same on every rank."""
-        return {key: value for key, value in asdict(self).items() if key not in ("parent_step", "fed_digest")}
+        return {key: value for key, value in asdict(self).items() if key not in LINK}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "TrainState":
-        """The state as saved; a new attempt's digest begins at this checkpoint."""
+        """The state as saved."""
         known = {item.name for item in fields(cls)}
-        return cls(**{key: value for key, value in content.items() if key in known}, parent_step=content["step"])
+        return cls(**{key: value for key, value in content.items() if key in known})

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipelines.config import Checkpoint, Model, Scaling, Train
+from pipelines.record.audit import audit
 from tests.faults.schedules import Attempt, Outcome, draw_schedule, exact_config, exact_job, run_schedule
 from tests.ray_jobs.jobs import run_job, run_well, summary
 from tests.tiny import write_text
@@ -71,6 +72,8 @@ def test_kills_stops_and_resizes_change_nothing(folder: Path, calm: Outcome, see
     outcome = run_schedule(job, schedule, folder)
     for key in SAME:
         assert outcome.summary[key] == calm.summary[key], (key, schedule)
+    proven = audit(job.folder / "checkpoints")
+    assert proven.samples == calm.summary["samples_seen"]
 
 
 def test_a_run_under_ray_goes_on_alone_and_refuses_what_would_change_its_bits(folder: Path, calm: Outcome) -> None:

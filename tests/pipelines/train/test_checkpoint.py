@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from model.transformer import Decoder
 from pipelines.config import Model, Optimizer
+from pipelines.feed.loader import Step
 from pipelines.files import Folder
 from pipelines.strategies.strategy import Single
-from pipelines.train.checkpoint import Checkpoints, named_tensors
+from pipelines.train.checkpoint import Checkpoints, Found, named_tensors
 from pipelines.train.fingerprint import parameters_sha256
 from pipelines.train.optimizer import Updater, build_optimizer
 from pipelines.train.state import TrainState
@@ -67,8 +68,38 @@ def test_everything_comes_back(tmp_path: Path, kind: str, place: str) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     loaded = found.state
     assert (loaded.step, loaded.position, loaded.tokens_seen, loaded.best) == (7, 28, 99, 1.5)
-    assert loaded.parent_step == 7
-    assert loaded.fed_digest == 0
+    loaded.advance(Step(number=7, position=28, samples=4, micro_batches=[], digest=11))
+    assert (loaded.parent_step, loaded.parent_position, loaded.position, loaded.fed_digest) == (7, 28, 32, 11)
+
+
+def test_a_step_that_is_saved_again_keeps_its_place_in_the_chain(tmp_path: Path) -> None:
+    model, optimizer = _trained(0)
+    first = _checkpoints(tmp_path)
+    state = TrainState(step=4, position=16, parent_step=2, parent_position=8, fed_digest=5)
+    first.save(model, optimizer, state, {}, best=False)
+    first.save(model, optimizer, state, {}, best=True)  # the validation after it was the best so far
+    first.wait()
+    again = _checkpoints(tmp_path)
+    found = again.newest()
+    assert found is not None
+    again.save(model, optimizer, found.state, {}, best=False)  # by an attempt with no step left to do
+    again.wait()
+    found = again.newest()
+    assert found is not None
+    link = {key: found.manifest[key] for key in ("parent_step", "positions", "fed")}
+    assert link == {"parent_step": 2, "positions": [8, 16], "fed": {"0": f"{5:016x}"}}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_what_was_fed_is_shared_out_among_the_ranks_of_now(world: int) -> None:
+    manifest = {
+        "state": {"step": 4, "position": 16},
+        "parent_step": 0,
+        "positions": [0, 16],
+        "fed": {"0": "f" * 16, "1": f"{3:016x}"},
+    }
+    states = [Found(4, Folder(""), manifest, rank, world).state for rank in range(world)]
+    assert sum(state.fed_digest for state in states) % 2**64 == 2
 
 
 def test_a_save_holds_the_moment_it_was_called(tmp_path: Path) -> None:

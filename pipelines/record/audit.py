@@ -1,0 +1,159 @@
+"""Proves from the manifests of a run's checkpoints alone that every sample was used exactly once an epoch.
+
+Every manifest names its parent, the range of positions since then, the order of samples, and for each rank a digest of the
+(epoch, sample) pairs that this rank fed. A digest is a sum, so it depends neither on the order nor on the number of ranks:
+the ranks' sum must be that of the order over the range, and the order's sum over an epoch that of all samples once. So what
+was fed is compared, not what was planned; a lost, repeated or exchanged sample is found but for a chance of 2^-64.
+
+    python -m pipelines.record.audit my-run --storage runs
+    # my-run: 6,000 samples in 500 steps, 2.9 epochs of 2,048; each exactly once an epoch, none lost or repeated ...
+
+Exit codes: 0 proven, 1 the chain breaks (the line says where), 2 there is no such run.
+"""
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pipelines.feed.order import Order, digest
+from pipelines.files import Folder
+
+CHUNK = 1 << 20
+"""Positions at a time: 8 MiB of numbers."""
+
+
+class Broken(Exception):
+    """The manifests do not prove it; the message says where and why."""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What was proven."""
+
+    steps: int
+    samples: int
+    """Samples fed, over all epochs."""
+    in_an_epoch: int
+    checkpoints: int
+    """Links of the chain, from the newest checkpoint back to the start."""
+    attempts: int
+    """Starts of the run that wrote one of them."""
+    workers: tuple[int, ...]
+    """Numbers of workers that it ran on, in the order in which they came first."""
+
+    def __str__(self) -> str:
+        workers = ", ".join(map(str, self.workers))
+        return (
+            f"{self.samples:,} samples in {self.steps:,} steps, {self.samples / self.in_an_epoch:.3g} epochs of "
+            f"{self.in_an_epoch:,}; each exactly once an epoch, none lost or repeated "
+            f"({self.checkpoints} checkpoints of {self.attempts} attempt(s) on {workers} worker(s))"
+        )
+
+
+def audit(checkpoints: Folder) -> Audit:
+    """Walks the chain from the newest manifest to the start. Raises Broken."""
+    chain = list(reversed(list(_chain(checkpoints))))
+    newest, order = chain[-1], Order(**chain[-1]["order"])
+    epochs: dict[int, int] = defaultdict(int)
+    for manifest in chain:
+        if manifest["order"] != newest["order"]:
+            raise Broken(f"{_name(manifest['step'])} has the samples in another order than {_name(newest['step'])}")
+        first, end = manifest["positions"]
+        fed = sum(int(each, 16) for each in manifest["fed"].values()) % 2**64
+        if fed != _digest(order, first, end, epochs):
+            raise Broken(
+                f"{_name(manifest['step'])}: its {len(manifest['fed'])} worker(s) did not feed the samples at positions "
+                f"{first:,} to {end - 1:,} once each"
+            )
+    whole = newest["positions"][1] // order.samples
+    for epoch in range(whole):
+        if epochs[epoch] != _all_once(order.samples, epoch):
+            raise Broken(f"the order of epoch {epoch} does not visit each of {order.samples:,} samples once")
+    return Audit(
+        steps=newest["step"],
+        samples=newest["positions"][1],
+        in_an_epoch=order.samples,
+        checkpoints=len(chain),
+        attempts=len({manifest["attempt"] for manifest in chain}),
+        workers=tuple(dict.fromkeys(manifest["world"] for manifest in chain)),
+    )
+
+
+def _chain(checkpoints: Folder) -> Iterator[dict[str, Any]]:
+    """The manifests from the newest that can be read to the start."""
+    names = [name for name in checkpoints.names() if name.startswith("step-")]
+    manifest = next(filter(None, (_read(checkpoints, name) for name in reversed(names))), None)
+    if manifest is None:
+        raise Broken("there is no manifest of a checkpoint that could be read")
+    while True:
+        yield manifest
+        step, parent_step, first = manifest["step"], manifest["parent_step"], manifest["positions"][0]
+        if parent_step == 0 and first == 0:
+            return
+        parent = _read(checkpoints, _name(parent_step)) if parent_step < step else None
+        if parent is None:
+            raise Broken(f"{_name(step)} follows {_name(parent_step)}, of which there is no manifest")
+        if parent["positions"][1] != first:
+            end = parent["positions"][1]
+            raise Broken(f"{_name(step)} begins at position {first:,}, but {_name(parent_step)} ends before {end:,}")
+        manifest = parent
+
+
+def _read(checkpoints: Folder, name: str) -> dict[str, Any] | None:
+    """A manifest that has all that an audit needs, else None."""
+    try:
+        manifest = dict(checkpoints.read_json(f"{name}/MANIFEST.json"))
+    except (OSError, ValueError):
+        return None
+    return manifest if {"step", "parent_step", "positions", "fed", "order", "world", "attempt"} <= manifest.keys() else None
+
+
+def _digest(order: Order, first: int, end: int, epochs: dict[int, int]) -> int:
+    """The digest of what stands at these positions, added to that of each epoch as well."""
+    total = 0
+    while first < end:
+        epoch = first // order.samples
+        stop = min(end, first + CHUNK, (epoch + 1) * order.samples)
+        part = digest(np.array(epoch), order.at(np.arange(first, stop, dtype=np.int64)))
+        epochs[epoch] = (epochs[epoch] + part) % 2**64
+        total, first = (total + part) % 2**64, stop
+    return total
+
+
+def _all_once(samples: int, epoch: int) -> int:
+    """The digest of samples 0, 1, 2, ... of an epoch, in no order at all."""
+    starts = range(0, samples, CHUNK)
+    return sum(digest(np.array(epoch), np.arange(start, min(samples, start + CHUNK))) for start in starts) % 2**64
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Audits a run and prints one line; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pipelines.record.audit", description="Proves that a run used every sample exactly once an epoch."
+    )
+    parser.add_argument("run", help="the run's name")
+    parser.add_argument("--storage", default="runs", help="folder or URI that the run lies in (default: runs)")
+    given = parser.parse_args(arguments)
+    checkpoints = Folder.at(given.storage) / given.run / "checkpoints"
+    if not checkpoints.exists():
+        print(f"{given.run}: there are no checkpoints at {checkpoints}. Is --storage right?", file=sys.stderr)
+        return 2
+    try:
+        print(f"{given.run}: {audit(checkpoints)}")
+    except Broken as reason:
+        print(f"{given.run}: not proven: {reason}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""The audit proves what was fed from manifests alone, and finds whatever was lost, repeated, exchanged or tampered with."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelines.feed.order import Order, digest
+from pipelines.feed.plan import Plan, share
+from pipelines.files import Folder
+from pipelines.record import audit as audit_module
+from pipelines.record.audit import Broken, audit, main
+
+ORDER = Order(samples=50, seed=3)
+PLAN = Plan(ORDER, slots=3, slot_size=4, epochs=2.5)
+SAVED = (2, 5, 6, 11)
+"""Steps at which there are checkpoints; 11 is the last, a short one."""
+
+
+def _fed(rank: int, world: int, first: int, last: int) -> int:
+    """What a rank fed in steps, as its loader adds it up."""
+    total = 0
+    for step in range(first, last):
+        for slot in share(PLAN.slots, rank, world):
+            positions = PLAN.slot(step, slot)
+            total += digest(positions // ORDER.samples, ORDER.at(positions))
+    return total % 2**64
+
+
+def _write(folder: Path, worlds: tuple[int, ...] = (1, 3, 2, 1)) -> Folder:
+    parent = 0
+    for step, world in zip(SAVED, worlds, strict=True):
+        manifest = {
+            "attempt": f"a{world}",
+            "world": world,
+            "step": step,
+            "parent_step": parent,
+            "positions": [PLAN.position(parent), PLAN.position(step)],
+            "order": asdict(ORDER),
+            "fed": {str(rank): f"{_fed(rank, world, parent, step):016x}" for rank in range(world)},
+        }
+        Folder(str(folder / f"step-{step:08d}")).put_json("MANIFEST.json", manifest)
+        parent = step
+    return Folder(str(folder))
+
+
+def _change(folder: Path, step: int, change: Callable[[dict[str, Any]], Any]) -> None:
+    path = folder / f"step-{step:08d}" / "MANIFEST.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def test_a_whole_history_is_proven(tmp_path: Path) -> None:
+    found = audit(_write(tmp_path))
+    assert (found.steps, found.samples, found.checkpoints, found.attempts) == (11, 125, 4, 3)
+    assert found.workers == (1, 3, 2)
+    assert "125 samples in 11 steps, 2.5 epochs of 50; each exactly once an epoch, none lost or repeated" in str(found)
+
+
+def _other(manifest: dict[str, Any], epoch: int, lost: int, found: int) -> None:
+    """One sample less, or another one once more."""
+    change = sum(
+        sign * digest(np.array(epoch), np.array([sample])) for sign, sample in ((-1, lost), (1, found)) if sample >= 0
+    )
+    manifest["fed"]["0"] = f"{(int(manifest['fed']['0'], 16) + change) % 2**64:016x}"
+
+
+@pytest.mark.parametrize(
+    ("step", "change", "said"),
+    [
+        (5, lambda m: _other(m, 0, int(ORDER.at(np.array([30]))[0]), -1), "step-00000005: its 3 worker"),
+        (5, lambda m: _other(m, 0, -1, 7), "did not feed the samples at positions 24 to 59 once each"),
+        (6, lambda m: _other(m, 1, int(ORDER.at(np.array([65]))[0]), int(ORDER.at(np.array([66]))[0])), "step-00000006"),
+        (6, lambda m: m["fed"].pop("1"), "step-00000006: its 1 worker"),
+        (2, lambda m: m["fed"].update({"0": "0" * 16}), "step-00000002"),
+        (6, lambda m: m.update(positions=[59, 72]), "step-00000006 begins at position 59, but step-00000005 ends before 60"),
+        (5, lambda m: m["order"].update(seed=4), "another order"),
+        (6, lambda m: m.update(parent_step=4), "step-00000006 follows step-00000004, of which there is no manifest"),
+        (6, lambda m: m.update(parent_step=6), "step-00000006 follows step-00000006"),
+    ],
+    ids=["lost", "repeated", "exchanged", "a rank", "nothing fed", "gap", "order", "parent", "circle"],
+)
+def test_what_does_not_fit_is_found(tmp_path: Path, step: int, change: Callable[[dict[str, Any]], Any], said: str) -> None:
+    checkpoints = _write(tmp_path)
+    _change(tmp_path, step, change)
+    with pytest.raises(Broken, match=said.replace("(", "\\(")):
+        audit(checkpoints)
+
+
+@pytest.mark.parametrize("damage", ["missing", "half"])
+def test_a_manifest_in_the_middle_is_needed_and_the_newest_is_not(tmp_path: Path, damage: str) -> None:
+    checkpoints = _write(tmp_path)
+    newest, middle = (tmp_path / f"step-{step:08d}" / "MANIFEST.json" for step in (11, 5))
+    for path in (newest, middle):
+        content = path.read_text()
+        path.write_text(content[: len(content) // 2]) if damage == "half" else path.unlink()
+        if path == newest:
+            assert audit(checkpoints).steps == 6
+    with pytest.raises(Broken, match="step-00000006 follows step-00000005, of which there is no manifest"):
+        audit(checkpoints)
+
+
+@given(worlds=st.tuples(*[st.integers(1, 3)] * 4), chunk=st.integers(1, 60))
+def test_neither_workers_nor_chunks_matter(
+    tmp_path_factory: pytest.TempPathFactory, worlds: tuple[int, ...], chunk: int
+) -> None:
+    checkpoints = _write(tmp_path_factory.mktemp("audit"), worlds)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(audit_module, "CHUNK", chunk)
+        assert audit(checkpoints).samples == 125
+
+
+def test_the_command_prints_one_line_and_says_by_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _write(tmp_path / "mine" / "checkpoints")
+    assert main(["mine", "--storage", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("mine: 125 samples in 11 steps")
+    _change(tmp_path / "mine" / "checkpoints", 5, lambda m: m["fed"].update({"2": "0" * 16}))
+    assert main(["mine", "--storage", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("mine: not proven: step-00000005")
+    assert out.count("\n") == 1
+    assert main(["yours", "--storage", str(tmp_path)]) == 2
+    assert "--storage" in capsys.readouterr().err
