@@ -82,14 +82,17 @@ _HALF: dict[str, dict[str, dict[int, Tile]]] = {
     },
 }
 """fp16 and bf16, by the power of two that the head size is padded to; a smaller one takes the next larger one's."""
-_LEAN_KEYS: dict[str, dict[int, Tile]] = {
-    "sm_80": {64: Tile(16, 128, 8, 1), 128: Tile(16, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
-    "sm_86": {64: Tile(16, 128, 8, 1), 128: Tile(16, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
-    "sm_90": {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 2), 256: Tile(16, 32, 8, 1)},
-    "sm_100": {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 1), 256: Tile(16, 32, 8, 1)},
-    "gfx942": {64: Tile(16, 128, 4, 2), 128: Tile(16, 64, 4, 2), 256: Tile(16, 32, 8, 1)},
+_LEAN: dict[str, dict[str, dict[int, Tile]]] = {
+    "attention_forward": {"sm_100": {64: Tile(64, 64, 4, 3)}},
+    "attention_backward_keys": {
+        "sm_80": {64: Tile(16, 128, 8, 1), 128: Tile(32, 32, 8, 1), 256: Tile(32, 16, 8, 1)},
+        "sm_86": {64: Tile(16, 128, 8, 1), 128: Tile(16, 32, 8, 1), 256: Tile(32, 16, 8, 1)},
+        "sm_90": {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 2), 256: Tile(32, 16, 8, 1)},
+        "sm_100": {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 1), 256: Tile(32, 16, 8, 1)},
+        "gfx942": {64: Tile(16, 128, 4, 2), 128: Tile(16, 64, 4, 2), 256: Tile(16, 32, 8, 1)},
+    },
 }
-"""Of the kernel for dK and dV, which has two accumulators and the fewest registers to spare, for lean calls."""
+"""For lean calls, where half a block does not do: dK and dV have two accumulators and the fewest registers to spare."""
 _SINGLE: dict[str, dict[int, Tile]] = {
     "attention_forward": {64: Tile(64, 16, 4, 1), 128: Tile(64, 16, 4, 1), 256: Tile(32, 16, 8, 1)},
     "attention_backward_keys": {64: Tile(16, 32, 8, 1), 128: Tile(16, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
@@ -119,14 +122,13 @@ def tile(kernel: str, architecture: str, head_size: int, dtype: torch.dtype, *, 
     """
     if kernel in _forced:
         return _forced[kernel]
-    table = _SINGLE if dtype == torch.float32 else _HALF[family(architecture)]
-    of = table[kernel]
-    if lean and kernel == "attention_backward_keys" and dtype != torch.float32:
-        of = _LEAN_KEYS[family(architecture)]
-    chosen = next(chosen for size, chosen in sorted(of.items()) if head_size <= size)
-    if not lean or kernel == "attention_backward_keys":
+    size = next(size for size in (64, 128, 256) if head_size <= size)
+    near, single = family(architecture), dtype == torch.float32
+    chosen = (_SINGLE if single else _HALF[near])[kernel][size]
+    if not lean or (single and kernel == "attention_backward_keys"):
         return chosen
-    return chosen._replace(block_n=max(16, chosen.block_n // 2))
+    known = {} if single else _LEAN.get(kernel, {}).get(near, {})
+    return known.get(size) or chosen._replace(block_n=max(16, chosen.block_n // 2))
 
 
 def tiles(kernel: str, architecture: str, head_size: int, dtype: torch.dtype) -> list[Tile]:

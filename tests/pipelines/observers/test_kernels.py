@@ -1,0 +1,65 @@
+"""The record of a run says which kernels ran, and why one did not."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipelines.config import Train, Validation
+from pipelines.observers.kernels import Kernels
+from pipelines.observers.observer import RunFacts
+from pipelines.record import Sender
+from pipelines.record.sender import Entry
+from tests.processes import make_job, run_workers
+from tests.tiny import tiny, write_text
+from triton_kernels.attention import attention
+from triton_kernels.dispatch import use_kernels
+from triton_kernels.gelu import gelu
+
+
+@pytest.fixture(autouse=True)
+def choose_again_afterwards() -> Iterator[None]:
+    """Leaves the process as it was."""
+    yield
+    use_kernels("auto")
+
+
+def test_rank_zero_tags_the_run_once_and_logs_refusals() -> None:
+    posted: list[Entry] = []
+
+    def post(name: str, entries: list[Entry]) -> int:
+        posted.extend(entries)
+        return int(entries[-1]["sequence"])
+
+    use_kernels("triton")
+    gelu(torch.randn(4))
+    q = torch.randn(1, 1, 2, 8)
+    with pytest.warns(UserWarning, match="attention runs in PyTorch, not in Triton"):
+        attention(q, q, q, mask=torch.ones(1, 1, 2, 2, dtype=torch.bool))
+    for rank in (0, 1):
+        sender = Sender(post, f"rank{rank}", interval_s=0.05)
+        observer = Kernels(sender)
+        observer.on_start(RunFacts(run="r", attempt="a1", rank=rank))
+        observer.on_log(1, {})
+        observer.on_log(2, {})
+        sender.close()
+    (tags,) = [entry["values"] for entry in posted if entry["kind"] == "tags"]
+    assert tags["raystride.kernels"].startswith("attention torch: ")
+    assert tags["raystride.kernels"].endswith("gelu triton")
+    (warning,) = [entry["values"]["text"] for entry in posted if entry["kind"] == "event"]
+    assert warning.startswith("attention runs in PyTorch, not in Triton: ")
+
+
+@pytest.mark.parametrize("choice", ["triton", "auto"])
+def test_a_worker_runs_what_the_setting_says(tmp_path: Path, choice: str) -> None:
+    config = tiny(
+        write_text(tmp_path),
+        train=Train(steps=2, slots=2, slot_size=1, log_every=1),
+        validation=Validation(every=0, samples=2),
+    )
+    config = replace(config, model=replace(config.model, layers=1, kernels=choice))
+    ran = run_workers(make_job(config, tmp_path, "mine"), world=1)["kernels"]
+    assert {"attention", "layer_norm", "add_layer_norm", "gelu", "linear_cross_entropy", "adamw"} == set(ran)
+    assert set(ran.values()) == {"triton" if choice == "triton" else "torch"}
