@@ -128,7 +128,8 @@ def tile(kernel: str, architecture: str, head_size: int, dtype: torch.dtype, *, 
     if not lean or (single and kernel == "attention_backward_keys"):
         return chosen
     known = {} if single else _LEAN.get(kernel, {}).get(near, {})
-    return known.get(size) or chosen._replace(block_n=max(16, chosen.block_n // 2))
+    half = chosen._replace(block_n=max(16, chosen.block_n // 2))
+    return known.get(size) or (half._replace(warps=8) if single and kernel == "attention_forward" else half)
 
 
 def tiles(kernel: str, architecture: str, head_size: int, dtype: torch.dtype) -> list[Tile]:
