@@ -2,9 +2,12 @@
 
 Floating-point addition depends on its order, so here the order is one tree over the slots of a step (`tree`), whoever
 computes them. A worker adds its slots up to a few whole subtrees, mostly one, in log2(slots) buffers. Between workers,
-bucket by bucket and while the last slot's backward runs: an all-to-all gives every worker one chunk of all subtrees' sums,
-it adds them in the tree's order, and an all-gather puts the chunks together. Where shares are powers of two this moves as
-many bytes as a ring's all-reduce; else each further subtree of a worker is sent as well.
+bucket by bucket and while the last slot's backward runs: every worker gets one chunk of all subtrees' sums, adds them in
+the tree's order, and sends the result to all. Where shares are powers of two this moves as many bytes as a ring's
+all-reduce; else each further subtree of a worker is sent as well.
+
+Chunks go from where they are to where they belong by plain sends. Gloo's all-to-all and all-gather copy them on the way:
+3.2 MB over two workers took 3.0 ms by those, 1.9 by sends, 1.9 by its all-reduce.
 
 What is measured of a slot stands behind the gradients of the last bucket, so it is added along the same tree.
 
@@ -31,12 +34,13 @@ class ExactBuckets(Buckets):
         self, parameters: Iterable[nn.Parameter], *, bucket_bytes: int, extra: int, shares: Sequence[range], rank: int
     ) -> None:
         super().__init__(parameters, bucket_bytes=bucket_bytes, extra=extra, multiple_of=len(shares))
-        self._world, self._share = len(shares), shares[rank]
+        self._world, self._rank, self._share = len(shares), rank, shares[rank]
         everything = range(shares[-1].stop)
         subtrees = [roots(everything, share) for share in shares]
         self._counts = [len(found) for found in subtrees]
         """Subtrees of each worker."""
-        self._own = self._counts[rank]
+        self._senders = [(peer, row) for peer, count in enumerate(self._counts) for row in range(count) if peer != rank]
+        """The subtrees of the others: whose, and in which of its rows."""
         self._visits = visits(subtrees[rank])
         self._additions = additions(everything, [subtree for found in subtrees for subtree in found])
         # Row 0 is where the step's sum ends; rows are tensors of their own, so that all begin equally aligned.
@@ -46,14 +50,10 @@ class ExactBuckets(Buckets):
         self._pointed = 0
         self._next = self._share.start
         """The first slot that has not been run in this step."""
-        self._chunks: list[torch.Tensor] = []
-        self._received: list[torch.Tensor] = []
-        if self._world > 1:
-            self._chunks = [flat.new_empty(len(flat) // self._world) for flat in self.flat]
-            largest = max(map(len, self._chunks)) * sum(self._counts)
-            # Two take turns: while one is summed, the next bucket arrives in the other.
-            self._received = [self.flat[0].new_empty(largest) for _ in range(2)]
-        self._exchange: tuple[dist.Work, torch.Tensor] | None = None
+        largest = max(map(len, self.flat)) // self._world * len(self._senders)
+        # Two take turns: while one is summed, the next bucket arrives in the other.
+        self._received = [self.flat[0].new_empty(largest) for _ in range(2)]
+        self._exchange: tuple[list[dist.Work], dict[tuple[int, int], torch.Tensor]] | None = None
 
     def clear(self) -> None:
         """A new step; what its slots find is zeroed when they begin."""
@@ -107,34 +107,54 @@ class ExactBuckets(Buckets):
             self._pass(number, empty)
         if self._world == 1:
             return
-        chunk = len(self._chunks[number])
-        own = [row[number].view(self._world, chunk) for row in self._rows[: self._own]]
-        sent = own[0] if self._own == 1 else torch.stack(own, dim=1)  # (world, own subtrees, chunk)
-        received = self._received[number % 2][: sum(self._counts) * chunk]
-        splits = [count * chunk for count in self._counts]
-        work = dist.all_to_all_single(received, sent.reshape(-1), splits, [self._own * chunk] * self._world, async_op=True)
-        before, self._exchange = self._exchange, (work, sent)
+        chunk = len(self.flat[number]) // self._world
+        places = self._received[number % 2].split(chunk)
+        received = {sender: places[place] for place, sender in enumerate(self._senders)}
+        own = [row[number].split(chunk) for row in self._rows[: self._counts[self._rank]]]
+        peers = [peer for peer in range(self._world) if peer != self._rank]
+        operations = [_send_to(peer, parts[peer], (number, row)) for peer in peers for row, parts in enumerate(own)]
+        operations += [_take_from(peer, part, (number, row)) for (peer, row), part in received.items()]
+        received |= {(self._rank, row): parts[self._rank] for row, parts in enumerate(own)}
+        before, self._exchange = self._exchange, (dist.batch_isend_irecv(operations), received)
         if before:
-            self._gather(number - 1, before[0])
+            self._gather(number - 1, *before)
 
-    def _gather(self, number: int, exchange: dist.Work) -> None:
-        """Sums this worker's chunk of a bucket over all subtrees and hands it to all.
+    def _gather(self, number: int, works: list[dist.Work], received: dict[tuple[int, int], torch.Tensor]) -> None:
+        """Sums this worker's chunk of a bucket over all subtrees and sends it to all.
 
-        On every rank it comes after the exchange of the next bucket has begun: collectives must start in the same order.
+        It comes after the exchange of the next bucket has begun, on every rank: NCCL wants one order on all.
         """
-        exchange.wait()
-        chunk = self._chunks[number]
-        rows = self._received[number % 2][: sum(self._counts) * len(chunk)].view(-1, len(chunk))
+        for work in works:
+            work.wait()
+        rows = [received[subtree] for subtree in sorted(received)]
         for into, row in self._additions[:-1]:
             rows[into] += rows[row]
         into, row = self._additions[-1]
-        torch.add(rows[into], rows[row], out=chunk)
-        self._works.append(dist.all_gather_into_tensor(self.flat[number], chunk, async_op=True))
+        chunks = self.flat[number].split(len(rows[0]))
+        torch.add(rows[into], rows[row], out=chunks[self._rank])
+        operations = []
+        for peer in (peer for peer in range(self._world) if peer != self._rank):
+            operations.append(_send_to(peer, chunks[self._rank], (number, -1)))
+            operations.append(_take_from(peer, chunks[peer], (number, -1)))
+        self._works += dist.batch_isend_irecv(operations)
 
     def _receive(self) -> None:
         """Sums the last bucket and waits for all; gradients then are the step's."""
         if self._exchange:
-            self._gather(len(self.flat) - 1, self._exchange[0])
+            self._gather(len(self.flat) - 1, *self._exchange)
             self._exchange = None
         super()._receive()
         self._point(0)
+
+
+def _send_to(peer: int, part: torch.Tensor, what: tuple[int, int]) -> dist.P2POp:
+    return dist.P2POp(dist.isend, part, peer, tag=_tag(*what))
+
+
+def _take_from(peer: int, part: torch.Tensor, what: tuple[int, int]) -> dist.P2POp:
+    return dist.P2POp(dist.irecv, part, peer, tag=_tag(*what))
+
+
+def _tag(number: int, row: int) -> int:
+    """Tells apart what travels between two workers at a time: a subtree's part of a bucket, or (row -1) the sum."""
+    return 64 * number + row + 1
