@@ -1,0 +1,91 @@
+"""Which implementation runs, and what is said of it."""
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from triton_kernels.dispatch import kernels_ran, takes_triton, use_kernels
+from triton_kernels.gelu import gelu, gelu_reference
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_auto_takes_pytorch_on_a_cpu_even_in_the_interpreter() -> None:
+    use_kernels("auto")
+    assert not takes_triton("gelu", torch.zeros(1))
+    assert kernels_ran() == {"gelu": "torch"}
+
+
+def test_a_refusal_is_said_once_with_its_reason() -> None:
+    with pytest.warns(UserWarning, match="gelu runs in PyTorch, not in Triton: too wide"):
+        assert not takes_triton("gelu", torch.zeros(1), refusal="too wide")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not takes_triton("gelu", torch.zeros(1), refusal="too wide")
+    assert kernels_ran() == {"gelu": "torch: too wide"}
+
+
+def test_a_dtype_that_no_kernel_has_is_a_refusal() -> None:
+    x = torch.randn(3, dtype=torch.float64)
+    with pytest.warns(UserWarning, match="gelu runs in PyTorch, not in Triton: dtype torch.float64"):
+        assert torch.equal(gelu(x), gelu_reference(x))
+
+
+def test_what_ran_is_known_after_compilation_too() -> None:
+    torch._dynamo.reset()
+    torch.compile(lambda x: gelu(x), fullgraph=True, backend="aot_eager")(torch.randn(4))
+    assert kernels_ran() == {"gelu": "triton"}
+
+
+def test_another_word_is_an_error() -> None:
+    with pytest.raises(ValueError, match="'cuda' is none of auto, triton, torch"):
+        use_kernels("cuda")
+
+
+def _run(program: str, interpret: str = "0") -> str:
+    environment = os.environ | {"TRITON_INTERPRET": interpret}
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_triton_is_refused_where_nothing_can_run_it() -> None:
+    program = """
+from triton_kernels.dispatch import use_kernels
+try:
+    use_kernels("triton")
+except ValueError as error:
+    print(error)
+"""
+    said = _run(program)
+    assert "model.kernels triton: no GPU is to be seen" in said
+    assert "use auto or torch" in said
+
+
+def test_without_triton_everything_imports_and_pytorch_computes() -> None:
+    program = """
+import sys
+sys.modules["triton"] = None
+import torch
+from model.transformer import Decoder
+from pipelines.config import Model
+from triton_kernels.dispatch import use_kernels
+from triton_kernels.gelu import _gelu_forward_kernel
+ids = torch.zeros(1, 8, dtype=torch.int64)
+print(Decoder(Model(layers=1, heads=1, width=8, context=8), 5)(ids, ids)[1].item())
+for attempt in (lambda: use_kernels("triton"), _gelu_forward_kernel):
+    try:
+        attempt()
+    except (ValueError, RuntimeError) as error:
+        print(error)
+"""
+    counted, refused, missing = _run(program, interpret="1").splitlines()
+    assert counted == "8"
+    assert "Triton is not installed" in refused
+    assert "set --model.kernels torch" in missing
