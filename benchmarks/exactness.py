@@ -2,10 +2,10 @@
 
 Schedules: seeded runs that are killed (SIGKILL of one worker or of all), stopped, resumed and resized among 1 to 4 workers
 must end with the parameters of one that a single worker trained in peace, and their audit must show every sample exactly
-once an epoch. Cost: two workers of one thread, blocks of steps that take turns: a bare loop with DistributedDataParallel,
-ours, and ours exact, each with one micro-batch a worker; with `--slots 8` ours with four, as exact sums have them.
+once an epoch. Cost: two workers of one thread, in which steps of a bare loop with DistributedDataParallel, of ours and of
+ours exact take turns, each with one micro-batch a worker. With `--slots 8` ours and ours exact have four.
 
-    python -m benchmarks.exactness --schedules 100             # half a minute for ten schedules, then 3 minutes for the cost
+    python -m benchmarks.exactness --schedules 100             # 5 s a schedule, half a minute for the cost
     python -m benchmarks.exactness --schedules 0 --slots 8     # the cost alone
 """
 
@@ -18,20 +18,27 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from benchmarks import runs
-from benchmarks.loop import run_bare, run_ours
 from benchmarks.pairs import Comparison, command_line, machine, machine_line, report, take_turns
+from benchmarks.peers.bare_loop import bare_steps
 from benchmarks.workers import make_job, settings
-from pipelines.launch.job import Place
+from pipelines.launch.job import Job, Place
+from pipelines.launch.worker import build_training
+from pipelines.train.optimizer import learning_rate
+from pipelines.train.step import train_step
 
 WORKERS = 2
+LEFT_OUT = 10
+"""First steps of each way that are not counted."""
 
 
 def run_schedules(count: int, work: Path) -> dict[str, Any]:
@@ -50,7 +57,7 @@ def run_schedules(count: int, work: Path) -> dict[str, Any]:
         outcome = run_schedule(job, schedule, work)
         found.update(each.kind for each in schedule)
         found["resumed"] += outcome.resumed
-        found["resized"] += sum(a.world != b.world for a, b in zip(schedule, schedule[1:], strict=False))
+        found["resized"] += sum(a.world != b.world for a, b in pairwise(schedule))
         found["identical"] += outcome.summary["parameters_sha256"] == calm["parameters_sha256"]
         try:
             found["every sample once"] += audit(job.folder / "checkpoints").samples == calm["samples_seen"]
@@ -68,37 +75,49 @@ def run_schedules(count: int, work: Path) -> dict[str, Any]:
     return {"schedules": count, "steps": calm["steps"], **found}
 
 
+def our_steps(job: Job, place: Place, steps: int) -> Iterator[int]:
+    """Our training without its loop, a step each time that the next one is asked for."""
+    training = build_training(job, place, [], lambda: False, lambda _: None)
+    for step in training.loader.steps(0, steps):
+        rate = learning_rate(job.config.optimizer, step.number, steps, job.config.model.width)
+        train_step(training.strategy, training.model, training.optimizer, step, training.rules, rate)
+        yield step.number
+
+
 def compare_cost(given: argparse.Namespace, work: Path) -> None:
-    """The loops of this worker, and of the other at the same time, block by block."""
+    """The ways in this worker, and in the other at the same time, step by step."""
     place = Place(rank=int(os.environ["RANK"]), world=WORKERS, local_rank=int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo")
     if place.rank:
         sys.stdout, given.json = io.StringIO(), None  # one worker reports
-    flags = [*runs.small_setting(runs.small_text(work)), f"--train.steps={given.steps}", f"--train.slots={given.slots}"]
+    count = given.rounds + LEFT_OUT
+    flags = [*runs.small_setting(runs.small_text(work)), f"--train.steps={count}", f"--train.slots={given.slots}"]
     flags += [f"--train.slot_size={given.batch // given.slots}"]
     plain = make_job(settings(*flags, f"--train.micro_batch_slots={int(given.slots > WORKERS)}"), work / "runs", threads=1)
     exact = replace(plain, config=settings(*flags, "--train.exact=true"))
     found = machine(f"{WORKERS} workers, 1 thread of each")
-    print(f"{machine_line(found)}\nblocks of {given.steps} steps of {given.batch} samples in {given.slots} slots")
-    ways = {
-        "ours": partial(run_ours, plain, place, observed=False),
-        "ours, exact": partial(run_ours, exact, place, observed=False),
-    }
+    print(f"{machine_line(found)}\nsteps of {given.batch} samples in {given.slots} slots")
+    steps = {"ours": our_steps(plain, place, count), "ours, exact": our_steps(exact, place, count)}
     if given.slots == WORKERS:
-        ways = {"DDP": partial(run_bare, plain, place, given.steps), **ways}
-    for run in ways.values():
-        run()  # the first block of a process pays for allocations
-    peer = next(iter(ways))
-    rates = take_turns(ways, given.rounds)
-    report(given, found, [Comparison("steps a second", rates, peer, {"ours, exact": "at least 0.97"}, ".2f")])
+        steps = {"DDP": bare_steps(plain, place, count), **steps}
+    ways = {way: partial(_rate_of_next, each) for way, each in steps.items()}
+    rates = {way: values[LEFT_OUT:] for way, values in take_turns(ways, count).items()}
+    report(given, found, [Comparison("steps a second", rates, next(iter(ways)), {"ours, exact": "at least 0.97"}, ".2f")])
     dist.destroy_process_group()
+
+
+def _rate_of_next(steps: Iterator[int]) -> float:
+    """Steps a second by the next one, which both workers begin together."""
+    dist.barrier()
+    began = time.perf_counter()
+    next(steps)
+    return 1 / (time.perf_counter() - began)
 
 
 def main() -> None:
     """Parses the command line and runs what it asks for."""
-    parser = command_line("exactness", __doc__, rounds=10)
+    parser = command_line("exactness", __doc__, rounds=200)
     parser.add_argument("--schedules", type=int, default=100, help="random schedules (default 100, 0: none)")
-    parser.add_argument("--steps", type=int, default=60, help="steps of a block (default 60)")
     parser.add_argument("--slots", type=int, default=WORKERS, help="slots of a step, for the cost (default 2)")
     parser.add_argument("--batch", type=int, default=24, help="samples of a step, for the cost (default 24)")
     given = parser.parse_args()

@@ -12,6 +12,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,11 @@ LEFT_OUT = 20
 
 def bare_loop(job: Job, place: Place, steps: int) -> list[float]:
     """Trains from scratch; the times (s) at which steps ended."""
+    return [time.perf_counter() for _ in bare_steps(job, place, steps)]
+
+
+def bare_steps(job: Job, place: Place, steps: int) -> Iterator[int]:
+    """Trains from scratch, a step each time that the next one is asked for."""
     config = job.config
     torch.set_num_threads(job.threads)
     manifest, task = Manifest.load(job.prepared), build_task(config)
@@ -49,7 +55,6 @@ def bare_loop(job: Job, place: Place, steps: int) -> list[float]:
         Plan(order, config.train.slots, config.train.slot_size), stream, task, rank=place.rank, world=place.world
     )
     spread = DistributedDataParallel(model) if place.world > 1 else model
-    ends = []
     for step in loader.steps(0, steps):
         for parameter in parameters:
             parameter.grad = None
@@ -63,8 +68,7 @@ def bare_loop(job: Job, place: Place, steps: int) -> list[float]:
         optimizer.update(learning_rate(config.optimizer, step.number, steps, config.model.width))
         if (step.number + 1) % config.train.log_every == 0:
             loss.item()
-        ends.append(time.perf_counter())
-    return ends
+        yield step.number
 
 
 def main(file: str, steps: int) -> None:
