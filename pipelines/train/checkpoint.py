@@ -115,18 +115,24 @@ class Checkpoints:
                 self.folder.put("last", f"{step_name(step)}\n")
                 if best:
                     self.folder.put("best", f"{step_name(step)}\n")
-                self._prune()
+                self._prune(step_name(step))
         except BaseException as error:
             self._error = error
 
-    def _prune(self) -> None:
-        """Removes data, never manifests, of all but the newest `keep` and the best, and what dead attempts left."""
+    def _prune(self, newest: str) -> None:
+        """Removes data, never manifests, of all but the newest `keep` and the best, and what dead attempts left.
+
+        Later steps than `newest`, which was just saved, are left alone: they were damaged when this attempt began, so they
+        must not count, and this attempt will come to them.
+        """
         best = self.folder.read("best").decode().strip() if self.folder.exists("best") else ""
-        whole = self.steps()
+        whole = [name for name in self.steps() if name <= newest]
         keep = {*whole[-self.keep :], best}
-        for name in (name for name in self.folder.names() if name.startswith("step-")):
+        for name in (name for name in self.folder.names() if name.startswith("step-") and name <= newest):
             folder = self.folder / name
-            owner = folder.read_json("MANIFEST.json")["attempt"] if name in keep else None
+            owner = _attempt_of(folder) if name in keep else None
+            if name in keep and owner is None:
+                continue  # damaged: nobody can say what belongs to it
             for inside in folder.names():
                 if inside not in ("MANIFEST.json", owner):
                     folder.remove(inside)
@@ -191,6 +197,14 @@ class Checkpoints:
 def step_name(step: int) -> str:
     """The folder of a step's checkpoint."""
     return f"step-{step:08d}"
+
+
+def _attempt_of(folder: Folder) -> str | None:
+    """The attempt that a checkpoint's manifest names; None where it cannot be read."""
+    try:
+        return str(folder.read_json("MANIFEST.json")["attempt"])
+    except (ValueError, KeyError, TypeError, OSError):
+        return None
 
 
 def named_tensors(model: nn.Module, optimizer: Updater) -> dict[str, torch.Tensor]:
