@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipelines.strategies import build_strategy
 from pipelines.strategies.ddp import DataParallel
 from pipelines.strategies.reduction import Buckets, _cut
 from tests.distributed import run_distributed
@@ -85,3 +86,15 @@ def test_gradients_lie_in_the_buckets() -> None:
     assert total == pytest.approx(sum(float(p.grad.abs().sum()) for p in model.parameters() if p.grad is not None))
     buckets.clear()
     assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+def test_one_worker_exchanges_nothing() -> None:
+    """Whatever `scaling.strategy` says: there is no process group."""
+    for kind, exact_slots in (("auto", 0), ("ddp", 0), ("single", 3), ("ddp", 3)):
+        strategy = build_strategy(kind, device=torch.device("cpu"), rank=0, world=1, bucket_mib=1.0, exact_slots=exact_slots)
+        model, _ = strategy.prepare(Net(), _sgd)
+        strategy.begin()
+        measured = torch.ones(4)
+        strategy.backward(model(torch.tensor([1, 2])), measured, slot=0, last=True)
+        assert strategy.reduce(measured).tolist() == [1, 1, 1, 1]
+        assert strategy.sum(torch.ones(2)).tolist() == [1, 1]
