@@ -76,6 +76,24 @@ def test_kills_stops_and_resizes_change_nothing(folder: Path, calm: Outcome, see
     assert proven.samples == calm.summary["samples_seen"]
 
 
+def test_a_run_that_meets_everything(folder: Path, calm: Outcome) -> None:
+    """A schedule that surely disturbs: each later attempt begins at a checkpoint, on another number of workers."""
+    schedule = [
+        Attempt(3, "kill one", after=20, victim=1),
+        Attempt(1, "stop", after=6),
+        Attempt(4, "kill all", after=10),
+        Attempt(2),
+    ]
+    job = exact_job(folder / "text.txt", folder, "everything")
+    outcome = run_schedule(job, schedule, folder)
+    assert outcome.resumed == 2  # those that lived to tell
+    for key in SAME:
+        assert outcome.summary[key] == calm.summary[key], key
+    proven = audit(job.folder / "checkpoints")
+    assert proven.attempts >= 3
+    assert set(proven.workers) >= {3, 1, 2}
+
+
 def test_a_run_under_ray_goes_on_alone_and_refuses_what_would_change_its_bits(folder: Path, calm: Outcome) -> None:
     config = exact_config(folder / "text.txt", storage=str(folder / "runs"))
     steps = calm.summary["steps"]
