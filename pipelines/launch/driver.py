@@ -6,6 +6,7 @@ Cheap things come first: whose run it is, whether anything is left to do, whethe
 preflight, the data, the training; at the end the record is closed whatever happened, and the last screen says where to look.
 """
 
+import errno
 import math
 import os
 import secrets
@@ -22,6 +23,7 @@ from pipelines.config.parse import Parsed
 from pipelines.feed.plan import build_plan
 from pipelines.files import Folder
 from pipelines.launch.cluster import NoCluster, cluster, joined, on_a_worker
+from pipelines.launch.failure import remedies
 from pipelines.launch.job import Job
 from pipelines.launch.owner import Owned, Ownership, process_start
 from pipelines.launch.preflight import Check, failing, preflight
@@ -42,6 +44,9 @@ from pipelines.prepare.prepare import Prepared, prepare
 from pipelines.record import describe_environment
 from pipelines.report import closing_screen
 from pipelines.tasks import build_task
+
+DISK_REFUSES = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM)
+"""A storage that takes no files, before a training has begun that would say so on its own screen."""
 
 
 class CannotRun(RuntimeError):
@@ -71,6 +76,11 @@ def _guarded(job: Callable[[], int]) -> int:
         return WRONG_SETTINGS
     except (NoCluster, CannotRun) as error:
         print(f"error: {error}", file=sys.stderr)
+        return CANNOT_RUN
+    except OSError as error:
+        if error.errno not in DISK_REFUSES:
+            raise
+        print("\n  try: ".join([f"error: {error}", *remedies(error)]), file=sys.stderr)
         return CANNOT_RUN
 
 

@@ -49,7 +49,7 @@ def failure_screen(error: BaseException, *, step: int | None, folder: Folder) ->
     at = f", step {step:,}" if step is not None else ""
     lines = [f"training failed: {where}{at}", f"  {_name(cause)}: {_message(cause)}"]
     lines += [f"    {line}" for line in _frames(outer)]
-    lines += [f"  try: {remedy}" for remedy in _remedies(cause)]
+    lines += [f"  try: {remedy}" for remedy in remedies(cause)]
     lines.append(f"  everything up to the newest checkpoint is kept; the same command resumes it. Record: {folder}")
     return "\n".join(lines)
 
@@ -131,7 +131,8 @@ def _short(file: str) -> str:
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else file
 
 
-def _remedies(error: BaseException) -> list[str]:
+def remedies(error: BaseException) -> list[str]:
+    """What to try, one line or none."""
     text = f"{type(error).__name__} {error}"
     found = [remedy for pattern, remedy in REMEDIES if re.search(pattern, text, re.IGNORECASE)]
     return found[:1]

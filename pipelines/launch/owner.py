@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Self
 
@@ -105,7 +105,8 @@ class Ownership:
         self._released.set()
         current = read_owner(self.folder)
         if current and current.attempt == self.owner.attempt:
-            self.folder.remove(FILE)
+            with suppress(OSError):  # a disk that has become read-only; nobody believes the file once this process is dead
+                self.folder.remove(FILE)
 
     def __enter__(self) -> Self:
         return self
