@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -153,7 +154,8 @@ def _lie_in_wait(blow: Blow, job: Job, step: Callable[[], int]) -> Callable[...,
             done.append(True)
             if blow.moment not in SYSTEM_CALLS:
                 await_true(lambda: job.folder.exists("checkpoints/last"), "a checkpoint")
-            os.kill(os.getpid(), blow.signal)
+            # At this very thread, so that it does not come past this line: a process-wide one may stop others first.
+            signal.pthread_kill(threading.get_ident(), blow.signal)
 
     if blow.moment in SYSTEM_CALLS:
         event, ending = SYSTEM_CALLS[blow.moment]
