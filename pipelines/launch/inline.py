@@ -19,27 +19,50 @@ from pipelines.launch.wire import RECORDER_NICENESS
 from pipelines.record import Recorder
 from pipelines.record.sender import Entry
 
+RESTARTS = 3
+"""Recorders that follow one whose process died."""
+
 
 class InlineWire:
-    """The recorder of an inline run, with the calls of `wire.Wire`; it starts beside the training."""
+    """The recorder of an inline run, with the calls of `wire.Wire`; it starts beside the training, and again if it dies."""
 
     def __init__(self, **arguments: Any) -> None:
+        self._arguments = arguments
         self._stop = threading.Event()
-        self._recorder: Future[Any] = ThreadPoolExecutor(1, "recorder-start").submit(_start, arguments)
+        self._lock = threading.Lock()
+        self._restarts = RESTARTS
+        self._recorder = self._begin()
         self.stop_requested = self._stop.is_set
         self.request_stop = self._stop.set
 
     def post(self, sender: str, entries: list[Entry]) -> int:
         """Sends entries; the highest sequence number that is recorded."""
-        return int(self._recorder.result().receive(sender, entries))
+        return int(self._call("receive", sender, entries))
 
     def state(self) -> dict[str, Any]:
         """The newest figures, for the progress line."""
-        return dict(self._recorder.result().state()) if self._recorder.done() else {}
+        return dict(self._call("state")) if self._recorder.done() else {}
 
     def finish(self, status: str, summary: dict[str, Any] | None) -> dict[str, Any]:
         """Ends the record and returns the summary as written."""
-        return dict(self._recorder.result().finish(status, summary))
+        return dict(self._call("finish", status, summary))
+
+    def _begin(self) -> Future[Any]:
+        return ThreadPoolExecutor(1, "recorder-start").submit(_start, self._arguments)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Calls the recorder, or the next one where its process has died; that one knows what the journal holds."""
+        asked = self._recorder
+        try:
+            return getattr(asked.result(), name)(*arguments)
+        except (EOFError, ConnectionError):
+            with self._lock:
+                if self._recorder is asked:
+                    if not self._restarts:
+                        raise
+                    self._restarts -= 1
+                    self._recorder = self._begin()
+            return getattr(self._recorder.result(), name)(*arguments)
 
 
 class _RecorderProcess(BaseManager):
