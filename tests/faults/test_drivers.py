@@ -1,0 +1,99 @@
+"""Drivers and recorders of runs in one process: two at once, one that is killed. The run ends with the same bits."""
+
+import signal
+from dataclasses import replace
+from subprocess import Popen
+from typing import Any
+
+import psutil
+import pytest
+
+from pipelines.config import Checkpoint, Config, Launch, Record, Train, Validation
+from pipelines.launch.owner import Owner, read_owner
+from pipelines.record import read_entries
+from pipelines.record.audit import audit
+from tests.faults.moments import await_true, finish, short_job
+from tests.ray_jobs.jobs import finish_job, run_folder, run_well, start_job, summary, wait_for, wait_for_checkpoint
+from tests.tiny import write_text
+
+STEPS = 300
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, dict[str, Any]]:
+    """Settings of a run of a few seconds, inline, and its summary where nothing disturbs it."""
+    folder = tmp_path_factory.mktemp("drivers")
+    train = Train(steps=STEPS, slots=7, slot_size=2, log_every=20, exact=True, clip_norm=0.5)
+    checkpoint, validation = Checkpoint(every=20, keep=2), Validation(every=0, samples=15)
+    job = short_job(write_text(folder, 6_000), folder, "calm", train=train, checkpoint=checkpoint, validation=validation)
+    config = replace(job.config, launch=Launch(mode="inline"), storage=str(folder / "runs"))
+    return config, finish(job, 1, folder)
+
+
+def _holds(config: Config, run: str, calm: dict[str, Any]) -> None:
+    after = summary(config, run)
+    assert (after["status"], after["parameters_sha256"]) == ("finished", calm["parameters_sha256"])
+    assert audit(run_folder(config, run) / "checkpoints").samples == calm["samples_seen"]
+
+
+def _tree(config: Config, run: str) -> dict[str, int]:
+    """Every file of a run with the time of its last change."""
+    root = run_folder(config, run).local
+    assert root
+    return {str(path): path.stat().st_mtime_ns for path in root.rglob("*") if path.name not in (".lock", run)}
+
+
+def test_of_two_that_start_at_once_one_trains(calm: tuple[Config, dict[str, Any]]) -> None:
+    config, whole = calm
+    drivers = [start_job("train", config, "--run", "twice") for _ in range(2)]
+    folder = run_folder(config, "twice")
+    await_true(lambda: folder.exists("config.yaml"), "one of them has the run")
+    owner = read_owner(folder)
+    assert owner
+    winner, other = sorted(drivers, key=lambda driver: driver.pid != owner.pid)
+    winner.send_signal(signal.SIGSTOP)  # so that it surely trains when the other one asks
+    _is_refused(other, owner)
+    before = _tree(config, "twice")
+    _is_refused(start_job("train", config, "--run", "twice"), owner)
+    assert _tree(config, "twice") == before
+    winner.send_signal(signal.SIGCONT)
+    outcome = finish_job(winner)
+    assert outcome.code == 0, outcome.out + outcome.err
+    assert (folder / "attempts").names() == [owner.attempt]
+    _holds(config, "twice", whole)
+
+
+def _is_refused(driver: Popen[str], owner: Owner) -> None:
+    refused = finish_job(driver)
+    assert refused.code == 2, refused.out + refused.err
+    assert f"is being trained by process {owner.pid} on {owner.host} (attempt {owner.attempt})" in refused.err
+    assert "Traceback" not in refused.err
+
+
+def test_a_killed_driver_is_followed_by_the_next(calm: tuple[Config, dict[str, Any]]) -> None:
+    config, whole = calm
+    driver = start_job("train", config, "--run", "killed")
+    wait_for_checkpoint(config, "killed", 40, driver)
+    driver.kill()
+    assert finish_job(driver).code == -signal.SIGKILL
+    run_well("train", config, "--run", "killed")
+    assert 40 <= summary(config, "killed")["resumed_from"] < STEPS
+    _holds(config, "killed", whole)
+
+
+def test_a_killed_recorder_costs_nothing(calm: tuple[Config, dict[str, Any]]) -> None:
+    config, whole = calm
+    config = replace(config, record=Record(mlflow=True))
+    driver = start_job("train", config, "--run", "unheard")
+    folder = run_folder(config, "unheard")
+    wait_for(lambda: (folder / "journal").names(), driver)
+    children = psutil.Process(driver.pid).children()
+    (recorder,) = (child for child in children if "spawn_main" in " ".join(child.cmdline()))
+    recorder.kill()
+    outcome = finish_job(driver)
+    assert outcome.code == 0, outcome.out + outcome.err
+    assert "warning" not in outcome.err
+    _holds(config, "unheard", whole)
+    measured = [entry for entry in read_entries(folder) if entry["kind"] == "metrics"]
+    logged = [entry["step"] for entry in measured if "train_loss" in entry["values"]]
+    assert logged == list(range(20, STEPS + 1, 20))
