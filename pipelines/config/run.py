@@ -14,6 +14,11 @@ class Scaling(Section):
 
     workers: Literal["auto"] | int = setting("auto", at_least=1)
     """Training processes; `auto`: one a GPU if there are any, else one a core, never more than slots."""
+    least_workers: int = setting(0, at_least=0)
+    """With how few workers a run goes on when a node is lost, within `launch.restarts`; when there is room again, it grows
+    back to `workers`. Each time it goes on from its newest checkpoint. 0: their number is fixed."""
+    resize_every_s: float = setting(60.0, above=0)
+    """With `least_workers`, seconds between two looks for room for more workers."""
     strategy: Literal["auto", "single", "ddp"] = setting("auto")
     """`single` for one worker, `ddp` for data parallelism over several; `auto` takes what fits the number of workers."""
     device: Literal["auto", "cpu", "cuda"] = setting("auto")
@@ -22,6 +27,11 @@ class Scaling(Section):
     """Threads of a worker on CPUs; 0: the node's cores shared out among its workers, with train.exact 1."""
     bucket_mib: float = setting(25.0, above=0)
     """Gradients that are reduced in one go, in MiB, overlapped with the rest of the backward."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.workers, int) and self.least_workers > self.workers:
+            raise self.error("least_workers", f"must be at most scaling.workers, {self.workers}")
 
 
 @dataclass(frozen=True, kw_only=True)

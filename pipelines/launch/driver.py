@@ -230,7 +230,7 @@ def _train(job: Job, share: Share, storage: Folder, tags: dict[str, str]) -> int
     from pipelines.launch.wire import Wire
 
     wire = Wire.start(**arguments)
-    lean = job.config.launch.lean and not joined(job.config.launch)
+    lean = job.config.launch.lean and not joined(job.config.launch) and not share.least
     return conduct(job, wire, partial(train_on_ray, job, share, wire, lean=lean))
 
 

@@ -76,16 +76,17 @@ def _check_slots(config: Config, share: Share) -> Check:
 
 
 def _check_resources(share: Share, there: Resources) -> Check:
-    asked = {kind: amount * share.workers for kind, amount in share.per_worker.items()}
+    workers = share.least or share.workers
+    asked = {kind: amount * workers for kind, amount in share.per_worker.items()}
     have = {"CPU": there.cpus, "GPU": there.gpus}
     missing = [kind for kind, amount in asked.items() if amount > have[kind]]
     found = ", ".join(f"{kind}: {amount:g} asked, {have[kind]:g} there" for kind, amount in asked.items())
     cpus = share.per_worker.get("CPU", 0)
-    if not missing and cpus and (fit := there.fit(cpus)) < share.workers:
+    if not missing and cpus and (fit := there.fit(cpus)) < workers:
         # Ray would wait for ever: a worker needs its processors on one node.
         missing = ["CPU"]
         nodes = ", ".join(f"{node:g}" for node in there.node_cpus or (there.cpus,))
-        found = f"{fit} of {share.workers} workers with {cpus:g} CPU each fit on nodes with {nodes}"
+        found = f"{fit} of {workers} workers with {cpus:g} CPU each fit on nodes with {nodes}"
     remedy = "lower scaling.workers or scaling.threads, or add nodes to the cluster"
     if "GPU" in missing:
         remedy = "use --scaling.device cpu, lower scaling.workers, or add nodes with GPUs"

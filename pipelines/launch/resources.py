@@ -65,6 +65,8 @@ class Share:
     """`cpu` or `cuda`."""
     threads: int
     """Threads of a worker on CPUs."""
+    least: int = 0
+    """Workers with which an elastic run goes on; 0: `workers` and no other number."""
 
     @property
     def per_worker(self) -> dict[str, float]:
@@ -88,7 +90,7 @@ def resolve(config: Config, there: Resources) -> Share:
         workers = max(1, min(slots, int(there.gpus if device == "cuda" else there.cpus)))
     # Products of matrices are cut up among threads, so a number that follows the workers would change bits with them.
     threads = scaling.threads or (1 if config.train.exact and device == "cpu" else _threads(there, workers))
-    return Share(workers, device, threads)
+    return Share(workers, device, threads, min(scaling.least_workers, workers))
 
 
 def _threads(there: Resources, workers: int) -> int:

@@ -3,6 +3,7 @@
 summary = train_on_ray(job, share, wire, lean=True)       # raises what fit() raises
 """
 
+import os
 import time
 from typing import Any
 
@@ -10,15 +11,24 @@ from pipelines.launch.job import Job, Place
 from pipelines.launch.resources import Share
 from pipelines.launch.wire import StopPoll, Wire
 
+PLACES_WAIT_S = "15"
+"""How long an elastic run waits for its workers' places. A worker's death is known before that of its node, for some seconds
+and up to 20 s of Ray Train's own bookkeeping: places there are asked for in vain, with Ray's default for a minute."""
+
 
 def train_on_ray(job: Job, share: Share, wire: Wire, *, lean: bool) -> dict[str, Any]:
     """Runs the job on Ray workers; returns rank 0's summary. Raises ray.train.TrainingFailedError, and what Ray raises."""
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 
+    if share.least:
+        os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", PLACES_WAIT_S)
     settings = {
         "train_loop_config": {"job": job, "wire": wire},
         "scaling_config": ScalingConfig(
-            num_workers=share.workers, use_gpu=share.device == "cuda", resources_per_worker=share.per_worker
+            num_workers=(share.least, share.workers) if share.least else share.workers,
+            use_gpu=share.device == "cuda",
+            resources_per_worker=share.per_worker,
+            elastic_resize_monitor_interval_s=job.config.scaling.resize_every_s,
         ),
         "run_config": RunConfig(
             name=job.attempt,

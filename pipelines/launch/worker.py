@@ -58,6 +58,7 @@ def run_worker(
     owns_group = not dist.is_initialized()
     try:
         training = build_training(job, place, observers, stopping, say)
+        say(f"training on {place.world} worker(s) from step {training.state.step}")
         for observer in observers:
             observer.on_start(_facts(job, place, training))
         resumed_from = training.state.step or None

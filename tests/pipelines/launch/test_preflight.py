@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.config import Train
+from pipelines.config import Scaling, SettingError, Train
 from pipelines.files import Folder
 from pipelines.launch.preflight import Check, failing, preflight
 from pipelines.launch.resources import Resources, Share
@@ -61,6 +61,14 @@ def test_kernels_without_a_gpu_to_run_on(storage: Folder, monkeypatch: pytest.Mo
     (text,) = failures()
     assert "model.kernels is triton, the device cpu" in text
     assert "TRITON_INTERPRET=1" in text
+
+
+def test_an_elastic_run_needs_the_least_of_its_workers(storage: Folder) -> None:
+    one_place = Resources(1, 0, 2**36, None)
+    assert "resources" in _only_failure(_checks(storage, Share(2, "cpu", 1), one_place))
+    assert not list(failing(list(_checks(storage, Share(2, "cpu", 1, least=1), one_place).values())))
+    with pytest.raises(SettingError, match="least_workers"):
+        Scaling(workers=2, least_workers=3)
 
 
 def test_a_foreign_package_of_the_kernels_name(tmp_path: Path) -> None:
