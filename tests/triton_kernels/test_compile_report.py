@@ -16,6 +16,8 @@ import pytest
 from triton_kernels.architectures import ARCHITECTURES, occupancy
 from triton_kernels.compile_report import Compiled, faults, page
 
+pytestmark = pytest.mark.timeout(900)  # two minutes on two quiet cores
+
 ROOT = Path(__file__).resolve().parents[2]
 NVIDIA = ["sm_80", "sm_90", "sm_100"]
 
@@ -25,7 +27,7 @@ def rows() -> list[dict[str, Any]]:
     """The report for all architectures, of the tiles that are shipped."""
     command = [sys.executable, "-m", "triton_kernels.compile_report", "--json", "--shipped"]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
     assert found.returncode in (0, 1), found.stderr
     return [json.loads(line) for line in found.stdout.splitlines()]
 
