@@ -95,6 +95,8 @@ def build_training(
     )
 
     checkpoints = _checkpoints(job, place, say)
+    if config.checkpoint.every:
+        checkpoints.claim()
     found = checkpoints.newest()
     if found:
         checkpoints.load(found, model, optimizer)

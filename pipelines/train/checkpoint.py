@@ -4,11 +4,13 @@ The newest valid manifest is the truth. `last` and `best` are hints for people; 
 their manifests, so that the whole history of what was fed can be audited.
 
     checkpoints = Checkpoints(run / "checkpoints", attempt, keep=3, group=group)
+    checkpoints.claim()                                       # whoever wrote here before writes no more
     checkpoints.save(model, optimizer, state, header)         # returns when parameters are copied
     found = checkpoints.newest()                              # step and manifest, or None
     checkpoints.load(found, model, optimizer)
 """
 
+import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +25,12 @@ from pipelines.train.optimizer import Updater
 from pipelines.train.state import TrainState
 
 Say = Callable[[str], None]
+CLAIM = "attempt"
+"""A file beside the checkpoints that says who may commit one."""
+
+
+class Superseded(RuntimeError):
+    """Another start of the run has begun since this one did."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,18 @@ class Checkpoints:
         self.world = dist.get_world_size() if group else 1
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._claim = ""
+
+    def claim(self) -> None:
+        """From here on none but this group commits. One that was given up and still writes learns of it, and ends."""
+        if self.rank == 0:
+            self._claim = f"{self.attempt} {secrets.token_hex(4)}\n"  # Ray's restarts of a group keep the attempt's name
+            self.folder.put(CLAIM, self._claim)
+
+    def _may_commit(self) -> None:
+        if self._claim and self.folder.read(CLAIM).decode() != self._claim:
+            now = self.folder.read(CLAIM).decode().split()[0]
+            raise Superseded(f"attempt {now} has taken this run over from {self.attempt}, which therefore ends")
 
     def save(self, model: nn.Module, optimizer: Updater, state: TrainState, header: dict[str, Any], *, best: bool) -> None:
         """Copies everything now and writes it in a thread. Waits first for the save before, and raises what that one met."""
@@ -109,7 +129,7 @@ class Checkpoints:
         from pipelines.train.storage import CheckpointWriter, save
 
         try:
-            writer = CheckpointWriter(folder, self.attempt, self.rank, header, fed, self.extra)
+            writer = CheckpointWriter(folder, self.attempt, self.rank, header, fed, self.extra, self._may_commit)
             save(tensors, writer, self.group)
             if self.rank == 0:
                 self.folder.put("last", f"{step_name(step)}\n")

@@ -17,7 +17,7 @@ import mmap
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -62,10 +62,19 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
     """Writes one checkpoint into `folder`; every rank makes one. The coordinator's `header` becomes part of the manifest."""
 
     def __init__(
-        self, folder: Folder, attempt: str, rank: int, header: dict[str, Any], fed_digest: int, extra: dict[str, bytes]
+        self,
+        folder: Folder,
+        attempt: str,
+        rank: int,
+        header: dict[str, Any],
+        fed_digest: int,
+        extra: dict[str, bytes],
+        may_commit: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder, self.attempt, self.rank, self.header = folder, attempt, rank, header
         self.fed_digest, self.extra = fed_digest, extra
+        self.may_commit = may_commit
+        """Raises where this attempt no longer may; asked just before the commit."""
         self.fed: dict[str, str] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -117,6 +126,7 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
             self.folder.put(path, content)
             files[path] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         tensors = {name: _tensor_to_json(name, entry, pieces) for name, entry in metadata.state_dict_metadata.items()}
+        self.may_commit()
         self.folder.put_json(
             MANIFEST,
             {
