@@ -1,0 +1,86 @@
+"""The parts of a run under Ray besides its workers: recorder, controller and driver, each killed. The bits stay the same."""
+
+import re
+import signal
+from dataclasses import replace
+from subprocess import Popen
+from typing import Any
+
+import psutil
+import pytest
+
+from pipelines.config import Checkpoint, Config, Scaling, Train, Validation
+from pipelines.record import read_entries
+from pipelines.record.audit import audit
+from tests.faults.moments import LIMIT_S, finish, short_job
+from tests.ray_jobs.jobs import finish_job, run_folder, run_well, start_job, summary, wait_for_checkpoint
+from tests.tiny import write_text
+
+pytestmark = pytest.mark.timeout(900)
+STEPS = 400
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, dict[str, Any]]:
+    """Settings of a run on two Ray workers, and its summary on one without Ray where nothing disturbs it."""
+    folder = tmp_path_factory.mktemp("parts")
+    job = short_job(
+        write_text(folder, 6_000),
+        folder,
+        "calm",
+        train=Train(steps=STEPS, slots=6, slot_size=2, log_every=20, exact=True, clip_norm=0.5),
+        checkpoint=Checkpoint(every=20, keep=2),
+        validation=Validation(every=0, samples=15),
+    )
+    config = replace(job.config, scaling=Scaling(workers=2, threads=1), storage=str(folder / "runs"))
+    return config, finish(replace(job, config=replace(job.config, scaling=config.scaling)), 1, folder)
+
+
+def _start(config: Config, run: str, step: int = 40) -> Popen[str]:
+    driver = start_job("train", config, "--run", run)
+    wait_for_checkpoint(config, run, step, driver)
+    return driver
+
+
+def _part(driver: Popen[str], name: str) -> psutil.Process:
+    """The process of one of the run's actors."""
+    children = psutil.Process(driver.pid).children(recursive=True)
+    (found,) = (child for child in children if re.search(rf"ray::\w*{name}", " ".join(child.cmdline())))
+    return found
+
+
+def _holds(config: Config, run: str, calm: dict[str, Any]) -> None:
+    after = summary(config, run)
+    assert (after["status"], after["parameters_sha256"]) == ("finished", calm["parameters_sha256"])
+    assert audit(run_folder(config, run) / "checkpoints").samples == calm["samples_seen"]
+
+
+def test_a_killed_recorder_costs_nothing(calm: tuple[Config, dict[str, Any]]) -> None:
+    config, whole = calm
+    driver = _start(config, "unheard")
+    _part(driver, "Recorder").kill()
+    outcome = finish_job(driver)
+    assert outcome.code == 0, outcome.out + outcome.err
+    assert summary(config, "unheard")["resumed_from"] is None
+    _holds(config, "unheard", whole)
+    measured = [entry for entry in read_entries(run_folder(config, "unheard")) if entry["kind"] == "metrics"]
+    assert [entry["step"] for entry in measured if "train_loss" in entry["values"]] == list(range(20, STEPS + 1, 20))
+
+
+def test_a_killed_controller_and_then_a_killed_driver(calm: tuple[Config, dict[str, Any]]) -> None:
+    config, whole = calm
+    driver = _start(config, "headless")
+    _part(driver, "Controller").kill()
+    outcome = finish_job(driver)
+    assert outcome.code == 1, outcome.out + outcome.err
+    assert re.match(r"training failed: the driver, step \d+\n", outcome.err), outcome.err
+    assert "Traceback" not in outcome.out + outcome.err
+    assert "--launch.restarts" in outcome.err
+    driver = _start(config, "headless", STEPS // 2)
+    children = psutil.Process(driver.pid).children(recursive=True)
+    driver.kill()
+    assert finish_job(driver).code == -signal.SIGKILL
+    assert not psutil.wait_procs(children, LIMIT_S)[1], "its workers and its cluster end with it"
+    run_well("train", config, "--run", "headless", "--launch", "inline", "--scaling.workers", "1")
+    assert summary(config, "headless")["resumed_from"] >= STEPS // 2
+    _holds(config, "headless", whole)
