@@ -54,9 +54,12 @@ def test_matrix_kernels_use_the_newest_tensor_cores(rows: list[dict[str, Any]]) 
     multiplying = [row for row in rows if row["multiplies"] and "bf16" in row["label"]]
     assert {row["architecture"] for row in multiplying} == set(ARCHITECTURES)
     for row in multiplying:
-        assert row["matrix_instructions"], row
-        # One query against a cache is no matrix product, so decoding needs few of them.
-        assert not row["other_matrix_instructions"] or "decoding" in row["kernel"], row
+        if "decoding" in row["kernel"]:
+            # Its 16 rows are fewer than the 64 that the newest instructions work on.
+            assert row["matrix_instructions"] + row["other_matrix_instructions"], row
+        else:
+            assert row["matrix_instructions"], row
+            assert not row["other_matrix_instructions"], row
 
 
 def _row(**changes: Any) -> Compiled:
