@@ -108,7 +108,8 @@ def _named_paths(page: Path) -> set[str]:
     text = page.read_text()
     quoted = set(re.findall(r"`((?:[\w.-]+/)+[\w.-]*)`", text))
     commands = set(re.findall(r"\b((?:ray_jobs|configs|docs|benchmarks|tests|deploy)/[\w./-]*\.\w+)", text))
-    modules = {f"{name.replace('.', '/')}.py" for name in re.findall(r"python -m ((?:benchmarks|pipelines|triton_kernels)[\w.]+)", text)}
+    packages = "benchmarks|pipelines|triton_kernels"
+    modules = {f"{name.replace('.', '/')}.py" for name in re.findall(rf"python -m ((?:{packages})[\w.]+)", text)}
     return quoted | commands | modules
 
 
