@@ -12,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -154,26 +155,14 @@ def _elementwise() -> Iterator[Case]:
 def _rope() -> Iterator[Case]:
     batch, heads, length, size = 8, 32, 4096, 128
 
+    @cache
     def tables() -> tuple[torch.Tensor, torch.Tensor]:
         angles = torch.randn(1, 1, length, size // 2, device="cuda").repeat(1, 1, 1, 2)
         return angles.cos(), angles.sin()
 
     yield from _streaming(
-        "rope",
-        lambda x: rope(x, *_once(tables)),
-        lambda x: rope_reference(x, *_once(tables)),
-        [(batch, heads, length, size)],
-        (2, 2),
+        "rope", lambda x: rope(x, *tables()), lambda x: rope_reference(x, *tables()), [(batch, heads, length, size)], (2, 2)
     )
-
-
-_made: dict[Callable[[], Any], Any] = {}
-
-
-def _once(make: Callable[[], Any]) -> Any:
-    if make not in _made:
-        _made[make] = make()
-    return _made[make]
 
 
 def _linear_cross_entropy() -> Iterator[Case]:
@@ -333,7 +322,6 @@ def figures(operation: str, rounds: int) -> Iterator[Figure]:
         found = figure(case, rounds)
         print(found, flush=True)
         yield found
-        _made.clear()
         torch.cuda.empty_cache()
 
 

@@ -19,7 +19,7 @@ from triton_kernels.attention_backward import differentiate
 from triton_kernels.attention_decoding import LONGEST, decode
 from triton_kernels.attention_forward import attend
 from triton_kernels.attention_masks import kept_weights, visible
-from triton_kernels.attention_problem import Rules, Sequences, rows_readable
+from triton_kernels.attention_problem import Rules, Sequences, like_rows, rows_readable
 from triton_kernels.dispatch import takes_triton
 
 LARGEST_HEAD = 256
@@ -98,7 +98,7 @@ def _attention(
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = rows_readable(q), rows_readable(k), rows_readable(v)
-    o, lse = _like_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    o, lse = like_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     sequences = Sequences(q.shape[0], q.shape[2], k.shape[2], key_lengths)
     attend(q, k, v, o, lse, sequences, Rules(scale, causal, window, dropout, seed))
     return o, lse
@@ -106,7 +106,7 @@ def _attention(
 
 @_attention.register_fake
 def _(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _like_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return like_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("raystride::attention_backward", mutates_args=())
@@ -141,19 +141,13 @@ def _(
     return _gradients(q, k, v, *rest[-2:])
 
 
-def _like_rows(x: torch.Tensor) -> torch.Tensor:
-    """New memory for (B, H, T, D), laid out as (B, T, H, D), which the projections before and after work on; not a view."""
-    _, heads, rows, size = x.shape
-    return x.new_empty_strided(x.shape, (rows * heads * size, size, heads * size, 1))
-
-
 def _gradients(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, for_queries: bool, for_keys: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """New memory for those that are wanted, none for the others."""
     none = (0, 0, 0, 0)
-    dq = _like_rows(q) if for_queries else q.new_empty(none)
-    return (dq, _like_rows(k), _like_rows(v)) if for_keys else (dq, k.new_empty(none), v.new_empty(none))
+    dq = like_rows(q) if for_queries else q.new_empty(none)
+    return (dq, like_rows(k), like_rows(v)) if for_keys else (dq, k.new_empty(none), v.new_empty(none))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -13,7 +13,7 @@ All query heads of a group are rows of one block, so that keys and values are re
 import torch
 
 from triton_kernels.attention_masks import is_visible, load_rows
-from triton_kernels.attention_problem import LOG2_E, block_d, precision, rows_readable, strides
+from triton_kernels.attention_problem import LOG2_E, block_d, like_rows, precision, rows_readable, strides
 from triton_kernels.configurations import processors, tile
 from triton_kernels.language import cdiv, jit, next_power_of_2, tl
 from triton_kernels.launch import architecture, launch
@@ -104,7 +104,7 @@ def decode(
     """Attention without gradients; T at most LONGEST."""
     q, k, v = rows_readable(q), rows_readable(k), rows_readable(v)
     (batch, heads, queries, size), groups, keys = q.shape, k.shape[1], k.shape[2]
-    o = q.new_empty_strided(q.shape, (queries * heads * size, size, heads * size, 1))
+    o = like_rows(q)
     if not o.numel():
         return o
     chosen = tile("attention_decoding", architecture(q.device), size, q.dtype)
@@ -143,8 +143,7 @@ def _(
     window: int,
     scale: float,
 ) -> torch.Tensor:
-    _, heads, queries, size = q.shape
-    return q.new_empty_strided(q.shape, (queries * heads * size, size, heads * size, 1))
+    return like_rows(q)
 
 
 def _share(keys: int, programs: int, block_n: int, name: str) -> int:

@@ -61,6 +61,12 @@ def rows_readable(x: torch.Tensor) -> torch.Tensor:
     return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
 
 
+def like_rows(x: torch.Tensor) -> torch.Tensor:
+    """New memory for (B, H, T, D), laid out as (B, T, H, D), which the projections before and after work on; not a view."""
+    _, heads, rows, size = x.shape
+    return x.new_empty_strided(x.shape, (rows * heads * size, size, heads * size, 1))
+
+
 def strides(x: torch.Tensor) -> tuple[int, int, int]:
     """Of batch, head and row."""
     return (x.stride(0), x.stride(1), x.stride(2)) if x.dim() == 4 else (0, x.stride(1), x.stride(0))

@@ -91,11 +91,11 @@ def _attention_calls(device: torch.device) -> Iterator[Call]:
                     continue
                 name = f"attention D {head_size}, {queries} x {keys}, {heads}/{groups} heads, {settings or 'full'}"
                 shapes: Shapes = [(2, heads, queries, head_size), *[(2, groups, keys, head_size)] * 2]
-                yield name, _with(attention, **settings), _with(attention_reference, **settings), shapes
+                yield name, partial(attention, **settings), partial(attention_reference, **settings), shapes
         cache: Shapes = [(3, 8, 1, head_size), *[(3, 2, 3000, head_size)] * 2]
         yield f"decoding D {head_size}", torch.no_grad()(attention), torch.no_grad()(attention_reference), cache
     long: Shapes = [(1, 4, 4096, 128)] * 3
-    yield "attention, long", _with(attention, causal=True), _with(attention_reference, causal=True), long
+    yield "attention, long", partial(attention, causal=True), partial(attention_reference, causal=True), long
     offsets = torch.tensor([0, 100, 100, 513, 1000], dtype=torch.int32, device=device)
     packed: Shapes = [(1000, 4, 64), *[(1000, 2, 64)] * 2]
     yield (
@@ -112,10 +112,6 @@ def _updated(update: Function, *tensors: torch.Tensor) -> torch.Tensor:
     step = torch.ones((), device=p.device)
     update([p], [g], [m], [v.abs()], [step], rate=1e-2, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
     return p
-
-
-def _with(function: Function, **settings: Any) -> Function:
-    return lambda *inputs: function(*inputs, **settings)
 
 
 def _quick_calls(device: torch.device) -> Iterator[Call]:

@@ -10,11 +10,12 @@ whose bfloat16 is put right here (see `triton_kernels.interpreter`).
     def _copy_kernel(x, y, n, BLOCK: tl.constexpr): ...
 """
 
-import os
 from collections.abc import Callable
 from typing import Any
 
-INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "yes")
+from triton_kernels import interpreting
+
+INTERPRETING = interpreting()
 """Whether kernels run in Triton's interpreter; read once, as Triton reads it."""
 
 tl: Any

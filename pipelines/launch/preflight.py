@@ -62,6 +62,7 @@ def _check_package() -> Check:
 
 def _check_kernels(config: Config, share: Share) -> Check:
     """A setting that no worker could obey ends here and not in the middle of the first step."""
+    # As triton_kernels.interpreting, which cannot be asked: a foreign package may stand in its place.
     choice = config.model.kernels
     interpreting = os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "yes")
     runs = choice != "triton" or (find_spec("triton") is not None and (share.device == "cuda" or interpreting))
