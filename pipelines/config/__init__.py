@@ -11,12 +11,13 @@ from pipelines.config.data import Data, Tokenizer
 from pipelines.config.model import Model
 from pipelines.config.run import Launch, Record, Sample, Scaling
 from pipelines.config.section import Section, SettingError, setting
-from pipelines.config.train import Checkpoint, Optimizer, Train, Validation
+from pipelines.config.train import Checkpoint, Guard, Optimizer, Train, Validation
 
 __all__ = [
     "Checkpoint",
     "Config",
     "Data",
+    "Guard",
     "Launch",
     "Model",
     "Optimizer",

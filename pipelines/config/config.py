@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal
 
+from pipelines.config.combinations import refuse_combinations
 from pipelines.config.data import Data, Tokenizer
 from pipelines.config.model import Model
 from pipelines.config.run import Launch, Record, Sample, Scaling
 from pipelines.config.section import Section, setting
-from pipelines.config.train import Checkpoint, Optimizer, Train, Validation
+from pipelines.config.train import Checkpoint, Guard, Optimizer, Train, Validation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,8 @@ class Config(Section):
     """The update rule and its learning rate."""
     train: Train = Train()
     """How long to train, and what a step is made of."""
+    guard: Guard = Guard()
+    """What happens when a step is bad."""
     validation: Validation = Validation()
     """When to validate."""
     checkpoint: Checkpoint = Checkpoint()
@@ -59,8 +62,7 @@ class Config(Section):
                 f"must be at most train.slots, {self.train.slots}, since workers share a step's slots: raise train.slots "
                 f"(and lower train.slot_size, {self.train.slot_size}, to keep the batch)",
             )
-        if self.scaling.strategy == "single" and isinstance(workers, int) and workers > 1:
-            raise self.scaling.error("strategy", f"must be `ddp` for scaling.workers {workers}")
+        refuse_combinations(self.train, self.scaling, self.guard)
         endless = not self.train.steps and not self.train.epochs and not self.optimizer.decay_steps
         if endless and self.optimizer.schedule in ("cosine", "linear"):
             raise self.optimizer.error(

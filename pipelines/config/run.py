@@ -19,8 +19,20 @@ class Scaling(Section):
     back to `workers`. Each time it goes on from its newest checkpoint. 0: their number is fixed."""
     resize_every_s: float = setting(60.0, above=0)
     """With `least_workers`, seconds between two looks for room for more workers."""
-    strategy: Literal["auto", "single", "ddp"] = setting("auto")
-    """`single` for one worker, `ddp` for data parallelism over several; `auto` takes what fits the number of workers."""
+    strategy: Literal["auto", "single", "ddp", "fsdp", "deepspeed"] = setting("auto")
+    """`single` for one worker; `ddp`: every worker holds the whole model; `fsdp` (FSDP2) and `deepspeed` (ZeRO): parameters,
+    gradients and optimiser state are spread over the workers. `auto`: `single` for one worker, `ddp` for several."""
+    shard_workers: int = setting(0, at_least=0)
+    """With `fsdp`, neighbouring workers that hold one copy of the model between them, such as those of a node (hybrid
+    sharding); must divide the workers. 0: all."""
+    reshard: bool = setting(True)
+    """With `fsdp`, drop a block's whole parameters after its forward and gather them again for its backward, which saves
+    memory; without, they stay, which saves a third of the traffic."""
+    zero: int = setting(1, at_least=1, at_most=3)
+    """With `deepspeed`, the ZeRO stage (Rajbhandari et al., 2020): spread the optimiser's state (1), gradients too (2), and
+    parameters too (3)."""
+    offload: bool = setting(False)
+    """Keep optimiser state, with `fsdp` parameters and gradients too, in main memory while GPUs compute."""
     device: Literal["auto", "cpu", "cuda"] = setting("auto")
     """What a worker computes on; `auto`: a GPU if the cluster has any."""
     threads: int = setting(0, at_least=0)

@@ -63,9 +63,22 @@ class Train(Section):
     """End with the same bits on any number of workers: gradients are added slot by slot along one tree."""
     clip_norm: float = setting(1.0, at_least=0)
     """Largest norm of the gradient; 0: no clipping."""
-    precision: Literal["fp32", "bf16"] = setting("fp32", fixed=True)
-    """`bf16` multiplies matrices in bfloat16 and adds up in fp32, with fp32 parameters and updates (Apex O1): by autocast on
-    GPUs, in the linear layers on CPUs, where processors with AMX or AVX512-BF16 gain from it."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "pure_bf16"] = setting("fp32")
+    """How numbers are held and multiplied; in brackets the level of NVIDIA's Apex that is the like.
+
+    `fp32` (O0). `tf32`: fp32 whose products round their factors to TF32, on NVIDIA GPUs since Ampere. `bf16` (O1):
+    parameters and updates in fp32, products in bfloat16, by autocast on GPUs, in linear layers on CPUs, where processors
+    with AMX or AVX512-BF16 gain from it. `fp16` (O1): autocast to float16, with a loss scale that finds its own value.
+    `pure_bf16` (O2): parameters and activations in bfloat16, gradients and a master copy of the parameters in fp32; with
+    train.stochastic_rounding there is no master copy (O3)."""
+    stochastic_rounding: bool = setting(False)
+    """With `pure_bf16`: round each update to bfloat16 up or down by chance, so that it is right on average, instead of
+    keeping a master copy (Zamirai et al., 2020)."""
+    activation_checkpointing: Literal["none", "selective", "full"] = setting("none")
+    """What is computed again in the backward instead of kept (Chen et al., 2016): nothing, all but products and attention,
+    or whole blocks."""
+    compile: Literal["none", "block", "model"] = setting("none")
+    """Compile every block, or the whole model, by torch.compile; the first step then takes longer."""
     log_every: int = setting(10, at_least=1)
     """Steps between two measurements; the only time the loop waits for the device."""
     deterministic: bool = setting(True)
@@ -79,6 +92,8 @@ class Train(Section):
             raise self.error("micro_batch_slots", "must be 0 or 1 with train.exact, which adds gradients slot by slot")
         if self.exact and not self.deterministic:
             raise self.error("deterministic", "must be true with train.exact")
+        if self.stochastic_rounding and self.precision != "pure_bf16":
+            raise self.error("stochastic_rounding", "must be false but with train.precision `pure_bf16`")
 
     @property
     def batch(self) -> int:
@@ -89,6 +104,26 @@ class Train(Section):
     def together(self) -> int:
         """Most slots in a micro-batch; 0: no limit."""
         return 1 if self.exact else self.micro_batch_slots
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guard(Section):
+    """What happens when a step is bad: its loss or gradient is not a finite number, or its loss is a spike.
+
+    A bad step never changes parameters, whatever the policy, but under `deepspeed`. Steps that overflow under `fp16` while
+    the loss scale can still be lowered are no bad ones."""
+
+    name: ClassVar[str] = "guard"
+
+    policy: Literal["stop", "skip", "rewind"] = setting("stop")
+    """`stop`: end the run and name layer, samples and step. `skip`: drop the step, count it, go on. `rewind`: go back to the
+    newest checkpoint and come again without the offending slots."""
+    spike: float = setting(0.0, at_least=0)
+    """A loss so many standard deviations above its running mean is a spike; 0: none is."""
+    window: int = setting(100, at_least=2)
+    """Steps over which that mean and deviation run (exponentially), and before which nothing is called a spike."""
+    most: int = setting(10, at_least=1)
+    """So many steps may be skipped, or times gone back, in a run; one more ends it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,55 @@
+"""Which strategy, precision and the rest go together, and for what does not, why, and the nearest that does.
+
+refuse_combinations(config.train, config.scaling, config.guard)   # raises SettingError
+
+What depends on the device, which settings alone do not know, is refused by `launch.resources.resolve`.
+"""
+
+from pipelines.config.run import Scaling
+from pipelines.config.train import Guard, Train
+
+SHARDED = ("fsdp", "deepspeed")
+"""Strategies whose micro-batches communicate, so that all workers must run equally many."""
+
+
+def refuse_combinations(train: Train, scaling: Scaling, guard: Guard) -> None:
+    """Raises SettingError for settings that are right one by one and cannot work together."""
+    workers = scaling.workers if isinstance(scaling.workers, int) else 0
+    if scaling.strategy == "single" and workers > 1:
+        raise scaling.error("strategy", f"must be `ddp`, `fsdp` or `deepspeed` for scaling.workers {workers}")
+    if scaling.strategy != "fsdp" and scaling.shard_workers:
+        raise scaling.error("shard_workers", f"must be 0 but with scaling.strategy `fsdp`, not `{scaling.strategy}`")
+    if workers and scaling.shard_workers and workers % scaling.shard_workers:
+        raise scaling.error("shard_workers", f"must divide scaling.workers, {workers}")
+    if scaling.offload and scaling.strategy not in SHARDED:
+        raise scaling.error(
+            "offload", f"must be false with scaling.strategy `{scaling.strategy}`: use `fsdp` or `deepspeed`"
+        )
+    if train.exact:
+        _refuse_with_exact(train, scaling)
+    if train.stochastic_rounding and scaling.strategy in SHARDED:
+        raise train.error("stochastic_rounding", "must be false here: both sharded strategies keep a master copy, in shards")
+    if scaling.strategy == "deepspeed":
+        _refuse_with_deepspeed(train, guard)
+
+
+def _refuse_with_exact(train: Train, scaling: Scaling) -> None:
+    if scaling.strategy in SHARDED:
+        raise scaling.error(
+            "strategy", "adds gradients up in an order that follows the number of workers; with train.exact use `ddp`"
+        )
+    if train.compile != "none":
+        raise train.error(
+            "compile", "must be `none` with train.exact: what the compiler makes is not shown to keep the bits"
+        )
+
+
+def _refuse_with_deepspeed(train: Train, guard: Guard) -> None:
+    if train.precision == "fp16":
+        raise train.error("precision", "must be another with scaling.strategy `deepspeed`: use `bf16`, or strategy `fsdp`")
+    if train.compile != "none":
+        raise train.error("compile", "must be `none` with scaling.strategy `deepspeed`; `fsdp` can compile")
+    if guard.policy != "stop":
+        raise guard.error(
+            "policy", "must be `stop` with scaling.strategy `deepspeed`, which updates before we can look; `fsdp` takes all"
+        )
