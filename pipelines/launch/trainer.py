@@ -5,40 +5,65 @@ summary = train_on_ray(job, share, wire, lean=True)       # raises what fit() ra
 
 import os
 import time
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from pipelines.launch.elastic import NEVER_S, train_elastic
 from pipelines.launch.job import Job, Place
 from pipelines.launch.resources import Share
 from pipelines.launch.wire import StopPoll, Wire
 
-PLACES_WAIT_S = "15"
-"""How long an elastic run waits for its workers' places. A worker's death is known before that of its node, for some seconds
-and up to 20 s of Ray Train's own bookkeeping: places there are asked for in vain, with Ray's default for a minute."""
+PLACES_WAIT_S = "3"
+"""How long an elastic run waits for its workers' places before it looks again how many there are. A worker's death is known
+before that of its node, for some seconds: places there are asked for in vain, with Ray's default for a minute."""
 
 
 def train_on_ray(job: Job, share: Share, wire: Wire, *, lean: bool) -> dict[str, Any]:
     """Runs the job on Ray workers; returns rank 0's summary. Raises ray.train.TrainingFailedError, and what Ray raises."""
+
+    began = time.monotonic()
+
+    def fit(most: int, number: int) -> dict[str, Any]:
+        rest = _with_less_time(job, time.monotonic() - began) if number else job
+        result = make_trainer(worker_main, trainer_settings(rest, share, wire, most, number), lean=lean).fit()
+        return dict(result.return_value or {})
+
+    # Without checkpoints a stop would lose all, so such a run keeps the workers that it has.
+    if share.least and job.config.checkpoint.every:
+        os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", PLACES_WAIT_S)
+        return train_elastic(fit, share, wire, job.config.scaling.resize_every_s)
+    return fit(share.workers, 0)
+
+
+def trainer_settings(job: Job, share: Share, wire: Wire, most: int, number: int) -> dict[str, Any]:
+    """What a trainer takes, for the job's start of this number (0, and one more each time that it grows)."""
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 
-    if share.least:
-        os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", PLACES_WAIT_S)
-    settings = {
+    return {
         "train_loop_config": {"job": job, "wire": wire},
         "scaling_config": ScalingConfig(
-            num_workers=(share.least, share.workers) if share.least else share.workers,
+            num_workers=(share.least, most) if share.least else most,
             use_gpu=share.device == "cuda",
             resources_per_worker=share.per_worker,
-            elastic_resize_monitor_interval_s=job.config.scaling.resize_every_s,
+            elastic_resize_monitor_interval_s=NEVER_S,
         ),
         "run_config": RunConfig(
-            name=job.attempt,
+            name=f"{job.attempt}-{number}" if number else job.attempt,
             storage_path=(job.folder / ".ray").uri,
             failure_config=FailureConfig(max_failures=job.config.launch.restarts),
             logging_config=LoggingConfig(log_level="CRITICAL"),
         ),
     }
-    result = make_trainer(worker_main, settings, lean=lean).fit()
-    return dict(result.return_value or {})
+
+
+def _with_less_time(job: Job, seconds: float) -> Job:
+    """The job that ends as many seconds earlier by its bound on hours, where it has one."""
+    train = job.config.train
+    if not train.hours:
+        return job
+    left = max(1e-9, train.hours - seconds / 3600)  # 0 would be no bound
+    return replace(job, config=replace(job.config, train=replace(train, hours=left)))
 
 
 def make_trainer(function: Any, settings: dict[str, Any], *, lean: bool) -> Any:
@@ -73,7 +98,7 @@ def worker_main(config: dict[str, Any]) -> dict[str, Any]:
         node=ray.util.get_node_ip_address(),
     )
     # One rank's wish reaches all in the next step, so one rank asks.
-    stopping = StopPoll(wire.stop_requested) if place.rank == 0 else None
+    stopping = StopPoll(partial(wire.stop_requested, world)) if place.rank == 0 else None
     try:
         return run_worker(config["job"], place, wire.post, stopping or (lambda: False), marks)
     except BaseException as error:

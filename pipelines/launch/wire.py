@@ -1,7 +1,8 @@
 """The recorder as an actor on the driver's node, and each end's view of it.
 
 It is also how a wish to stop reaches the workers: the driver tells the actor, rank 0 asks it twice a second, and the ranks
-agree on a step among themselves.
+agree on a step among themselves. A stop to go on with more workers is another wish than a user's, so that clearing the one
+never clears the other.
 
     wire = Wire.start(Recorder arguments ...)                 # in the driver
     wire.post, wire.state(), wire.request_stop(), wire.finish("finished")
@@ -9,6 +10,7 @@ agree on a step among themselves.
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,8 @@ from pipelines.record import Recorder
 from pipelines.record.sender import Entry
 
 ASK_S = 0.5
+SILENT_S = 3.0
+"""A group whose rank 0 has not asked for so long trains no more, or not yet."""
 RECORDER_NICENESS = 10
 """How far the recorder's process steps back behind the workers': importing MLflow takes a core for seconds."""
 
@@ -27,15 +31,31 @@ class RecorderActor(Recorder):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         os.nice(RECORDER_NICENESS)
         super().__init__(*arguments, **settings)
-        self._stop = False
+        self._stop = self._resize = False
+        self._workers, self._asked_at = 0, 0.0
 
     def request_stop(self) -> None:
         """Asks the training to save and end."""
         self._stop = True
 
-    def stop_requested(self) -> bool:
-        """Whether someone did."""
-        return self._stop
+    def request_resize(self, text: str) -> None:
+        """Asks the training to save and end in order to go on with more workers; `text` says so to people."""
+        self._resize = True
+        self._put_own("event", {"name": "phase", "text": text})
+
+    def end_resize(self) -> bool:
+        """Takes that back; whether the training goes on, since no user wishes it to end."""
+        self._resize = False
+        return not self._stop
+
+    def stop_requested(self, workers: int) -> bool:
+        """Whether someone wishes a stop of any kind; rank 0 of so many workers asks."""
+        self._workers, self._asked_at = workers, time.monotonic()
+        return self._stop or self._resize
+
+    def workers(self) -> int:
+        """How many workers train now; 0 before the first group and between two."""
+        return self._workers if time.monotonic() - self._asked_at < SILENT_S else 0
 
 
 @dataclass(frozen=True)
@@ -76,11 +96,29 @@ class Wire:
         """Asks the training to save and end."""
         self.actor.request_stop.remote()
 
-    def stop_requested(self) -> bool:
-        """Whether someone did."""
+    def request_resize(self, text: str) -> None:
+        """Asks the training to save and end in order to go on with more workers; `text` says so to people."""
         import ray
 
-        return bool(ray.get(self.actor.stop_requested.remote(), timeout=30))
+        ray.get(self.actor.request_resize.remote(text), timeout=30)
+
+    def end_resize(self) -> bool:
+        """Takes that back; whether the training goes on, since no user wishes it to end."""
+        import ray
+
+        return bool(ray.get(self.actor.end_resize.remote(), timeout=30))
+
+    def stop_requested(self, workers: int) -> bool:
+        """Whether someone wishes a stop of any kind; rank 0 of so many workers asks."""
+        import ray
+
+        return bool(ray.get(self.actor.stop_requested.remote(workers), timeout=30))
+
+    def workers(self) -> int:
+        """How many workers train now; 0 before the first group and between two."""
+        import ray
+
+        return int(ray.get(self.actor.workers.remote(), timeout=30))
 
     def finish(self, status: str, summary: dict[str, Any] | None) -> dict[str, Any]:
         """Ends the record and returns the summary as written."""

@@ -1,22 +1,25 @@
 """A node is lost under a run and another one comes: it goes on with the workers there are, to the same bits."""
 
+import itertools
+import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from subprocess import Popen
 
 import pytest
 from ray.cluster_utils import Cluster
 
-from pipelines.config import Checkpoint, Config, Launch, Model, Scaling, Train, Validation
-from pipelines.files import Folder
+from pipelines.config import Checkpoint, Config, Launch, Model, Optimizer, Scaling, Train, Validation
 from pipelines.record import read_entries
+from pipelines.record.audit import audit
 from tests.processes import make_job, run_workers
-from tests.ray_jobs.jobs import finish_job, start_job, summary, wait_for_checkpoint
+from tests.ray_jobs.jobs import finish_job, run_folder, start_job, summary, wait_for, wait_for_checkpoint
 from tests.tiny import tiny, write_text
 
 pytestmark = pytest.mark.timeout(900)
+MORE = 20
+"""Steps after which nothing more is awaited of a group."""
 
 
 @pytest.fixture
@@ -31,48 +34,60 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def config(tmp_path: Path, cluster: Cluster) -> Config:
-    """One or two workers with exact sums, on that cluster."""
+    """One or two workers with exact sums, on that cluster. The run is endless, with a rate that its end does not change."""
     return tiny(
         write_text(tmp_path),
         storage=str(tmp_path / "runs"),
         model=Model(layers=2, heads=2, width=16, context=16, dropout=0.1),
-        train=Train(steps=2500, slots=8, slot_size=1, log_every=20, exact=True),
+        optimizer=Optimizer(learning_rate=1e-2, schedule="constant"),
+        train=Train(steps=10**6, slots=8, slot_size=1, log_every=1, exact=True),
         validation=Validation(every=0, samples=16),
         checkpoint=Checkpoint(every=100, keep=2),
-        scaling=Scaling(workers=2, least_workers=1, resize_every_s=5, threads=1),
+        scaling=Scaling(workers=2, least_workers=1, resize_every_s=3, threads=1),
         launch=Launch(address=cluster.address, restarts=5),
     )
 
 
-def _worlds(config: Config) -> list[int]:
-    """With how many workers the run's attempts trained so far, in order."""
-    texts = [entry["values"].get("text", "") for entry in read_entries(Folder(config.storage) / "mine")]
-    return [int(text.split()[2]) for text in texts if text.startswith("training on ")]
+def _groups(config: Config) -> list[tuple[int, list[int]]]:
+    """With how many workers each group of the run trained so far, and the steps that it made."""
+    entries = [each for each in read_entries(run_folder(config, "mine")) if each["sender"].startswith("rank0")]
+    groups = []
+    for _, mine in itertools.groupby(entries, key=lambda each: each["sender"]):
+        found = list(mine)
+        texts = [each["values"].get("text", "") for each in found]
+        worlds = [int(text.split()[2]) for text in texts if text.startswith("training on ")]
+        steps = [each["step"] for each in found if each["kind"] == "metrics" and "train_loss" in each["values"]]
+        groups += [(world, steps) for world in worlds]
+    return groups
 
 
-def _wait(what: Callable[[], bool], driver: Popen[str], limit_s: float = 120) -> None:
-    deadline = time.monotonic() + limit_s
-    while not what():
-        assert driver.poll() is None, driver.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+def _trains(config: Config, workers: int) -> bool:
+    """Whether a group of so many has made some steps, and is the last one. Not asked often, which would slow the steps."""
+    time.sleep(0.5)
+    world, steps = (_groups(config) or [(0, [])])[-1]
+    return world == workers and len(steps) > MORE
 
 
 def test_it_shrinks_and_grows_and_ends_with_the_same_bits(config: Config, cluster: Cluster) -> None:
-    whole = make_job(replace(config, scaling=Scaling(workers=1, threads=1)), Path(config.storage), "whole")
     node = cluster.add_node(num_cpus=1)
     # Without a word a driver sends this machine's token, where there is one, and this cluster has none.
     driver = start_job("train", config, "--run", "mine", env={"RAY_AUTH_MODE": "disabled"})
     wait_for_checkpoint(config, "mine", 100, driver)
     cluster.remove_node(node, allow_graceful=False)
-    _wait(lambda: _worlds(config)[-1:] == [1], driver)
+    wait_for(lambda: _trains(config, 1), driver)
     cluster.add_node(num_cpus=1)
-    _wait(lambda: _worlds(config)[-1:] == [2], driver)
+    wait_for(lambda: _trains(config, 2), driver)
+    driver.send_signal(signal.SIGINT)
     outcome = finish_job(driver)
     assert outcome.code == 0, outcome.out + outcome.err
-    assert _worlds(config) == [2, 1, 2]
     ended = summary(config, "mine")
-    assert (ended["status"], ended["steps"]) == ("finished", 2500)
-    alone = run_workers(whole, 1)
+    assert (ended["status"], ended["workers"]) == ("stopped", 2)
+    (_, shrunk), (_, grown) = _groups(config)[1:]
+    assert [world for world, _ in _groups(config)] == [2, 1, 2]
+    assert shrunk[0] % 100 == 1, "the lost node took the steps since the newest checkpoint along"
+    assert grown[0] == shrunk[-1] + 1 == ended["resumed_from"] + 1, "to grow costs no step"
+    whole = replace(config, scaling=Scaling(workers=1, threads=1), train=replace(config.train, steps=ended["steps"]))
+    alone = run_workers(make_job(whole, Path(config.storage), "whole"), 1)
     for key in ("parameters_sha256", "samples_seen", "tokens_seen"):
         assert ended[key] == alone[key]
+    assert audit(run_folder(config, "mine") / "checkpoints").samples == ended["samples_seen"]

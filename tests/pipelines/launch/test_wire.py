@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -71,12 +72,25 @@ def test_a_killed_recorder_comes_back_with_what_was_recorded(started: Wire) -> N
 
 def test_the_wish_to_stop_reaches_who_asks(started: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "ASK_S", 0.01)
-    assert not started.stop_requested()
-    poll = StopPoll(started.stop_requested)
+    assert started.workers() == 0
+    poll = StopPoll(partial(started.stop_requested, 2))
     assert not poll()
     started.request_stop()
     _wait(poll, "the wish did not arrive")
-    assert started.stop_requested()
+    assert started.stop_requested(2)
+    assert started.workers() == 2
+
+
+def test_a_stop_to_grow_ends_and_a_users_does_not(started: Wire) -> None:
+    started.request_resize("room for 2 workers")
+    assert started.state()["phase"] == "room for 2 workers"
+    assert started.stop_requested(1)
+    assert started.end_resize()
+    assert not started.stop_requested(1)
+    started.request_resize("room for 3 workers")
+    started.request_stop()
+    assert not started.end_resize()
+    assert started.stop_requested(1)
 
 
 def test_a_poll_outlives_errors_and_ends_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
