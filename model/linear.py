@@ -35,6 +35,11 @@ def bf16_products() -> Iterator[None]:
         _bf16 = before
 
 
+def in_bf16() -> bool:
+    """Whether this is inside of `bf16_products`."""
+    return _bf16
+
+
 class Linear(nn.Module):
     """A linear layer; weight (out, in), bias (out) or None."""
 

@@ -8,6 +8,8 @@ The order of the operations, each rounded in fp32, is that of torch.optim.AdamW,
 not contract a product and a sum into one rounding. The kernel finds its tensors through a table of addresses, which is sent
 to the GPU again only when one has changed.
 
+Where `skip` is 1 nothing changes, which the host need not know: so a step that overflowed is left out.
+
     adamw(parameters, gradients, exp_avgs, exp_avg_sqs, steps, rate=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
 """
 
@@ -40,20 +42,24 @@ def adamw_reference(
     betas: tuple[float, float],
     eps: float,
     decay: float,
+    skip: torch.Tensor | None = None,
 ) -> None:
     """PyTorch's own fused update."""
     torch.ops.aten._fused_adamw_(
         list(parameters), list(gradients), list(exp_avgs), list(exp_avg_sqs), [], list(steps),
         lr=rate, beta1=betas[0], beta2=betas[1], weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
+        found_inf=skip,
     )  # fmt: skip
 
 
 @jit
 def _adamw_kernel(
-    addresses_ptr, sizes_ptr, pieces_ptr, step_sizes_ptr, roots_ptr, tensors, keep, beta2, one_less_beta1, one_less_beta2,
-    eps, TYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    addresses_ptr, sizes_ptr, pieces_ptr, step_sizes_ptr, roots_ptr, skip_ptr, tensors, keep, beta2, one_less_beta1,
+    one_less_beta2, eps, TYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A block of one tensor. `pieces` (programs, 2): which tensor, which block; `addresses` (4, tensors): p, g, m, v."""
+    if tl.load(skip_ptr) != 0.0:
+        return
     tensor = tl.load(pieces_ptr + 2 * tl.program_id(0))
     offsets = tl.load(pieces_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < tl.load(sizes_ptr + tensor)
@@ -122,14 +128,15 @@ def _adamw(
     beta2: float,
     eps: float,
     decay: float,
+    skip: torch.Tensor,
 ) -> None:
     tables = _find_tables((parameters, gradients, exp_avgs, exp_avg_sqs))
     step = torch.stack(steps).double()
     sizes, roots = (rate / (1 - beta1**step)).float(), (1 - beta2**step).sqrt().float()
     kind = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[parameters[0].dtype]
     launch(
-        _adamw_kernel, (len(tables.pieces),), tables.addresses, tables.sizes, tables.pieces, sizes, roots, len(parameters),
-        1 - rate * decay, beta2, 1 - beta1, 1 - beta2, eps, TYPE=kind, ALIGNED=tables.aligned, BLOCK=_BLOCK, num_warps=8,
+        _adamw_kernel, (len(tables.pieces),),
+        tables.addresses, tables.sizes, tables.pieces, sizes, roots, skip, len(parameters), 1 - rate * decay, beta2, 1 - beta1, 1 - beta2, eps, TYPE=kind, ALIGNED=tables.aligned, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
 
 
@@ -145,6 +152,7 @@ def _(
     beta2: float,
     eps: float,
     decay: float,
+    skip: torch.Tensor,
 ) -> None:
     return None
 
@@ -160,6 +168,7 @@ def adamw(
     betas: tuple[float, float],
     eps: float,
     decay: float,
+    skip: torch.Tensor | None = None,
 ) -> None:
     """Updates parameters and moments in place.
 
@@ -173,15 +182,18 @@ def adamw(
         betas: decay of the moments, 0 to below 1.
         eps: added to the root of the second moment.
         decay: decoupled weight decay.
+        skip: where this fp32 scalar on the device is 1, nothing is updated; None: as if it were 0.
     """
     if not parameters:
         return
     groups = (parameters, gradients, exp_avgs, exp_avg_sqs)
     if takes_triton("adamw", parameters[0], _refusal(groups)):
         tensors = [list(group) for group in (*groups, steps)]
-        _adamw(*tensors, rate, *betas, eps, decay)
+        _adamw(
+            *tensors, rate, *betas, eps, decay, parameters[0].new_zeros((), dtype=torch.float32) if skip is None else skip
+        )
     else:
-        adamw_reference(*groups, steps, rate=rate, betas=betas, eps=eps, decay=decay)
+        adamw_reference(*groups, steps, rate=rate, betas=betas, eps=eps, decay=decay, skip=skip)
 
 
 def _refusal(groups: tuple[Tensors, ...]) -> str:

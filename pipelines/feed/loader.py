@@ -32,12 +32,15 @@ class MicroBatch:
     """Ids, (B, T) int64."""
     targets: torch.Tensor
     """Ids to predict, (B, T) int64; -100 where the loss looks away."""
+    empty: bool = False
+    """Whether it only keeps this worker in step with the others: real shapes, and no target that counts."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on a device; pinned memory is copied without waiting."""
         if device.type == "cpu":
             return self
-        return MicroBatch(self.slot, self.inputs.to(device, non_blocking=True), self.targets.to(device, non_blocking=True))
+        inputs, targets = self.inputs.to(device, non_blocking=True), self.targets.to(device, non_blocking=True)
+        return MicroBatch(self.slot, inputs, targets, self.empty)
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,10 @@ class Loader:
     world: int = 1
     micro_batch_slots: int = 0
     """Neighbouring slots in a micro-batch; 0: all of this worker's."""
+    even: bool = False
+    """Whether every worker gets equally many micro-batches, empty ones where it has no more."""
+    left_out: frozenset[tuple[int, int]] = frozenset()
+    """(step, slot) of slots that are passed over."""
     prefetch: int = 4
     """Steps kept ready."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -122,12 +129,18 @@ class Loader:
         batches, total = [], 0
         for slot in share[::group]:
             slots = range(slot, min(slot + group, share.stop))
-            positions = np.concatenate([self.plan.slot(number, each) for each in slots])
+            wanted = [each for each in slots if (number, each) not in self.left_out]
+            positions = np.concatenate([self.plan.slot(number, each) for each in wanted] or [np.array([], np.int64)])
             if not len(positions):
                 continue
             samples = self.plan.order.at(positions)
             total += digest(positions // self.plan.order.samples, samples)
             batches.append(self._batch(slot, samples))
+        if self.even:
+            most = -(-self.plan.slots // self.world)  # slots of the worker that has most
+            group = self.micro_batch_slots or most
+            empty = empty_batch(self.task, share.stop - 1, min(group, most) * self.plan.slot_size)
+            batches += [empty] * (-(-most // group) - len(batches))
         position = self.plan.position(number)
         return Step(number, position, self.plan.position(number + 1) - position, batches, total % 2**64)
 
@@ -139,16 +152,35 @@ class Loader:
         return MicroBatch(slot, inputs, targets)
 
 
+def empty_batch(task: Task, slot: int, samples: int) -> MicroBatch:
+    """A micro-batch of so many samples in which nothing counts."""
+    _, length = task.window(np.zeros(1, np.int64))
+    windows = np.zeros((samples, length), np.int64)
+    return MicroBatch(slot, *task.collate(windows, np.zeros(windows.shape, bool)), empty=True)
+
+
 def validation_batches(
-    stream: TokenStream, task: Task, *, samples: int, size: int, rank: int, world: int, device: torch.device
+    stream: TokenStream,
+    task: Task,
+    *,
+    samples: int,
+    size: int,
+    rank: int,
+    world: int,
+    device: torch.device,
+    even: bool = False,
 ) -> Iterator[MicroBatch]:
     """This worker's part of `samples` samples spread evenly over the stream, in batches of at most `size`.
 
     The batches are the same for any number of workers, only dealt out differently; `slot` numbers them over all workers.
+    `even`: every worker gets equally many, empty ones where there are no more.
     """
     available = task.samples(stream.tokens)
     chosen = np.arange(samples, dtype=np.int64) * available // max(1, samples)
-    for number in range(rank, -(-samples // size), world):
+    batches = -(-samples // size)
+    for number in range(rank, batches, world):
         starts, length = task.window(chosen[number * size : (number + 1) * size])
         inputs, targets = task.collate(*stream.windows(starts, length))
         yield MicroBatch(number, inputs, targets).to(device)
+    if even and batches % world and rank >= batches % world:
+        yield empty_batch(task, 0, size).to(device)

@@ -31,14 +31,16 @@ from pipelines.observers.tracker import Tracker
 from pipelines.prepare.manifest import Manifest
 from pipelines.record.sender import Post, Sender
 from pipelines.strategies import build_strategy
+from pipelines.strategies.recompute import recompute
 from pipelines.strategies.strategy import Strategy
 from pipelines.tasks import Task, build_task
 from pipelines.train.checkpoint import Checkpoints
 from pipelines.train.fingerprint import parameters_sha256
 from pipelines.train.loop import Ending, Training
 from pipelines.train.optimizer import build_optimizer
+from pipelines.train.precision import Precision
 from pipelines.train.state import TrainState
-from pipelines.train.step import StepRules
+from pipelines.train.step import build_rules
 from pipelines.train.validation import validate
 from triton_kernels.dispatch import use_kernels
 
@@ -88,11 +90,14 @@ def build_training(
     use_kernels(config.model.kernels)
     manifest = Manifest.load(job.prepared)
     task = build_task(config)
-    strategy = _strategy(config, place, device)
+    strategy = build_strategy(config, device=device, rank=place.rank, world=place.world)
     torch.manual_seed(config.seed)
-    model, optimizer = strategy.prepare(
-        task.build_model(manifest.vocabulary_size), partial(build_optimizer, config.optimizer)
-    )
+    precision = Precision(config.train.precision)
+    precision.use_products()
+    model = task.build_model(manifest.vocabulary_size)
+    precision.convert(model, sharded=strategy.even)
+    make_optimizer = partial(build_optimizer, config.optimizer, stochastic=config.train.stochastic_rounding)
+    model, optimizer = strategy.prepare(recompute(model, config.train), make_optimizer)
 
     checkpoints = _checkpoints(job, place, say)
     if config.checkpoint.every:
@@ -115,14 +120,10 @@ def build_training(
         rank=rank,
         world=world,
         micro_batch_slots=config.train.together,
+        even=strategy.even,
+        left_out=frozenset((each.step, each.slot) for each in state.left_out),
         prefetch=config.data.prefetch,
         device=device,
-    )
-    rules = StepRules(
-        seed=config.seed,
-        nominal_targets=config.train.batch * config.model.context,
-        clip_norm=config.train.clip_norm,
-        precision=config.train.precision,
     )
     return Training(
         config=config,
@@ -131,12 +132,13 @@ def build_training(
         optimizer=optimizer,
         loader=loader,
         state=state,
-        rules=rules,
-        validate=_validation(config, strategy, model, rules, task, held_out),
+        rules=build_rules(config, state, device),
+        validate=_validation(config, strategy, model, precision, task, held_out),
         checkpoints=checkpoints if config.checkpoint.every else None,
         header={"run": job.run, **job.facts, "data": manifest.fingerprint, "order": asdict(plan.order)},
         watchers=observers,
         stopping=stopping,
+        say=say,
     )
 
 
@@ -171,17 +173,6 @@ def _leave_group() -> None:
     dist.destroy_process_group()
 
 
-def _strategy(config: Config, place: Place, device: torch.device) -> Strategy:
-    return build_strategy(
-        config.scaling.strategy,
-        device=device,
-        rank=place.rank,
-        world=place.world,
-        bucket_mib=config.scaling.bucket_mib,
-        exact_slots=config.train.slots if config.train.exact else 0,
-    )
-
-
 def _checkpoints(job: Job, place: Place, say: Callable[[str], None]) -> Checkpoints:
     group = dist.new_group(backend="gloo") if place.world > 1 else None
     tokenizer = job.prepared / "tokenizer"
@@ -191,7 +182,7 @@ def _checkpoints(job: Job, place: Place, say: Callable[[str], None]) -> Checkpoi
 
 
 def _validation(
-    config: Config, strategy: Strategy, model: torch.nn.Module, rules: StepRules, task: Task, stream: TokenStream
+    config: Config, strategy: Strategy, model: torch.nn.Module, precision: Precision, task: Task, stream: TokenStream
 ) -> Callable[[], dict[str, float]]:
     """Measures the validation samples in batches of a slot's size, which surely fits in memory."""
     size = config.train.slot_size
@@ -200,9 +191,16 @@ def _validation(
 
     def measure() -> dict[str, float]:
         batches = validation_batches(
-            stream, task, samples=samples, size=size, rank=strategy.rank, world=strategy.world, device=strategy.device
+            stream,
+            task,
+            samples=samples,
+            size=size,
+            rank=strategy.rank,
+            world=strategy.world,
+            device=strategy.device,
+            even=strategy.even,
         )
-        return validate(strategy, model, rules, task, batches, -(-samples // size))
+        return validate(strategy, model, precision, task, batches, -(-samples // size))
 
     return measure
 
@@ -237,7 +235,7 @@ def _summary(job: Job, training: Training, ending: Ending, metrics: dict[str, fl
         "train_loss": state.train_loss,
         "val_loss": state.val_loss,
         "metrics": metrics,
-        "parameters_sha256": parameters_sha256(training.model),
+        "parameters_sha256": parameters_sha256(training.model, training.optimizer),
         "workers": training.strategy.world,
         "complete": state.step >= training.total_steps or ending is Ending.EARLY,
     }
@@ -257,7 +255,7 @@ def _write_sample(job: Job, model: torch.nn.Module) -> None:
 
 def _say(sender: Sender, place: Place, text: str) -> None:
     if place.rank == 0:
-        sender.put("event", {"name": "warning" if "passed over" in text else "note", "text": text})
+        sender.put("event", {"name": "warning" if "passed over" in text or "warning: " in text else "note", "text": text})
 
 
 def _bytes(gib: float) -> int:

@@ -3,6 +3,7 @@
 strategy   the protocol, and `Single` for one worker
 ddp        every worker holds the whole model; gradients are summed over all
 reduction  the buckets in which they are summed
+fsdp       parameters, gradients and optimiser state in shards (FSDP2)
 exact      buckets whose sums have the same bits for any number of workers, along a `tree` over the slots
 memory     bytes a worker will need, told beforehand; needs no PyTorch, which the driver does without
 """
@@ -13,29 +14,40 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from pipelines.config import Config
     from pipelines.strategies.strategy import Strategy
 
 EXTRA = 4
 """Numbers that travel with the gradients; see `train.step`."""
 
 
-def build_strategy(
-    kind: str, *, device: "torch.device", rank: int, world: int, bucket_mib: float, exact_slots: int = 0
-) -> "Strategy":
-    """The strategy that `scaling.strategy` names; `auto` is `single` for one worker and `ddp` for several.
+def build_strategy(config: "Config", *, device: "torch.device", rank: int, world: int) -> "Strategy":
+    """The strategy that `scaling.strategy` names; `auto` is `single` for one worker and `ddp` for several."""
+    scaling, train = config.scaling, config.train
+    bucket_bytes = int(scaling.bucket_mib * 2**20)
+    if scaling.strategy == "fsdp":
+        import torch
 
-    `exact_slots`: the slots of a step where `train.exact` asks for one order of addition, else 0.
-    """
-    bucket_bytes = int(bucket_mib * 2**20)
-    if exact_slots:
+        from pipelines.strategies.fsdp import FullySharded
+
+        return FullySharded(
+            device,
+            rank,
+            world,
+            shard_workers=scaling.shard_workers,
+            reshard=scaling.reshard,
+            offload=scaling.offload,
+            compute=torch.bfloat16 if train.precision == "pure_bf16" else torch.float32,
+        )
+    if train.exact:
         from pipelines.feed.plan import share
         from pipelines.strategies.ddp import DataParallel
         from pipelines.strategies.exact import ExactBuckets
 
-        shares = [share(exact_slots, each, world) for each in range(world)]
+        shares = [share(train.slots, each, world) for each in range(world)]
         buckets = partial(ExactBuckets, bucket_bytes=bucket_bytes, extra=EXTRA, shares=shares, rank=rank)
         return DataParallel(device, rank, world, buckets)
-    if world > 1 and kind in ("auto", "ddp"):
+    if world > 1:
         from pipelines.strategies.ddp import DataParallel
         from pipelines.strategies.reduction import Buckets
 

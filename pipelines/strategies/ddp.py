@@ -11,11 +11,14 @@ import torch.distributed as dist
 from torch import nn
 
 from pipelines.strategies.reduction import Buckets
-from pipelines.strategies.strategy import Optimizer
+from pipelines.strategies.strategy import Optimizer, give_first_workers_values, norm_of
 
 
 class DataParallel:
     """Gradients summed over all workers in fixed buckets; several workers need an initialised process group."""
+
+    even = False
+    protects = True
 
     def __init__(
         self, device: torch.device, rank: int, world: int, buckets: Callable[[Iterable[nn.Parameter]], Buckets]
@@ -25,10 +28,7 @@ class DataParallel:
 
     def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> tuple[nn.Module, Optimizer]:
         """Moves the model to the device and gives every worker rank 0's parameters."""
-        model = model.to(self.device)
-        if self.world > 1:
-            for parameter in model.parameters():
-                dist.broadcast(parameter.detach(), src=0)
+        give_first_workers_values(model := model.to(self.device), self.world)
         self._buckets = self._make_buckets(model.parameters())
         return model, make_optimizer(model)
 
@@ -50,8 +50,15 @@ class DataParallel:
         """The buckets."""
         return self._buckets.gradients()
 
+    def norm(self) -> torch.Tensor:
+        """Norm of the buckets' norms."""
+        return norm_of(self.gradients(), self.device)
+
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """All-reduce."""
         if self.world > 1:
             dist.all_reduce(values)
         return values
+
+    def settle(self) -> None:
+        """Nothing to do."""

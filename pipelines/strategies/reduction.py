@@ -24,7 +24,7 @@ from torch import nn
 
 
 class Buckets:
-    """Sums gradients over the workers of the default process group. Parameters must share device and type.
+    """Sums gradients, in fp32, over the workers of the default process group. Parameters must share a device.
 
     Buffers are as long as `multiple_of` divides.
     """
@@ -44,7 +44,7 @@ class Buckets:
         for number, (group, size) in enumerate(zip(self.groups, self.sizes, strict=True)):
             size += extra if number == len(self.groups) - 1 else 0
             size += -size % multiple_of
-            self.flat.append(torch.zeros(size, dtype=group[0].dtype, device=group[0].device))
+            self.flat.append(torch.zeros(size, device=group[0].device))
             for parameter in group:
                 parameter.register_post_accumulate_grad_hook(lambda _, number=number: self._arrived(number))
         for parameter, view in self.views(self.flat):
@@ -118,11 +118,11 @@ class Buckets:
 
 
 def _cut(parameters: list[nn.Parameter], most_bytes: int) -> list[list[nn.Parameter]]:
-    """Neighbouring parameters in groups of at most `most_bytes`, one parameter at least."""
+    """Neighbouring parameters in groups of at most `most_bytes` of fp32 gradients, one parameter at least."""
     groups: list[list[nn.Parameter]] = [[]]
     held = 0
     for parameter in parameters:
-        size = parameter.numel() * parameter.element_size()
+        size = 4 * parameter.numel()
         if groups[-1] and held + size > most_bytes:
             groups.append([])
             held = 0

@@ -25,6 +25,10 @@ class Strategy(Protocol):
     device: torch.device
     rank: int
     world: int
+    even: bool
+    """Whether a micro-batch exchanges something, so that all workers must run equally many, in training and validation."""
+    protects: bool
+    """Whether `Updater.update` can be told, on the device, to leave everything as it is."""
 
     def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> tuple[nn.Module, Optimizer]:
         """The model on its device, spread out, with its optimiser."""
@@ -46,11 +50,19 @@ class Strategy(Protocol):
         ...
 
     def gradients(self) -> list[torch.Tensor]:
-        """The tensors in which all gradients lie, for the norm and for scaling in place."""
+        """The tensors in which this worker's gradients lie, for scaling in place."""
+        ...
+
+    def norm(self) -> torch.Tensor:
+        """Euclidean norm of the whole gradient, a scalar, the same on every worker; after `reduce`."""
         ...
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over the workers, in place; all of them must call it."""
+        ...
+
+    def settle(self) -> None:
+        """After forwards that no backward follows: brings the model back to what lies between two steps."""
         ...
 
 
@@ -59,6 +71,8 @@ class Single:
 
     rank = 0
     world = 1
+    even = False
+    protects = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -87,6 +101,27 @@ class Single:
         """The gradients there are."""
         return [p.grad for p in self._parameters if p.grad is not None]
 
+    def norm(self) -> torch.Tensor:
+        """Norm of the gradients."""
+        return norm_of(self.gradients(), self.device)
+
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The values themselves."""
         return values
+
+    def settle(self) -> None:
+        """Nothing to do."""
+
+
+def norm_of(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Euclidean norm of all tensors together, a scalar; stays on the device."""
+    if not tensors:
+        return torch.zeros((), device=device)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))  # type: ignore[no-any-return]
+
+
+def give_first_workers_values(model: nn.Module, world: int) -> None:
+    """Every worker's parameters become those of rank 0."""
+    if world > 1:
+        for parameter in model.parameters():
+            torch.distributed.broadcast(parameter.detach(), src=0)

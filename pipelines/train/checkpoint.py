@@ -204,14 +204,13 @@ class Checkpoints:
         """Fills the model and, where given, the optimiser, whatever number of workers wrote the checkpoint."""
         from pipelines.train.storage import CheckpointReader, load
 
-        wanted: dict[str, torch.Tensor] = {f"model.{name}": p.detach() for name, p in _parameters(model).items()}
-        if optimizer is not None:
-            for name, entry in found.manifest["tensors"].items():
-                if name.startswith("optimizer."):
-                    wanted[name] = torch.zeros(entry["size"], dtype=getattr(torch, entry["dtype"]))
+        wanted: dict[str, torch.Tensor] = {}
+        for name, parameter in model.named_parameters():
+            wanted |= _wanted(name, parameter, found.manifest["tensors"], optimizer)
         load(wanted, CheckpointReader(found.folder, found.manifest), self.group)
         if optimizer is not None:
-            _load_optimizer(optimizer, model, wanted)
+            for name, parameter in model.named_parameters():
+                optimizer.take(parameter, _held(name, wanted, optimizer))
 
 
 def step_name(step: int) -> str:
@@ -228,26 +227,36 @@ def _attempt_of(folder: Folder) -> str | None:
 
 
 def named_tensors(model: nn.Module, optimizer: Updater) -> dict[str, torch.Tensor]:
-    """All that a checkpoint holds, by name: `model.<parameter>` and `optimizer.<parameter>.<state>`; tied ones once."""
-    parameters = _parameters(model)
-    tensors: dict[str, torch.Tensor] = {f"model.{name}": p.detach() for name, p in parameters.items()}
-    for name, parameter in parameters.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"optimizer.{name}.{key}"] = value
+    """All that a checkpoint holds, by name: `model.<parameter>` and `optimizer.<parameter>.<state>`; tied ones once.
+
+    The model's part are the master copies where there are any. All workers call it together.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        held = dict(optimizer.held(parameter))
+        tensors[f"model.{name}"] = held.pop("master", parameter.detach())
+        tensors |= {f"optimizer.{name}.{key}": value for key, value in held.items()}
     return tensors
 
 
-def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    return dict(model.named_parameters())
+def _wanted(
+    name: str, parameter: nn.Parameter, stored: dict[str, Any], optimizer: Updater | None
+) -> dict[str, torch.Tensor]:
+    """Where to read what a checkpoint has stored of a parameter: in place, or into what the optimiser then takes."""
+    if optimizer is None:
+        return {f"model.{name}": parameter.detach()}
+    size = stored[f"model.{name}"]["size"]
+    value = optimizer.blank(parameter, size, torch.float32) if optimizer.masters else parameter.detach()
+    wanted = {f"model.{name}": value}
+    for key in (key for key in stored if key.startswith(f"optimizer.{name}.")):
+        wanted[key] = optimizer.blank(parameter, stored[key]["size"], getattr(torch, stored[key]["dtype"]))
+    return wanted
 
 
-def _load_optimizer(optimizer: Updater, model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    for name, parameter in _parameters(model).items():
-        prefix = f"optimizer.{name}."
-        state = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-        if state:
-            optimizer.state[parameter] = {key: tensor.to(parameter.device) for key, tensor in state.items()}
+def _held(name: str, tensors: dict[str, torch.Tensor], optimizer: Updater) -> dict[str, torch.Tensor]:
+    prefix = f"optimizer.{name}."
+    held = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+    return held | ({"master": tensors[f"model.{name}"]} if optimizer.masters else {})
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

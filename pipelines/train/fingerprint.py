@@ -1,6 +1,6 @@
 """One hash that says whether two models are the same to the last bit.
 
-parameters_sha256(model)                                  # 64 hexadecimal digits
+parameters_sha256(model, optimizer)                       # 64 hexadecimal digits
 """
 
 import hashlib
@@ -8,13 +8,23 @@ import hashlib
 import torch
 from torch import nn
 
+from pipelines.train.optimizer import Updater
 
-def parameters_sha256(model: nn.Module) -> str:
-    """SHA-256 over the parameters by name, tied ones once: name, shape, type, and the values as little-endian fp32."""
+
+def parameters_sha256(model: nn.Module, optimizer: Updater | None = None) -> str:
+    """SHA-256 over the parameters by name, tied ones once: name, shape, type, and the values as little-endian fp32.
+
+    Of a parameter that has a master copy, that is taken. All workers call it together: shards are gathered one by one.
+    """
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        digest.update(f"{name} {list(parameter.shape)} {dtype}\n".encode())
-        values = parameter.detach().to("cpu", torch.float32).contiguous().reshape(-1)
+        held: torch.Tensor = parameter.detach()
+        if optimizer is not None:
+            held = optimizer.held(parameter).get("master", held)
+        if hasattr(held, "full_tensor"):
+            held = held.full_tensor()
+        dtype = str(held.dtype).removeprefix("torch.")
+        digest.update(f"{name} {list(held.shape)} {dtype}\n".encode())
+        values = held.to("cpu", torch.float32).contiguous().reshape(-1)
         digest.update(values.numpy().astype("<f4", copy=False).data)
     return digest.hexdigest()

@@ -22,9 +22,10 @@ from pipelines.feed.loader import Loader, Step
 from pipelines.strategies.strategy import Strategy
 from pipelines.train.agreement import Agreement
 from pipelines.train.checkpoint import Checkpoints
+from pipelines.train.guard import Blame, Diverged, GoBack, Guard
 from pipelines.train.optimizer import Updater, learning_rate
-from pipelines.train.state import TrainState
-from pipelines.train.step import TARGETS, StepResult, StepRules, train_step
+from pipelines.train.state import LeftOut, TrainState
+from pipelines.train.step import OUT_OF_TIME, STOP, TARGETS, VERDICT, StepResult, StepRules, build_rules, train_step
 
 
 class Ending(StrEnum):
@@ -34,10 +35,6 @@ class Ending(StrEnum):
     STOPPED = "stopped"
     OUT_OF_TIME = "out_of_time"
     EARLY = "stopped_early"
-
-
-class Diverged(ArithmeticError):
-    """The loss is no longer a number."""
 
 
 class Watcher(Protocol):
@@ -69,34 +66,55 @@ class Training:
     watchers: Sequence[Watcher] = ()
     stopping: Callable[[], bool] = lambda: False
     """Whether someone asked this worker to end."""
+    say: Callable[[str], None] = print
+    """Takes what people should read."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The newest validation's."""
 
     def __post_init__(self) -> None:
         train = self.config.train
         self.total_steps = min(train.steps or math.inf, self.loader.plan.steps)
+        self._began = time.perf_counter()
+        self._validated_at = self._saved_at = -1
+        self._begin()
+
+    def _begin(self) -> None:
+        """What is counted from the state's position on: of this attempt, or since the run went back."""
         self._agreement = Agreement(self.strategy.device)
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.strategy.device)
-        self._began = self._interval_began = time.perf_counter()
+        self._since = self._interval_began = time.perf_counter()
         self._totals = self._logged = [0.0, 0.0]
-        self._waited = 0.0
+        self._waited = self.loader.waited
         self._seconds_before, self._tokens_before = self.state.seconds, self.state.tokens_seen
-        self._validated_at = self._saved_at = -1
+        self._guard = Guard(self.config.guard, self.state, self._find_blame, self.say)
 
     def run(self) -> tuple[Ending, dict[str, float]]:
         """Trains to the end, saves, and says why it ended. Raises Diverged, and whatever a step or a save raises."""
+        if self.checkpoints and self.config.guard.policy == "rewind" and not self.state.step:
+            self._save(best=False)  # something to go back to
+        while True:
+            try:
+                ending = self._train()
+                break
+            except GoBack as wanted:
+                self._go_back(wanted.slots)
+        self._finish(ending)
+        return ending, self.metrics
+
+    def _train(self) -> Ending:
+        """Steps until there is a reason to end. Raises GoBack where the guard asks for it."""
         exhausted = self._out_of_patience()
-        ending = Ending.EARLY if exhausted else Ending.DONE
         until = self.state.step if exhausted else self.total_steps
+        step, result = None, None
         for step in self.loader.steps(self.state.step, until):
             self._rate = self._learning_rate(step.number)
             result = train_step(self.strategy, self.model, self.optimizer, step, self.rules, self._rate, self._wishes())
             self._after(step, result)
-            if reason := self._reason_to_end(result):
-                ending = reason
-                break
-        self._finish(ending)
-        return ending, self.metrics
+            if reason := self._reason_to_end(step, result):
+                return reason
+        if step and result:
+            self._heed_now(step, result)
+        return Ending.EARLY if exhausted else Ending.DONE
 
     def _after(self, step: Step, result: StepResult) -> None:
         """Everything that may follow an update: counting, logging, validation, a checkpoint."""
@@ -105,9 +123,36 @@ class Training:
         self._watch("on_step", self.state.step)
         if self._due(self.config.train.log_every):
             self._log(result)
-        improved = self._validate() if self._due(self.config.validation.every) else False
-        if self.checkpoints and (improved or self._due(self.config.checkpoint.every)):
+        validation, checkpoint = self._due(self.config.validation.every), self._due(self.config.checkpoint.every)
+        if validation or checkpoint:
+            self._heed_now(step, result)
+        improved = self._validate() if validation else False
+        if self.checkpoints and (improved or checkpoint):
             self._save(best=improved)
+
+    def _heed_now(self, step: Step, result: StepResult) -> None:
+        """Acts on the verdict on this very step, before something is made of its parameters."""
+        self._guard.heed(step.number, float(result.measured[VERDICT]))
+
+    def _find_blame(self, step: int, spike: bool) -> Blame | None:
+        from pipelines.train.blame import find_blame
+
+        return find_blame(self.strategy, self.model, self.loader, self.rules, step, spike)
+
+    def _go_back(self, slots: list[LeftOut]) -> None:
+        """Loads the newest checkpoint, from where the loop comes again without these slots. Raises Diverged without one."""
+        assert self.checkpoints is not None
+        self.checkpoints.wait()
+        if (found := self.checkpoints.newest()) is None:
+            raise Diverged("there is no whole checkpoint to go back to; set guard.policy skip")
+        self.checkpoints.load(found, self.model, self.optimizer)
+        earlier, self.state = self.state, found.state
+        self.state.left_out = earlier.left_out + slots
+        self.state.rewinds = earlier.rewinds + 1
+        self.loader.left_out = frozenset((each.step, each.slot) for each in self.state.left_out)
+        self.rules = build_rules(self.config, self.state, self.strategy.device)
+        self._saved_at = self.state.step
+        self._begin()
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.state.step % every == 0
@@ -122,14 +167,20 @@ class Training:
         late = hours > 0 and time.perf_counter() - self._began > 3600 * hours
         return float(self.stopping()), float(late)
 
-    def _reason_to_end(self, result: StepResult) -> Ending | None:
+    def _reason_to_end(self, step: Step, result: StepResult) -> Ending | None:
         """The same answer on every rank: the wishes that were summed in the step before, or too many bad validations."""
-        asked, late = self._agreement.previous(result.measured)
-        if asked:
-            return Ending.STOPPED
-        if late:
-            return Ending.OUT_OF_TIME
-        return Ending.EARLY if self._out_of_patience() else None
+        agreed = self._agreement.previous(result.measured)
+        self._guard.heed(step.number - 1, agreed[VERDICT])
+        reason = None
+        if agreed[STOP]:
+            reason = Ending.STOPPED
+        elif agreed[OUT_OF_TIME]:
+            reason = Ending.OUT_OF_TIME
+        elif self._out_of_patience():
+            reason = Ending.EARLY
+        if reason:
+            self._heed_now(step, result)
+        return reason
 
     def _out_of_patience(self) -> bool:
         patience = self.config.validation.patience
@@ -139,7 +190,7 @@ class Training:
         """Brings the state's counters up to this step, which waits for the device."""
         self._totals = self._sums.tolist()
         self.state.tokens_seen = self._tokens_before + round(self._totals[TARGETS])
-        self.state.seconds = self._seconds_before + time.perf_counter() - self._began
+        self.state.seconds = self._seconds_before + time.perf_counter() - self._since
 
     def _interval_loss(self) -> float | None:
         """Mean loss of the steps since the last call; None where no target counted."""
@@ -152,11 +203,6 @@ class Training:
 
     def _log(self, result: StepResult) -> None:
         loss = self._interval_loss()
-        if loss is not None and not math.isfinite(loss):
-            raise Diverged(
-                f"the loss is {loss} in the steps up to {self.state.step}: lower optimizer.learning_rate "
-                f"({self.config.optimizer.learning_rate}), lengthen optimizer.warmup_steps or set train.clip_norm"
-            )
         now = time.perf_counter()
         measured = {
             "learning_rate": self._rate,
@@ -167,6 +213,10 @@ class Training:
         }
         if loss is not None:
             measured["train_loss"] = loss
+        if self.rules.scale:
+            measured["loss_scale"] = float(self.rules.scale.value)
+        if self.state.dropped or self.state.left_out:
+            measured |= {"dropped_steps": float(len(self.state.dropped)), "left_out_slots": float(len(self.state.left_out))}
         self._interval_began, self._waited = now, self.loader.waited
         self._watch("on_log", self.state.step, measured)
 
@@ -192,6 +242,8 @@ class Training:
         assert self.checkpoints is not None
         began = time.perf_counter()
         self._collect()
+        self.state.loss_scale = self.rules.scale.read() if self.rules.scale else None
+        self.state.loss_seen = self.rules.judge.read() if self.config.guard.spike else None
         self.checkpoints.save(self.model, self.optimizer, self.state, self.header, best=best)
         self._saved_at = self.state.step
         self._watch("on_checkpoint", self.state.step, str(self.checkpoints.path(self.state.step)))

@@ -8,7 +8,7 @@ compiler at their first use (1 s of a start) and take 0.6 ms of Python an update
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -25,91 +25,210 @@ Group = tuple[list[nn.Parameter], float]
 class Updater(Protocol):
     """What the loop and the checkpoints ask of an optimiser."""
 
-    state: State
-    """Tensors by parameter and name, all that an optimiser must remember; empty for a parameter before its first update."""
+    masters: bool
+    """Whether it holds the full value of each parameter itself, as `master`."""
 
-    def update(self, rate: float) -> None:
-        """Changes the parameters that have a gradient, at this learning rate."""
+    def update(self, rate: float, skip: torch.Tensor | None = None) -> None:
+        """Changes the parameters that have a gradient, at this learning rate; where `skip` (fp32 scalar) is 1, nothing."""
+        ...
+
+    def held(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """All that it remembers of a parameter, by name; nothing before the first update. In shards if the parameter is."""
+        ...
+
+    def blank(self, parameter: nn.Parameter, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Zeros into which a checkpoint can be read: a scalar, or of a parameter's size and in shards as it is."""
+        ...
+
+    def take(self, parameter: nn.Parameter, held: dict[str, torch.Tensor]) -> None:
+        """Goes on with what an optimiser held of a parameter; a `master` becomes the parameter's value, too."""
         ...
 
 
-class AdamW:
-    """AdamW (Loshchilov and Hutter, 2019, algorithm 2), all parameters of a group in one fused operation."""
+class FusedUpdater:
+    """Fused updates of fp32 values: the parameters, or where those are bfloat16, their master copies or fp32 copies.
 
-    def __init__(self, groups: list[Group], betas: tuple[float, float], eps: float) -> None:
-        self.groups, self.betas, self.eps = groups, betas, eps
-        self.state: State = {}
+    Without masters the new value is rounded to bfloat16 stochastically (Zamirai et al., 2020): up with the probability that
+    the distance to the lower neighbour is of the gap, from PyTorch's generator of the device.
+    """
 
-    def update(self, rate: float) -> None:
-        """p <- p - rate (m / (sqrt(v) + eps) + decay p), with bias-corrected moments m and v of the gradient."""
-        for trained, decay in _with_gradients(self.groups):
-            states = [self.state.get(p) or self._begin(p) for p in trained]
-            steps = [state["step"] for state in states]
-            torch._foreach_add_(steps, 1)
-            adamw(
-                [p.detach() for p in trained],
-                [p.grad for p in trained if p.grad is not None],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                steps,
-                rate=rate,
-                betas=self.betas,
-                eps=self.eps,
-                decay=decay,
-            )
+    def __init__(self, groups: list[Group], *, stochastic: bool = False) -> None:
+        self.groups, self._stochastic = groups, stochastic
+        self.masters = not stochastic and any(p.dtype != torch.float32 for group, _ in groups for p in group)
+        self._state: State = {}
+        self._begun: set[nn.Parameter] = set()
+
+    @torch.no_grad()
+    def update(self, rate: float, skip: torch.Tensor | None = None) -> None:
+        """Updates every group; see Updater."""
+        for parameters, decay in self.groups:
+            trained = [p for p in parameters if p.grad is not None]
+            if trained:
+                self._update_group(trained, decay, rate, skip)
+
+    def _update_group(self, trained: list[nn.Parameter], decay: float, rate: float, skip: torch.Tensor | None) -> None:
+        states = [self._state[p] if p in self._begun else self._begin(p) for p in trained]
+        parameters = [local(p) for p in trained]
+        held_in_less = parameters[0].dtype != torch.float32
+        values = parameters
+        if held_in_less and self._stochastic:
+            values = [p.float() for p in parameters]
+        elif held_in_less:
+            values = [local(state["master"]) for state in states]
+        if skip is not None:
+            skip = skip.to(values[0].device)
+        self._step(values, [local(p.grad) for p in trained if p.grad is not None], states, decay, rate, skip)
+        if held_in_less and self._stochastic:
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.copy_(round_stochastically(value))
+        elif held_in_less:
+            torch._foreach_copy_(parameters, values)
 
     def _begin(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        self.state[parameter] = {
+        state = self._fresh(parameter)
+        if self.masters:
+            state["master"] = parameter.detach().float()
+        self._state[parameter] = state | self._state.get(parameter, {})
+        self._begun.add(parameter)
+        return self._state[parameter]
+
+    def held(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """See Updater."""
+        return self._state.get(parameter, {})
+
+    def blank(self, parameter: nn.Parameter, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """See Updater."""
+        if list(size) == list(parameter.shape):
+            return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        return torch.zeros(size, dtype=dtype, device=parameter.device)
+
+    @torch.no_grad()
+    def take(self, parameter: nn.Parameter, held: dict[str, torch.Tensor]) -> None:
+        """See Updater."""
+        if "master" in held:
+            parameter.copy_(held["master"])
+        self._state[parameter] = held
+        self._begun.discard(parameter)
+
+    def _fresh(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """The state of a parameter before its first update."""
+        raise NotImplementedError
+
+    def _step(
+        self,
+        values: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        states: list[dict[str, torch.Tensor]],
+        decay: float,
+        rate: float,
+        skip: torch.Tensor | None,
+    ) -> None:
+        raise NotImplementedError
+
+
+class AdamW(FusedUpdater):
+    """AdamW (Loshchilov and Hutter, 2019, algorithm 2), all parameters of a group in one fused operation."""
+
+    def __init__(self, groups: list[Group], betas: tuple[float, float], eps: float, *, stochastic: bool = False) -> None:
+        super().__init__(groups, stochastic=stochastic)
+        self._betas, self._eps = betas, eps
+
+    def _fresh(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        return {
             "step": torch.zeros((), device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+            "exp_avg": torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False),
         }
-        return self.state[parameter]
+
+    def _step(
+        self,
+        values: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        states: list[dict[str, torch.Tensor]],
+        decay: float,
+        rate: float,
+        skip: torch.Tensor | None,
+    ) -> None:
+        """p <- p - rate (m / (sqrt(v) + eps) + decay p), with bias-corrected moments m and v of the gradient."""
+        steps = [state["step"] for state in states]
+        if skip is None:
+            torch._foreach_add_(steps, 1)
+        else:
+            torch._foreach_add_(steps, 1 - skip)
+        adamw(
+            values,
+            gradients,
+            [local(state["exp_avg"]) for state in states],
+            [local(state["exp_avg_sq"]) for state in states],
+            steps,
+            rate=rate,
+            betas=self._betas,
+            eps=self._eps,
+            decay=decay,
+            skip=skip,
+        )
 
 
-class SGD:
+class SGD(FusedUpdater):
     """Stochastic gradient descent with optional momentum (Sutskever et al., 2013) and decay added to the gradient."""
 
-    def __init__(self, groups: list[Group], momentum: float) -> None:
-        self.groups, self.momentum = groups, momentum
-        self.state: State = {}
+    def __init__(self, groups: list[Group], momentum: float, *, stochastic: bool = False) -> None:
+        super().__init__(groups, stochastic=stochastic)
+        self._momentum = momentum
 
-    def update(self, rate: float) -> None:
+    def _fresh(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        if not self._momentum:
+            return {}
+        return {"momentum_buffer": torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)}
+
+    def _step(
+        self,
+        values: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        states: list[dict[str, torch.Tensor]],
+        decay: float,
+        rate: float,
+        skip: torch.Tensor | None,
+    ) -> None:
         """p <- p - rate b, with b <- momentum b + g + decay p."""
-        for trained, decay in _with_gradients(self.groups):
-            for parameter in trained:
-                if self.momentum and parameter not in self.state:
-                    self.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter, requires_grad=False)}
-            torch.ops.aten._fused_sgd_(
-                [p.detach() for p in trained],
-                [p.grad for p in trained],
-                [self.state[p]["momentum_buffer"] for p in trained] if self.momentum else [],
-                weight_decay=decay,
-                momentum=self.momentum,
-                lr=rate,
-                dampening=0.0,
-                nesterov=False,
-                maximize=False,
-                # The buffers begin at zero, so the first step needs no case of its own.
-                is_first_step=False,
-            )
+        torch.ops.aten._fused_sgd_(
+            values,
+            gradients,
+            [local(state["momentum_buffer"]) for state in states] if self._momentum else [],
+            weight_decay=decay,
+            momentum=self._momentum,
+            lr=rate,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            # The buffers begin at zero, so the first step needs no case of its own.
+            is_first_step=False,
+            found_inf=skip,
+        )
 
 
-def _with_gradients(groups: list[Group]) -> Iterator[Group]:
-    """The groups without parameters that have no gradient, and without groups that are then empty."""
-    for parameters, decay in groups:
-        if trained := [p for p in parameters if p.grad is not None]:
-            yield trained, decay
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This worker's shard of a tensor that lies in shards (a DTensor), else the tensor itself; call it without gradients."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
 
 
-def build_optimizer(settings: Optimizer, model: nn.Module) -> Updater:
-    """AdamW or SGD over two groups: matrices decay, vectors (biases, norms) do not."""
+def round_stochastically(values: torch.Tensor) -> torch.Tensor:
+    """fp32 to bfloat16, up or down by chance, right on average; what bfloat16 can hold stays. Finite values only."""
+    # bfloat16 is the upper half of fp32: noise below its last bit carries over as often as the lower half is large.
+    noise = torch.randint(0, 2**16, values.shape, dtype=torch.int32, device=values.device)
+    return ((values.view(torch.int32) + noise) & -(2**16)).view(torch.float32).bfloat16()
+
+
+def build_optimizer(settings: Optimizer, model: nn.Module, *, stochastic: bool = False) -> Updater:
+    """AdamW or SGD over two groups: matrices decay, vectors (biases, norms) do not. `stochastic`: see FusedUpdater."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         ([p for p in trained if p.dim() >= 2], settings.weight_decay),
         ([p for p in trained if p.dim() < 2], 0.0),
     ]
-    return SGD(groups, settings.momentum) if settings.kind == "sgd" else AdamW(groups, settings.betas, settings.eps)
+    if settings.kind == "sgd":
+        return SGD(groups, settings.momentum, stochastic=stochastic)
+    return AdamW(groups, settings.betas, settings.eps, stochastic=stochastic)
 
 
 def learning_rate(settings: Optimizer, step: int, total_steps: int, width: int) -> float:

@@ -5,13 +5,23 @@ state.advance(step)
 state.to_json()                                           # into the checkpoint's manifest
 """
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, NamedTuple
 
 from pipelines.feed.loader import Step
 
 LINK = ("parent_step", "parent_position", "fed_digest", "saved")
 """What ties a checkpoint to the one before it; stands in the manifest itself, the digest for each rank."""
+
+
+class LeftOut(NamedTuple):
+    """A slot that the guard left out: its samples were not fed."""
+
+    step: int
+    slot: int
+    position: int
+    """Of its first sample."""
+    samples: int
 
 
 @dataclass
@@ -36,6 +46,16 @@ class TrainState:
     """Validations since then, for early stopping."""
     seconds: float = 0.0
     """Time spent in training, over all attempts."""
+    dropped: list[int] = field(default_factory=list)
+    """Numbers of the steps whose samples were fed and that changed nothing; see `train.guard`."""
+    left_out: list[LeftOut] = field(default_factory=list)
+    """Slots that were not fed."""
+    rewinds: int = 0
+    """Times that the run went back."""
+    loss_scale: tuple[float, int] | None = None
+    """Under fp16, the loss scale and the good steps since it changed."""
+    loss_seen: list[float] | None = None
+    """What the judge knows of losses so far; see `Judge.read`."""
     parent_step: int = 0
     """Step of the checkpoint that the next one follows ..."""
     parent_position: int = 0
@@ -61,4 +81,6 @@ class TrainState:
     def from_json(cls, content: dict[str, Any]) -> "TrainState":
         """The state as saved."""
         known = {item.name for item in fields(cls)}
-        return cls(**{key: value for key, value in content.items() if key in known})
+        state = cls(**{key: value for key, value in content.items() if key in known})
+        state.left_out = [LeftOut(*each) for each in state.left_out]
+        return state

@@ -4,25 +4,30 @@ Each micro-batch's loss sum is divided by the nominal number of targets in a ste
 number that really counted (masks, a short last step) is summed with the gradients, and the factor nominal / actual joins the
 clipping coefficient. So the gradient is the exact mean over the targets of all workers, with no exchange before backward.
 
+A step whose loss or gradient is not what it should be changes nothing; its verdict stays on the device with the rest.
+
     result = train_step(strategy, model, optimizer, step, rules, rate=1e-3)
     result.measured[LOSS] / result.measured[TARGETS]          # the step's mean loss; stays on the device
 """
 
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import nn
 
-from model.linear import bf16_products
+from pipelines.config import Config
 from pipelines.feed.loader import Step
 from pipelines.feed.order import mix64
 from pipelines.strategies.strategy import Strategy
+from pipelines.train.judge import FINE, OVERFLOW, Judge
 from pipelines.train.optimizer import Updater
+from pipelines.train.precision import LossScale, Precision
+from pipelines.train.state import TrainState
 
-LOSS, TARGETS, STOP, OUT_OF_TIME = range(4)
-"""Where in the measured vector (fp32, 4) the loss sum, the targets, and the numbers of workers that ask to end are."""
+LOSS, TARGETS, STOP, OUT_OF_TIME, VERDICT = range(5)
+"""Where in the measured vector (fp32, 5) the loss sum, the targets, the numbers of workers that ask to end, and the judge's
+verdict are. The first four travel with the gradients. Of a step that changed nothing, loss and targets are 0."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +40,28 @@ class StepRules:
     """Targets of a full step in which every token counts: slots x slot size x context."""
     clip_norm: float
     """Largest norm of the gradient; 0: none."""
-    precision: str
-    """`fp32` or `bf16`."""
+    judge: Judge
+    """Says which steps may change the parameters."""
+    precision: Precision = field(default_factory=Precision)
+    """How numbers are held and multiplied."""
+    scale: LossScale | None = None
+    """With float16."""
+    random_updates: bool = False
+    """Whether the update draws random numbers, which are then seeded by the step."""
 
-    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        """The context in which the model runs: autocast on a GPU, bfloat16 products in linear layers on a CPU."""
-        if self.precision != "bf16":
-            return nullcontext()
-        return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else bf16_products()
+
+def build_rules(config: Config, state: TrainState, device: torch.device) -> StepRules:
+    """The rules of a run at this point of it."""
+    train, guard = config.train, config.guard
+    return StepRules(
+        seed=config.seed,
+        nominal_targets=train.batch * config.model.context,
+        clip_norm=train.clip_norm,
+        judge=Judge(device, guard.spike, guard.window, state.loss_seen),
+        precision=Precision(train.precision),
+        scale=LossScale(device, *(state.loss_scale or ())) if train.precision == "fp16" else None,
+        random_updates=train.stochastic_rounding,
+    )
 
 
 @dataclass(frozen=True)
@@ -50,7 +69,7 @@ class StepResult:
     """What a step leaves on the device."""
 
     measured: torch.Tensor
-    """Sums over all workers, fp32 (4): see LOSS, TARGETS, STOP, OUT_OF_TIME."""
+    """Sums over all workers, fp32 (5): see LOSS, TARGETS, STOP, OUT_OF_TIME, VERDICT."""
     gradient_norm: torch.Tensor
     """Euclidean norm of the mean gradient before clipping, a scalar."""
 
@@ -72,30 +91,46 @@ def train_step(
         measured[STOP], measured[OUT_OF_TIME] = stop
     for number, batch in enumerate(step.micro_batches):
         seed_dropout(device, micro_batch_seed(rules.seed, step.number, batch.slot))
-        with rules.autocast(device):
+        with rules.precision.autocast(device):
             loss_sum, counted = model(batch.inputs, batch.targets)
         measured[LOSS] += loss_sum.detach()
         measured[TARGETS] += counted
+        loss = loss_sum / rules.nominal_targets
         last = number == len(step.micro_batches) - 1
-        strategy.backward(loss_sum / rules.nominal_targets, measured, slot=batch.slot, last=last)
-    measured = strategy.reduce(measured)
-    norm = scale_gradients(strategy.gradients(), rules.nominal_targets / measured[TARGETS].clamp(min=1), rules.clip_norm)
-    optimizer.update(rate)
+        strategy.backward(loss * rules.scale.value if rules.scale else loss, measured, slot=batch.slot, last=last)
+    return _finish(strategy, optimizer, strategy.reduce(measured), step, rules, rate)
+
+
+def _finish(
+    strategy: Strategy, optimizer: Updater, measured: torch.Tensor, step: Step, rules: StepRules, rate: float
+) -> StepResult:
+    """Scales and clips the summed gradients, judges the step, and updates."""
+    targets = measured[TARGETS].clamp(min=1)
+    factor = rules.nominal_targets / targets
+    if rules.scale:
+        factor = factor / rules.scale.value
+    norm = strategy.norm() * factor
+    verdict = rules.judge(measured[LOSS] / targets, norm, rules.scale.value if rules.scale else None)
+    bad = verdict != FINE
+    clip_gradients(strategy.gradients(), norm, factor, rules.clip_norm)
+    if rules.random_updates:
+        seed_dropout(strategy.device, micro_batch_seed(rules.seed, step.number, -1))
+    optimizer.update(rate, bad.float() if strategy.protects else None)
+    if rules.scale:
+        rules.scale.update((verdict == OVERFLOW).float())
     # The vector lies in a bucket that the next step clears, so the loop gets a copy.
-    return StepResult(measured.clone(), norm)
+    counted = torch.where(bad, 0.0, measured[: TARGETS + 1])
+    return StepResult(torch.cat((counted, measured[TARGETS + 1 :], verdict[None])), norm)
 
 
-def scale_gradients(gradients: list[torch.Tensor], factor: torch.Tensor, clip_norm: float) -> torch.Tensor:
-    """Multiplies gradients in place by `factor` and, where their norm is then above `clip_norm`, down to it.
+def clip_gradients(gradients: list[torch.Tensor], norm: torch.Tensor, factor: torch.Tensor, clip_norm: float) -> None:
+    """Multiplies gradients in place by `factor` and, where their `norm` after it is above `clip_norm`, down to that.
 
-    Returns the norm after the factor and before clipping (Pascanu et al., 2013). Nothing leaves the device.
+    Pascanu et al. (2013); `clip_norm` 0 does not clip. Nothing leaves the device.
     """
-    if not gradients:
-        return torch.zeros((), device=factor.device)
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))) * factor
-    coefficient = factor * (clip_norm / (norm + 1e-6)).clamp(max=1.0) if clip_norm else factor
-    torch._foreach_mul_(gradients, coefficient)
-    return norm
+    if gradients:
+        coefficient = factor * (clip_norm / (norm + 1e-6)).clamp(max=1.0) if clip_norm else factor
+        torch._foreach_mul_(gradients, coefficient.to(gradients[0].device))
 
 
 def seed_dropout(device: torch.device, seed: int) -> None:
@@ -110,5 +145,5 @@ def micro_batch_seed(seed: int, step: int, slot: int) -> int:
     """The seed of dropout: a function of what is computed, not of how often a generator was asked, so it needs no saving."""
     mixed = mix64(np.array([seed], np.uint64))
     for part in (step, slot):
-        mixed = mix64(mixed ^ np.uint64(part))
+        mixed = mix64(mixed ^ np.uint64(part % 2**64))
     return int(mixed[0] >> np.uint64(1))

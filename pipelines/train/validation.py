@@ -3,7 +3,7 @@
 Batches do not depend on the workers, each batch's sums come from one of them, and all are added in the batches' order in
 fp64: so which worker computed what leaves no trace in the result.
 
-    metrics = validate(strategy, model, rules, task, batches, count)   # {"val_loss": 1.88, "val_perplexity": 6.55}
+    metrics = validate(strategy, model, precision, task, batches, count)   # {"val_loss": 1.88, "val_perplexity": 6.55}
 """
 
 from collections.abc import Iterable
@@ -14,21 +14,24 @@ from torch import nn
 from pipelines.feed.loader import MicroBatch
 from pipelines.strategies.strategy import Strategy
 from pipelines.tasks import Task
-from pipelines.train.step import StepRules
+from pipelines.train.precision import Precision
 
 
 def validate(
-    strategy: Strategy, model: nn.Module, rules: StepRules, task: Task, batches: Iterable[MicroBatch], count: int
+    strategy: Strategy, model: nn.Module, precision: Precision, task: Task, batches: Iterable[MicroBatch], count: int
 ) -> dict[str, float]:
     """Metrics of this worker's `batches` out of `count` over all workers, which must all call it."""
     sums = torch.zeros(count, 2, dtype=torch.float64, device=strategy.device)
     was_training = model.training
     model.eval()
-    with torch.inference_mode(), rules.autocast(strategy.device):
+    # Not inference mode: what a strategy gathers for a forward it may keep for the next backward.
+    with torch.no_grad(), precision.autocast(strategy.device):
         for batch in batches:
             loss_sum, counted = model(batch.inputs, batch.targets)
-            sums[batch.slot, 0] = loss_sum
-            sums[batch.slot, 1] = counted
+            if not batch.empty:
+                sums[batch.slot, 0] = loss_sum
+                sums[batch.slot, 1] = counted
+    strategy.settle()
     model.train(was_training)
     loss, targets = strategy.sum(sums).sum(0).tolist()
     return task.score(loss, targets)

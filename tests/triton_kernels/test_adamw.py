@@ -77,6 +77,18 @@ def test_a_tensor_that_moved_is_found_again() -> None:
     assert not torch.equal(moved[0], before)
 
 
+def test_where_skip_is_one_nothing_changes() -> None:
+    p, g, m, v, steps = _group([10, 5000])
+    g[0][3] = float("nan")
+    before = [[x.clone() for x in group] for group in (p, m, v)]
+    adamw(p, g, m, v, steps, **SETTINGS, skip=torch.ones(()))
+    for found, wanted in zip((p, m, v), before, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    torch._foreach_add_(steps, 1)
+    adamw(p, g, m, v, steps, **SETTINGS, skip=torch.zeros(()))
+    assert not torch.equal(p[1], before[0][1])
+
+
 def test_nothing_to_do_is_done() -> None:
     adamw([], [], [], [], [], **SETTINGS)
 
@@ -96,4 +108,4 @@ def test_gradients_of_another_dtype_go_to_torch_and_it_says_so() -> None:
 def test_opcheck() -> None:
     p, g, m, v, steps = _group([10, 20])
     torch._foreach_add_(steps, 1)
-    torch.library.opcheck(torch.ops.raystride.adamw.default, (p, g, m, v, steps, 1e-3, 0.9, 0.95, 1e-8, 0.1))
+    torch.library.opcheck(torch.ops.raystride.adamw.default, (p, g, m, v, steps, 1e-3, 0.9, 0.95, 1e-8, 0.1, torch.zeros(())))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipelines.config import Config, Scaling, Train
 from pipelines.strategies import build_strategy
 from pipelines.strategies.ddp import DataParallel
 from pipelines.strategies.reduction import Buckets, _cut
@@ -90,8 +91,9 @@ def test_gradients_lie_in_the_buckets() -> None:
 
 def test_one_worker_exchanges_nothing() -> None:
     """Whatever `scaling.strategy` says: there is no process group."""
-    for kind, exact_slots in (("auto", 0), ("ddp", 0), ("single", 3), ("ddp", 3)):
-        strategy = build_strategy(kind, device=torch.device("cpu"), rank=0, world=1, bucket_mib=1.0, exact_slots=exact_slots)
+    for kind, exact in (("auto", False), ("ddp", False), ("single", True), ("ddp", True)):
+        config = Config(scaling=Scaling(strategy=kind), train=Train(slots=3, exact=exact))  # type: ignore[arg-type]
+        strategy = build_strategy(config, device=torch.device("cpu"), rank=0, world=1)
         model, _ = strategy.prepare(Net(), _sgd)
         strategy.begin()
         measured = torch.ones(4)

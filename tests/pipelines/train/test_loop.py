@@ -12,7 +12,8 @@ from pipelines.launch.job import Job, Place
 from pipelines.launch.worker import build_training
 from pipelines.observers.observer import Observer
 from pipelines.train.fingerprint import parameters_sha256
-from pipelines.train.loop import Diverged, Ending, Training
+from pipelines.train.guard import Diverged
+from pipelines.train.loop import Ending, Training
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
 

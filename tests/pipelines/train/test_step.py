@@ -8,13 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.transformer import Decoder
-from pipelines.config import Model, Optimizer
+from pipelines.config import Config, Model, Optimizer, Scaling, Train
 from pipelines.feed.loader import MicroBatch, Step
 from pipelines.strategies import build_strategy
-from pipelines.strategies.strategy import Single
+from pipelines.strategies.strategy import Single, norm_of
 from pipelines.train.agreement import Agreement
+from pipelines.train.judge import Judge
 from pipelines.train.optimizer import Updater, build_optimizer
-from pipelines.train.step import LOSS, STOP, TARGETS, StepRules, micro_batch_seed, scale_gradients, train_step
+from pipelines.train.step import LOSS, STOP, TARGETS, StepRules, clip_gradients, micro_batch_seed, train_step
 from tests.distributed import run_distributed
 
 CONTEXT = 6
@@ -39,10 +40,11 @@ def _sgd(model: torch.nn.Module) -> Updater:
 
 
 def _train(rank: int, world: int, rows_by_rank: list[list[range]], clip_norm: float) -> dict[str, Any]:
-    strategy = build_strategy("auto", device=torch.device("cpu"), rank=rank, world=world, bucket_mib=1e-4)
+    config = Config(train=Train(slots=6), scaling=Scaling(bucket_mib=1e-4))
+    strategy = build_strategy(config, device=torch.device("cpu"), rank=rank, world=world)
     torch.manual_seed(3)
     model, optimizer = strategy.prepare(Decoder(SHAPE, 11), _sgd)
-    rules = StepRules(seed=0, nominal_targets=6 * CONTEXT, clip_norm=clip_norm, precision="fp32")
+    rules = StepRules(seed=0, nominal_targets=6 * CONTEXT, clip_norm=clip_norm, judge=Judge(strategy.device))
     result = train_step(strategy, model, optimizer, _step(rows_by_rank[rank]), rules, 1.0, (float(rank == world - 1), 0.0))
     parameters = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     return {"parameters": parameters, "measured": result.measured, "norm": result.gradient_norm}
@@ -87,9 +89,10 @@ def test_the_gradient_is_the_mean_over_all_targets(rows: list[list[range]]) -> N
 def test_clipping_limits_the_norm_and_nothing_else(values: list[float], factor: float, clip: float) -> None:
     gradients = [torch.tensor(values, dtype=torch.float64), torch.tensor([1.0], dtype=torch.float64)]
     true = torch.cat(gradients) * factor
-    norm = scale_gradients(gradients, torch.tensor(factor, dtype=torch.float64), clip)
-    after = torch.cat(gradients)
+    norm = norm_of(gradients, gradients[0].device) * factor
     assert float(norm) == pytest.approx(float(true.norm()), rel=1e-9)
+    clip_gradients(gradients, norm, torch.tensor(factor, dtype=torch.float64), clip)
+    after = torch.cat(gradients)
     expected = true * min(1.0, clip / (float(norm) + 1e-6)) if clip else true
     torch.testing.assert_close(after, expected, rtol=1e-9, atol=1e-12)
 
@@ -105,15 +108,15 @@ def test_a_step_without_any_target_changes_nothing_but_the_count() -> None:
     model, optimizer = strategy.prepare(Decoder(SHAPE, 11), _sgd)
     before = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     step = Step(0, 0, 2, [MicroBatch(0, IDS[:2, :-1], torch.full((2, CONTEXT), -100))], 0)
-    result = train_step(strategy, model, optimizer, step, StepRules(0, 12, 1.0, "fp32"), 1.0)
+    result = train_step(strategy, model, optimizer, step, StepRules(0, 12, 1.0, Judge(strategy.device)), 1.0)
     assert result.measured[TARGETS] == 0
     assert torch.equal(before, torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
 
 
 def test_wishes_are_known_one_step_later() -> None:
     agreement = Agreement(torch.device("cpu"))
-    asked = torch.zeros(4)
+    asked = torch.zeros(5)
     asked[STOP] = 2
-    assert agreement.previous(asked) == (False, False)
-    assert agreement.previous(torch.zeros(4)) == (True, False)
-    assert agreement.previous(torch.zeros(4)) == (False, False)
+    assert not any(agreement.previous(asked))
+    assert agreement.previous(torch.zeros(5)) == asked.tolist()
+    assert not any(agreement.previous(torch.zeros(5)))

@@ -1,0 +1,138 @@
+"""Fully sharded data parallelism (FSDP2): parameters, gradients and optimiser state are spread over the workers.
+
+Each item of a `ModuleList`, a block for instance, is gathered when it computes and dropped afterwards; what lies outside of
+them (embeddings, the last norm, the head) is gathered once a step. In a hybrid mesh, groups of neighbouring workers hold one
+copy each (Zhao et al., 2023, 3.2.2; FSDP2's `fully_shard`).
+
+Gradients are sums over the workers, as everywhere here, not means. All workers must run equally many micro-batches: each
+gathers parameters.
+
+    strategy = FullySharded(torch.device("cpu"), rank=0, world=4, shard_workers=2)
+    model, optimizer = strategy.prepare(model, build_optimizer)
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+from pipelines.strategies.recompute import blocks
+from pipelines.strategies.strategy import Optimizer, give_first_workers_values, norm_of
+
+METHODS = ("hidden", "logits")
+"""Methods besides `forward` by which a model computes; generation calls them."""
+
+
+class FullySharded:
+    """Parameters in shards; several processes need an initialised process group, and so does one."""
+
+    even = True
+    protects = True
+
+    def __init__(
+        self,
+        device: torch.device,
+        rank: int,
+        world: int,
+        *,
+        shard_workers: int = 0,
+        reshard: bool = True,
+        offload: bool = False,
+        compute: torch.dtype = torch.float32,
+    ) -> None:
+        """`compute`: what parameters are gathered as, bfloat16 for pure_bf16; shards, gradients and sums are fp32."""
+        self.device, self.rank, self.world = device, rank, world
+        self._shards = shard_workers or world
+        if world % self._shards:
+            raise ValueError(f"{world} workers cannot be cut into groups of {self._shards}: change scaling.shard_workers")
+        self._reshard = reshard
+        self._offload: OffloadPolicy = CPUOffloadPolicy() if offload else OffloadPolicy()
+        self._precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+        self._parameters: list[nn.Parameter] = []
+        self._sum: dist.Work | None = None
+
+    def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> tuple[nn.Module, Optimizer]:
+        """Gives every worker rank 0's parameters and keeps this worker's shards of them."""
+        give_first_workers_values(model.to(self.device), self.world)
+        copies = self.world // self._shards
+        shape, names = ((copies, self._shards), ("replicas", "shards")) if copies > 1 else ((self.world,), ("shards",))
+        self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        for block in blocks(model):
+            self._shard(block, reshard=self._reshard)
+        self._shard(model, reshard=False)
+        for module in _sharded(model):
+            # FSDP2 would take the mean over the workers, and by operations that gloo does not have.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        for name in METHODS:
+            if hasattr(model, name):
+                register_fsdp_forward_method(model, name)
+        self._model = model
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        return model, make_optimizer(model)
+
+    def _shard(self, module: nn.Module, *, reshard: bool) -> None:
+        fully_shard(
+            module,
+            mesh=self._mesh,
+            reshard_after_forward=reshard,
+            mp_policy=self._precision,
+            offload_policy=self._offload,
+        )
+
+    def begin(self) -> None:
+        """Drops the gradients."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def backward(self, loss: torch.Tensor, measured: torch.Tensor, *, slot: int, last: bool) -> None:
+        """Adds gradients; those of whole parameters stay here until the last micro-batch, when they are summed in shards."""
+        self._model.set_requires_gradient_sync(last)  # type: ignore[operator]
+        if last and self.world > 1:
+            self._sum = dist.all_reduce(measured, async_op=True)
+        loss.backward()
+
+    def reduce(self, measured: torch.Tensor) -> torch.Tensor:
+        """The gradients are summed already."""
+        if self._sum:
+            self._sum.wait()
+            self._sum = None
+        return measured
+
+    def gradients(self) -> list[torch.Tensor]:
+        """This worker's shards."""
+        return [p.grad.to_local() for p in self._parameters if p.grad is not None]  # type: ignore[attr-defined]
+
+    def norm(self) -> torch.Tensor:
+        """Norm over all shards; every worker gets the same."""
+        square = (norm_of(self.gradients(), self.device) ** 2).to(self.device)
+        if self._shards > 1:
+            dist.all_reduce(square, group=self._mesh.get_group("shards"))
+        return square.sqrt()
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """All-reduce."""
+        if self.world > 1:
+            dist.all_reduce(values)
+        return values
+
+    def settle(self) -> None:
+        """Drops what forwards without a backward have left gathered."""
+        for module in _sharded(self._model):
+            module.reshard()
+
+
+def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            yield module

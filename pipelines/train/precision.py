@@ -1,0 +1,87 @@
+"""How numbers are held and multiplied, by the name that `train.precision` has, and the loss scale of float16.
+
+| precision | parameters | products | gradients, moments, master | Apex |
+| fp32      | fp32       | fp32     | fp32, fp32, none           | O0   |
+| tf32      | fp32       | tf32     | fp32, fp32, none           | O0   |
+| bf16      | fp32       | bfloat16 | fp32, fp32, none           | O1   |
+| fp16      | fp32       | float16  | fp32, fp32, none           | O1   |
+| pure_bf16 | bfloat16   | bfloat16 | fp32, fp32, fp32           | O2   |
+| the same, rounded stochastically | fp32, fp32, none        | O3   |
+
+    precision = Precision("fp16")
+    with precision.autocast(device):
+        loss_sum, counted = model(inputs, targets)
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from model.linear import bf16_products
+
+FIRST_SCALE, GROWTH, BACKOFF, GOOD_STEPS = 2.0**16, 2.0, 0.5, 2000
+"""Of the loss scale: as NVIDIA's Apex and PyTorch's GradScaler have them."""
+LEAST_SCALE = 1.0
+"""Gradients that overflow at this scale are no longer the scale's fault."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A value of `train.precision`."""
+
+    kind: str = "fp32"
+
+    @property
+    def parameters(self) -> torch.dtype:
+        """What the model computes with."""
+        return torch.bfloat16 if self.kind == "pure_bf16" else torch.float32
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
+        """The context in which the model runs: autocast, or on CPUs bfloat16 products in linear layers."""
+        if self.kind == "fp16":
+            return torch.autocast(device.type, torch.float16)
+        if self.kind != "bf16":
+            return nullcontext()
+        return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else bf16_products()
+
+    def use_products(self) -> None:
+        """Sets how this process multiplies fp32 matrices on GPUs."""
+        kind = "tf32" if self.kind == "tf32" else "ieee"
+        torch.backends.cuda.matmul.fp32_precision = kind  # type: ignore[attr-defined]
+        torch.backends.cudnn.conv.fp32_precision = kind  # type: ignore[attr-defined]
+
+    def convert(self, model: nn.Module, *, sharded: bool) -> None:
+        """Brings a fresh model to this precision.
+
+        Under pure_bf16 every value is rounded, so that master copies begin alike under every strategy; those that keep
+        shards in fp32 (`sharded`) gather them as bfloat16. Else parameters become bfloat16, and their gradients fp32.
+        """
+        if self.parameters is torch.float32:
+            return
+        for parameter in model.parameters():
+            rounded = parameter.detach().to(self.parameters)
+            parameter.data = rounded.float() if sharded else rounded
+            if not sharded:
+                parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
+
+
+class LossScale:
+    """A factor on the loss that keeps float16's small gradients from vanishing (Micikevicius et al., 2018, 3.2).
+
+    It lies on the device, falls after every overflow and rises after many steps without.
+    """
+
+    def __init__(self, device: torch.device, value: float = FIRST_SCALE, good: int = 0) -> None:
+        self.value = torch.full((), value, device=device)
+        self._good = torch.full((), good, dtype=torch.int32, device=device)
+
+    def update(self, overflow: torch.Tensor) -> None:
+        """After a step; `overflow` is 1 where its gradients were not finite, else 0 (fp32 scalar)."""
+        torch._amp_update_scale_(self.value, self._good, overflow, GROWTH, BACKOFF, GOOD_STEPS)
+        self.value.clamp_(min=LEAST_SCALE)
+
+    def read(self) -> tuple[float, int]:
+        """The factor, and the good steps since it changed; waits for the device."""
+        return float(self.value), int(self._good)
