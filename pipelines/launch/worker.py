@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pipelines.config import Config
+from pipelines.config.combinations import SHARDED
 from pipelines.feed.cache import NodeCache
 from pipelines.feed.loader import Loader, validation_batches
 from pipelines.feed.plan import build_plan
@@ -156,9 +157,10 @@ def _use_device(job: Job, place: Place) -> torch.device:
     else:
         device = torch.device("cpu")
         torch.set_num_threads(job.threads)
-    if place.world > 1 and not dist.is_initialized():
+    if not dist.is_initialized() and (place.world > 1 or job.config.scaling.strategy in SHARDED):
         backend = "cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo"
-        dist.init_process_group(backend, rank=place.rank, world_size=place.world, timeout=timedelta(minutes=30))
+        alone = {"store": dist.HashStore()} if place.world == 1 else {}
+        dist.init_process_group(backend, rank=place.rank, world_size=place.world, timeout=timedelta(minutes=30), **alone)
     return device
 
 
