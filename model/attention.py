@@ -23,12 +23,16 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 class LayerCache:
     """Keys and values that one layer has computed, (B, G, capacity, D) each, filled up to `length`."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    capacity: int
     length: int = 0
+    keys: torch.Tensor | None = None
+    values: torch.Tensor | None = None
 
     def extend(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds keys and values (B, G, T, D) and returns all so far. The capacity must suffice."""
+        if self.keys is None or self.values is None:
+            batch, groups, _, size = k.shape
+            self.keys, self.values = (x.new_empty(batch, groups, self.capacity, size) for x in (k, v))
         end = self.length + k.shape[2]
         self.keys[:, :, self.length : end] = k
         self.values[:, :, self.length : end] = v

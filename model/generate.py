@@ -41,7 +41,7 @@ def generate(
     model.eval()
     try:
         for _ in range(tokens):
-            with torch.inference_mode():
+            with torch.no_grad():  # not inference mode: a model in shards keeps what it gathers
                 if not caches or caches[0].length >= model.shape.context:
                     # The first pass, or no room for one more position: start over from the newer half.
                     keep = model.shape.context if not caches else max(1, model.shape.context // 2)
@@ -77,10 +77,8 @@ def choose(
 def _fresh_caches(model: Decoder, rows: list[list[int]], keep: int) -> tuple[list[LayerCache], torch.Tensor]:
     """Empty caches for `context` positions, and how many positions of padding each row begins with, (B)."""
     lengths = [min(len(row), keep) for row in rows]
-    weight, shape = model.embedding.weight, model.shape
-    size = (len(rows), shape.kv_heads or shape.heads, shape.context, shape.width // shape.heads)
-    caches = [LayerCache(weight.new_empty(size), weight.new_empty(size)) for _ in range(shape.layers)]
-    return caches, torch.tensor([max(lengths) - length for length in lengths], device=weight.device)
+    caches = [LayerCache(model.shape.context) for _ in range(model.shape.layers)]
+    return caches, torch.tensor([max(lengths) - length for length in lengths], device=model.embedding.weight.device)
 
 
 def _prefill(model: Decoder, rows: list[list[int]], caches: list[LayerCache], padding: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,9 @@ share = resolve(config, there)                            # Share(workers=2, dev
 
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 
 from pipelines.config import Config
 
@@ -78,6 +80,7 @@ def resolve(config: Config, there: Resources) -> Share:
     """Replaces every `auto` by what fits. Raises SettingError where the settings contradict each other."""
     scaling, slots = config.scaling, config.train.slots
     device = scaling.device if scaling.device != "auto" else "cuda" if there.gpus >= 1 else "cpu"
+    _refuse_for_device(config, device)
     if config.launch.mode == "inline":
         if isinstance(scaling.workers, int) and scaling.workers > 1:
             raise scaling.error("workers", "must be 1 (or auto) with --launch inline, which is this one process")
@@ -91,6 +94,23 @@ def resolve(config: Config, there: Resources) -> Share:
     # Products of matrices are cut up among threads, so a number that follows the workers would change bits with them.
     threads = scaling.threads or (1 if config.train.exact and device == "cpu" else _threads(there, workers))
     return Share(workers, device, threads, min(scaling.least_workers, workers))
+
+
+def _refuse_for_device(config: Config, device: str) -> None:
+    """Raises SettingError for what this device, or this machine, cannot do."""
+    train, scaling = config.train, config.scaling
+    if device == "cpu" and train.precision == "tf32":
+        raise train.error("precision", "must be another on CPUs, which have no TF32: use `fp32` or `bf16`")
+    if device == "cpu" and scaling.offload:
+        raise scaling.error("offload", "must be false on CPUs, whose memory is the main memory already")
+    if device == "cpu" and train.compile != "none" and not any(map(which, ("g++", "clang++", "c++"))):
+        raise train.error(
+            "compile", "must be `none` where there is no C++ compiler (g++), which torch.compile needs on CPUs"
+        )
+    if scaling.strategy == "deepspeed" and find_spec("deepspeed") is None:
+        raise scaling.error(
+            "strategy", 'needs DeepSpeed, which is not installed: pip install "raystride[deepspeed]", or use `fsdp`'
+        )
 
 
 def _threads(there: Resources, workers: int) -> int:

@@ -67,8 +67,8 @@ def run_worker(
         resumed_from = training.state.step or None
         ending, metrics = training.run()
         summary = _summary(job, training, ending, metrics) | {"resumed_from": resumed_from}
-        if place.rank == 0 and ending is not Ending.STOPPED:
-            _write_sample(job, training.model)
+        if ending is not Ending.STOPPED and (place.rank == 0 or training.strategy.even):
+            _write_sample(job, place, training)
         for observer in observers:
             observer.on_end(summary)
         if owns_group and dist.is_initialized():
@@ -243,15 +243,19 @@ def _summary(job: Job, training: Training, ending: Ending, metrics: dict[str, fl
     }
 
 
-def _write_sample(job: Job, model: torch.nn.Module) -> None:
-    """Writes what the trained model says after the prompt into the run's folder."""
+def _write_sample(job: Job, place: Place, training: Training) -> None:
+    """Writes what the trained model says after the prompt into the run's folder; workers with shards compute it together."""
     from model.transformer import Decoder
     from pipelines.evaluate.writing import write_text
     from pipelines.tokenizers import load_tokenizer
 
-    settings = job.config.sample
-    if settings.tokens and isinstance(model, Decoder):
+    settings, model = job.config.sample, training.model
+    if not settings.tokens or not isinstance(model, Decoder):
+        return
+    with training.rules.precision.autocast(training.strategy.device):
         text = "".join(write_text(model, load_tokenizer(job.prepared / "tokenizer"), settings))
+    training.strategy.settle()
+    if place.rank == 0:
         job.folder.put("sample.txt", settings.prompt + text + "\n")
 
 
