@@ -12,9 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pipelines.config import Config
+from pipelines.config.combinations import SHARDED
 from pipelines.files import Folder
 from pipelines.launch.resources import Resources, Share
-from pipelines.strategies.memory import MemoryEstimate, estimate
+from pipelines.strategies.memory import FRAMEWORK_BYTES, MemoryEstimate, estimate
 
 GIB = 2**30
 
@@ -96,35 +97,51 @@ def _check_resources(share: Share, there: Resources) -> Check:
 
 def _check_memory(config: Config, share: Share, there: Resources, vocabulary_size: int) -> Check:
     need = estimate_memory(config, share, vocabulary_size)
+    beside = -(-share.workers // there.nodes)
+    name = "memory"
     if share.device == "cuda":
+        host = (need.host + FRAMEWORK_BYTES) * beside
+        if need.host and host > there.memory_bytes:
+            found = f"about {host / GIB:.1f} GiB of main memory for {beside} worker(s), {there.memory_bytes / GIB:.1f} there"
+            return Check(name, False, found, "set scaling.offload false, or use more nodes")
         have, workers = there.gpu_memory_bytes, 1
     else:
-        have, workers = there.memory_bytes, -(-share.workers // there.nodes)
+        have, workers = there.memory_bytes, beside
     if have is None:
-        return Check("memory", True, f"about {need.total / GIB:.1f} GiB a worker; the device's memory is not known here")
+        return Check(name, True, f"about {need.total / GIB:.1f} GiB a worker; the device's memory is not known here")
     found = f"about {need.total * workers / GIB:.1f} GiB for {workers} worker(s), {have / GIB:.1f} GiB there"
-    remedy = (
-        "lower train.micro_batch_slots (1 is the least), train.slot_size, or the model's size; or use train.precision bf16"
-    )
-    return Check("memory", need.total * workers <= have, found, remedy)
+    return Check(name, need.total * workers <= have, f"{found}; {_shares(need)}", _less_memory(config, share, need))
+
+
+def _shares(need: MemoryEstimate) -> str:
+    """What a worker's memory is for."""
+    parts = {"parameters": need.parameters, "gradients": need.gradients, "optimiser": need.optimizer}
+    parts |= {"activations": need.activations, "PyTorch": need.framework}
+    return "a worker's " + ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
+
+
+def _less_memory(config: Config, share: Share, need: MemoryEstimate) -> str:
+    """What would help, the most helpful first."""
+    train, scaling = config.train, config.scaling
+    states = need.parameters + need.gradients + need.optimizer
+    for_activations = ["lower train.micro_batch_slots (1 is the least) or train.slot_size"]
+    if train.activation_checkpointing != "full":
+        for_activations.append("set train.activation_checkpointing full (or selective)")
+    for_states = []
+    if scaling.strategy not in SHARDED and share.workers > 1 and not train.exact:
+        for_states.append("set scaling.strategy fsdp")
+    elif scaling.strategy in SHARDED and share.device == "cuda" and not scaling.offload:
+        for_states.append("set scaling.offload true")
+    if train.precision != "pure_bf16":
+        for_states.append("set train.precision pure_bf16" + (" or bf16" if share.device == "cuda" else ""))
+    for_states.append("lower the model's size")
+    ordered = [*for_states, *for_activations] if states > need.activations else [*for_activations, *for_states]
+    return "; or ".join(ordered)
 
 
 def estimate_memory(config: Config, share: Share, vocabulary_size: int) -> MemoryEstimate:
     """Bytes that a worker of this run will need."""
-    train = config.train
-    slots = -(-train.slots // share.workers)
-    together = min(slots, train.together or slots) * train.slot_size * config.model.context
-    moments = 2 if config.optimizer.kind == "adamw" else 1 if config.optimizer.momentum else 0
-    # Exact sums: a partial one a level of the tree, and what the other workers send.
-    gradients = max(1, slots.bit_length()) + (share.workers > 1) if train.exact else 1
-    return estimate(
-        config.model,
-        vocabulary_size=vocabulary_size,
-        tokens=together,
-        precision=train.precision,
-        moments=moments,
-        gradients=gradients,
-    )
+    return estimate(config, vocabulary_size=vocabulary_size, workers=share.workers, device=share.device)
 
 
 def _check_storage(storage: Folder, on_a_worker: Callable[[Callable[[], str]], str] | None) -> Check:

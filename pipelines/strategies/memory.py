@@ -1,46 +1,201 @@
-"""How much memory a worker will need, told before anything starts.
+"""How much memory a worker will need, told before anything starts; `benchmarks.memory` lays it beside what is measured.
 
-Parameters, gradients and AdamW's two moments are counted; activations are estimated after Korthikanti et al. (2022), eq. 2,
-without the attention matrix, which a fused attention does not keep: 34 C bytes a token and layer at 2 bytes a number.
+Held from the first update on, a parameter, by every worker (`single`, `ddp`) or in shards of which each holds its part:
 
-    need = estimate(config.model, vocabulary_size=4096, tokens=8 * 128, precision="fp32", moments=2)
+    parameter   4 bytes; 2 under pure_bf16, but fp32 shards
+    gradient    4 bytes, from its backward on (`single`) or always, in buckets (`ddp`), with train.exact in one set of them a
+                level of the tree, with what the other workers send (`exact.ExactBuckets`)
+    optimiser   4 bytes for each of its moments, and for the master copy under pure_bf16 without stochastic rounding
+
+What a forward and backward hold besides is told by `activations`, moment by moment. A component is its own most. The total
+is the most at one moment, which may be less than the components' sum: under `single`, gradients come to be while activations
+go. `fsdp` (FSDP2) gathers the outer parameters for the whole step and a block's while it computes, and for a moment has them
+twice, in the buffer in which they came; a block's gradient is whole until it is summed, and with several micro-batches all
+gradients are until the last one. `deepspeed` (ZeRO; Rajbhandari et al., 2020, section 5) spreads what its stage says.
+
+    need = estimate(config, vocabulary_size=4096, workers=2, device="cpu")
     need.total                                                # bytes
 """
 
 from dataclasses import dataclass
 
-from model.shape import DecoderShape, count_parameters
+from model.shape import count_parameters
+from pipelines.config import Config
+from pipelines.strategies.activations import FP32, Arithmetic, Moment, half_sizes, moments, parameter_sizes
+from pipelines.strategies.tree import roots, visits
 
 FRAMEWORK_BYTES = 400 * 2**20
 """What a process with PyTorch loaded takes before it holds a model, measured on CPUs with PyTorch 2.13."""
+HALF = 2
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of one worker."""
+    """Bytes of one worker on its device, each the most that there is of it."""
 
     parameters: float
     gradients: float
     optimizer: float
     activations: float
+    """Whatever else a step holds."""
+    tensors: float
+    """Of all these, the most at one moment."""
     framework: float = FRAMEWORK_BYTES
+    host: float = 0.0
+    """Bytes in main memory besides, where scaling.offload keeps states there for a GPU."""
 
     @property
     def total(self) -> float:
         """All of it."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.framework
+        return self.tensors + self.framework
 
 
-def estimate(
-    shape: DecoderShape, *, vocabulary_size: int, tokens: int, precision: str, moments: int, gradients: int = 1
+def estimate(config: Config, *, vocabulary_size: int, workers: int, device: str) -> MemoryEstimate:
+    """Bytes of a worker, one of `workers` that compute on `device` (`cpu` or `cuda`)."""
+    count = count_parameters(config.model, vocabulary_size)
+    slots = -(-config.train.slots // workers)
+    together = min(slots, config.train.together or slots)
+    held = moments(
+        config.model,
+        vocabulary_size=vocabulary_size,
+        tokens=together * config.train.slot_size * config.model.context,
+        arithmetic=arithmetic(config, device),
+        checkpointing=config.train.activation_checkpointing,
+    )
+    several = slots > together
+    if config.scaling.strategy == "fsdp":
+        return _fsdp(config, count, vocabulary_size, held, workers, device, several=several)
+    if config.scaling.strategy == "deepspeed":
+        return _deepspeed(config, count, held, workers, device)
+    return _whole(config, count, vocabulary_size, held, workers, several=several)
+
+
+def arithmetic(config: Config, device: str) -> Arithmetic:
+    """What a run's activations are made of."""
+    gpu, precision = device == "cuda", config.train.precision
+    stream = HALF if precision == "pure_bf16" else FP32
+    # On CPUs bf16 rounds the factors inside of products; every tensor stays fp32.
+    product = HALF if stream == HALF or precision == "fp16" or (gpu and precision == "bf16") else FP32
+    kernels = config.model.kernels == "triton" or (gpu and config.model.kernels == "auto")
+    return Arithmetic(stream=stream, product=product, kernels=kernels, mask=1 if gpu else product)
+
+
+def _moments_of(config: Config) -> int:
+    """Numbers that the optimiser remembers of a parameter."""
+    return 2 if config.optimizer.kind == "adamw" else 1 if config.optimizer.momentum else 0
+
+
+def _whole(
+    config: Config, count: int, vocabulary_size: int, held: list[Moment], workers: int, *, several: bool
 ) -> MemoryEstimate:
-    """Bytes of a worker that holds a whole decoder and runs `tokens` tokens in one forward and backward.
+    """Every worker holds everything."""
+    pure, stochastic = config.train.precision == "pure_bf16", config.train.stochastic_rounding
+    parameters = (HALF if pure else FP32) * count
+    optimizer = FP32 * count * (_moments_of(config) + (pure and not stochastic))
+    gradients = float(FP32 * count)
+    buckets = config.train.exact or workers > 1
+    if config.train.exact:
+        gradients = _exact_gradients(config, count, vocabulary_size, workers)
+    # The update widens all parameters of a group before it rounds them.
+    updating = Moment(FP32 * count if stochastic else 0, count)
+    there = buckets or several
+    activations = max(each.activations + (FP32 * each.making if there else 0) for each in [*held, updating])
+    most = max(
+        each.activations + (gradients + FP32 * each.making if there else FP32 * each.arisen) for each in [*held, updating]
+    )
+    return MemoryEstimate(parameters, gradients, optimizer, activations, parameters + optimizer + most)
 
-    `moments` is the optimiser's numbers a parameter: 2 for AdamW, 1 for SGD with momentum, 0 without. `gradients`: how many
-    sums of gradients are held at a time.
-    """
-    parameters = 4.0 * count_parameters(shape, vocabulary_size)
-    width = 2 if precision == "bf16" else 4
-    blocks = 34 / 2 * width * shape.width * shape.layers * tokens
-    logits = (width + 4 + 4) * vocabulary_size * tokens  # as computed, in fp32 for the loss, and their gradient
-    return MemoryEstimate(parameters, gradients * parameters, moments * parameters, blocks + logits)
+
+def _exact_gradients(config: Config, count: int, vocabulary_size: int, workers: int) -> float:
+    """Bytes of `exact.ExactBuckets`: a set of buckets a level of the tree, and where two buckets of the others arrive."""
+    from pipelines.feed.plan import share  # which imports NumPy
+
+    slots = config.train.slots
+    shares = [share(slots, rank, workers) for rank in range(workers)]
+    subtrees = [roots(range(slots), each) for each in shares]
+    rows = max(1 + max(visit.row for visit in visits(each).values()) for each in subtrees)
+    senders = sum(map(len, subtrees)) - min(map(len, subtrees))
+    largest = _largest_bucket(config, vocabulary_size)
+    return FP32 * rows * count + 2 * largest / workers * senders
+
+
+def _largest_bucket(config: Config, vocabulary_size: int) -> float:
+    """Bytes, cut as `reduction.Buckets` does: neighbouring parameters, last first, one at least."""
+    most, largest, held = config.scaling.bucket_mib * 2**20, 0.0, 0.0
+    for size in reversed(parameter_sizes(config.model, vocabulary_size)):
+        held = size * FP32 + (held if held + size * FP32 <= most else 0)
+        largest = max(largest, held)
+    return largest
+
+
+def _fsdp(
+    config: Config, count: int, vocabulary_size: int, held: list[Moment], workers: int, device: str, *, several: bool
+) -> MemoryEstimate:
+    """FSDP2: fp32 shards of everything, and what is whole of it for a while."""
+    shards = config.scaling.shard_workers or workers
+    shard = FP32 * count / shards
+    optimizer = shard * _moments_of(config)
+    block = sum(map(sum, half_sizes(config.model)))
+    head = vocabulary_size * config.model.width if config.model.flavour == "llama" else 0
+    whole = Whole(config, count, block, head, several=several)
+    activations = max(each.activations + whole.bytes_at(each) for each in held)
+    most = max(each.activations + whole.bytes_at(each) + FP32 * each.done * block / shards for each in held)
+    if config.scaling.offload and device == "cuda":
+        return MemoryEstimate(0, 0, 0, activations, activations, host=2 * shard + optimizer)
+    return MemoryEstimate(shard, shard, optimizer, activations, shard + optimizer + most)
+
+
+def _deepspeed(config: Config, count: int, held: list[Moment], workers: int, device: str) -> MemoryEstimate:
+    """ZeRO: every stage spreads one more thing; a master copy is kept in shards by all of them."""
+    stage = config.scaling.zero
+    number = HALF if config.train.precision == "pure_bf16" else FP32
+    parameters = number * count / (workers if stage == 3 else 1)
+    gradients = FP32 * count / (workers if stage >= 2 else 1)
+    optimizer = FP32 * count * (_moments_of(config) + 1) / workers
+    block = sum(map(sum, half_sizes(config.model)))
+    whole = 2 * number * block * (stage == 3) + FP32 * min(count, 2 * block) * (stage >= 2)
+    activations = max(each.activations for each in held) + whole
+    if config.scaling.offload and device == "cuda":
+        tensors = parameters + gradients + activations
+        return MemoryEstimate(parameters, gradients, 0, activations, tensors, host=optimizer)
+    tensors = parameters + gradients + optimizer + activations
+    return MemoryEstimate(parameters, gradients, optimizer, activations, tensors)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Parameters that FSDP2 has gathered at a moment, gradients that are not yet in shards, and buffers of both."""
+
+    config: Config
+    count: int
+    block: int
+    """Parameters of a block."""
+    head: int
+    """Parameters of a head of its own, whose gradient waits for the end of the backward."""
+    several: bool
+    """Several micro-batches: gradients stay whole until the last of them."""
+
+    def bytes_at(self, moment: Moment) -> float:
+        """Bytes that lie whole, with the buffers in which they came or go."""
+        layers = self.config.model.layers
+        compute = HALF if self.config.train.precision == "pure_bf16" else FP32
+        reshard = self.config.scaling.reshard
+        outer = self.count - layers * self.block
+        waiting = FP32 * self.count if self.several else 0
+        if moment.place in ("forward", "loss"):
+            # This block's buffer, and the one before it, which is freed when the next has come.
+            buffers = min(2, layers) if moment.place == "forward" else 1
+            gathered = outer + (moment.place == "forward") * self.block if reshard else self.count
+            return compute * (gathered + buffers * self.block) + waiting
+        left = layers - moment.done
+        if moment.place == "embedding":
+            return max(2 * compute, compute + FP32, 2 * FP32) * outer + FP32 * self.block
+        # The next block below is gathered ahead of time, and the gradients of the one above are still on their way.
+        ahead = min(left - 1, 1) * self.block if reshard else (left - 1) * self.block
+        on_their_way = FP32 * self.block if moment.done else 0
+        computing = compute * (ahead + 2 * self.block) + on_their_way
+        # Gradients are copied into one buffer in fp32, of which gloo makes another copy.
+        summing = compute * ahead + 2 * FP32 * self.block
+        if self.several:
+            waiting -= FP32 * (moment.done + 1) * self.block
+        return compute * (outer + self.head) + waiting + max(computing, summing)

@@ -1,0 +1,223 @@
+"""The memory that a worker is told to need beside what it is measured to hold.
+
+For several shapes on one worker, and for every strategy, precision and way of saving activations on one shape: a training is
+built as a worker builds it, makes a step, and is followed through a second one. Parameters, gradients and the optimiser's
+state are the live objects' memory, each storage once; activations are the most that all else held at a moment, the total the
+most of everything, on GPUs by PyTorch's allocator. PyTorch itself and its libraries are not in these figures.
+
+    python -m benchmarks.memory                               # one worker, then two on gloo; a minute on two cores
+    python -m benchmarks.memory --workers 1                   # one worker alone
+"""
+
+import argparse
+import json
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import runs
+from benchmarks.pairs import command_line, machine, machine_line
+from benchmarks.storages import Storages, size_of
+from benchmarks.workers import make_job, read_job, settings, write_job
+from pipelines.config import SettingError
+from pipelines.files import Folder
+from pipelines.launch.job import Job, Place
+from pipelines.strategies.memory import MemoryEstimate, estimate
+
+PARTS = ("parameters", "gradients", "optimizer", "activations", "tensors")
+AIM = 0.15
+"""A prediction is wrong by so much of what is measured at most."""
+SHAPES = {
+    "small": "--model.width=128 --model.layers=4 --model.context=64",
+    "wide": "--model.width=512 --model.layers=3 --model.context=64 --train.slot_size=1",
+    "long context": "--model.width=64 --model.layers=2 --model.context=512",
+    "big vocabulary": "--model.width=64 --model.layers=2 --model.context=64 --tokenizer.kind=bpe",
+}
+FLAVOURS = {"gpt2": "", "llama, 2 kv": "--model.flavour=llama --model.kv_heads=2"}
+WAYS = {
+    "bf16": "--train.precision=bf16",
+    "pure_bf16": "--train.precision=pure_bf16",
+    "pure_bf16, rounded by chance": "--train.precision=pure_bf16 --train.stochastic_rounding=true",
+    "activations selective": "--train.activation_checkpointing=selective",
+    "activations full": "--train.activation_checkpointing=full",
+    "two micro-batches": "--train.micro_batch_slots=2",
+    "exact": "--train.exact=true",
+}
+STRATEGIES = {
+    "ddp": "",
+    "ddp, exact": "--train.exact=true",
+    "fsdp": "--scaling.strategy=fsdp",
+    "fsdp, not resharded": "--scaling.strategy=fsdp --scaling.reshard=false",
+    "fsdp, pure_bf16": "--scaling.strategy=fsdp --train.precision=pure_bf16",
+    "fsdp, two micro-batches": "--scaling.strategy=fsdp --train.micro_batch_slots=1",
+    "fsdp, activations full": "--scaling.strategy=fsdp --train.activation_checkpointing=full",
+    "deepspeed, ZeRO 1": "--scaling.strategy=deepspeed --scaling.zero=1",
+    "deepspeed, ZeRO 2": "--scaling.strategy=deepspeed --scaling.zero=2",
+    "deepspeed, ZeRO 3": "--scaling.strategy=deepspeed --scaling.zero=3",
+}
+"""For two workers."""
+
+
+def cases(workers: int) -> Iterator[tuple[str, list[str]]]:
+    """Names and flags of all that is measured with so many workers."""
+    small = SHAPES["small"].split()
+    if workers > 1:
+        for shape in ("small", "wide"):
+            for name, flags in STRATEGIES.items():
+                yield f"{name}, {shape}", [*SHAPES[shape].split(), f"--scaling.workers={workers}", *flags.split()]
+        return
+    for flavour, kind in FLAVOURS.items():
+        for shape, flags in SHAPES.items():
+            for dropout in (0.0, 0.1):
+                yield f"{flavour}, {shape}, dropout {dropout}", [*flags.split(), *kind.split(), f"--model.dropout={dropout}"]
+    for name, flags in WAYS.items():
+        yield name, [*small, *flags.split()]
+
+
+def make_jobs(workers: int, text: Path, storage: Path, device: str) -> Iterator[tuple[str, Job]]:
+    """The jobs to measure; what this version refuses is said and left out."""
+    always = ["--checkpoint.every=0", "--validation.samples=12", "--train.steps=4", "--model.heads=4", "--train.slot_size=4"]
+    always += ["--data.kind=text", "--data.validation=tail", "--tokenizer.kind=bytes"]
+    for name, flags in cases(workers):
+        try:
+            config = settings(f"--data.source={text}", *always, f"--scaling.device={device}", *flags)
+        except (SettingError, SystemExit) as error:
+            print(f"  {name}: refused: {error}")
+            continue
+        yield name, replace(make_job(config, storage, threads=1), device=device)
+
+
+def measure(job: Job, place: Place) -> dict[str, float]:
+    """Bytes that this worker holds, by part, in the second step of a job."""
+    from pipelines.launch.worker import build_training
+    from pipelines.train.step import train_step
+
+    training = build_training(job, place, [], lambda: False, lambda _: None)
+    if job.config.scaling.strategy not in ("auto", type(training.strategy).__module__.rpartition(".")[2]):
+        raise NotImplementedError("this strategy is not there")
+    model, optimizer, strategy = training.model, training.optimizer, training.strategy
+    first, second = list(training.loader.steps(0, 2))
+    train_step(strategy, model, optimizer, first, training.rules, 1e-3)
+    parameters = list(model.parameters())
+    states = [value for p in parameters for value in optimizer.held(p).values()]
+    with Storages(before=_gradients(strategy, parameters), ignoring=[*parameters, *states]) as alive:
+        if job.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        train_step(strategy, model, optimizer, second, training.rules, 1e-3)
+    gradients = _gradients(strategy, parameters)
+    held: dict[str, float] = {"parameters": size_of(parameters)}
+    held |= {"gradients": size_of(gradients), "optimizer": size_of(states)}
+    held["activations"] = alive.most(besides=gradients)
+    held["tensors"] = held["parameters"] + held["optimizer"] + alive.most()
+    if job.device == "cuda":
+        held["tensors"] = torch.cuda.max_memory_allocated()
+    return held
+
+
+def _gradients(strategy: Any, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """Gradients, and the buffers in which they are summed."""
+    found = [p.grad for p in parameters if p.grad is not None]
+    if buckets := getattr(strategy, "_buckets", None):
+        found += [*buckets.flat, *getattr(buckets, "_received", [])]
+        found += [flat for row in getattr(buckets, "_rows", []) for flat in row]
+    return found
+
+
+def predict(job: Job, workers: int) -> MemoryEstimate:
+    """What the preflight would say of a job."""
+    from pipelines.prepare.manifest import Manifest
+
+    words = Manifest.load(job.prepared).vocabulary_size
+    return estimate(job.config, vocabulary_size=words, workers=workers, device=job.device)
+
+
+def measure_on(workers: int, jobs: list[tuple[str, Job]], folder: Path) -> dict[str, dict[str, float] | str]:
+    """Rank 0's measurements by name, each job in fresh processes if there are several workers; else in this one."""
+    if workers == 1:
+        return {name: _measure_or_say(job, Place()) for name, job in jobs}
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    files = [
+        str(write_job(replace(job, folder=Folder.at(f"{job.folder}-{number}")))) for number, (_, job) in enumerate(jobs)
+    ]
+    with ThreadPoolExecutor(workers) as pool:
+        ranks = [
+            pool.submit(runs.run, "-m", "benchmarks.memory", "--rank", str(rank), str(workers), port, *files)
+            for rank in range(workers)
+        ]
+        answer = ranks[0].result().answer
+    return {name: answer[file] for (name, _), file in zip(jobs, files, strict=True)}
+
+
+def _measure_or_say(job: Job, place: Place) -> dict[str, float] | str:
+    """What is measured, or why nothing is: a strategy's library may be missing."""
+    try:
+        return measure(job, place)
+    except (ImportError, NotImplementedError) as error:
+        return str(error)
+
+
+def run_rank(rank: int, world: int, port: str, files: list[str]) -> None:
+    """What each of several processes runs; prints its measurements as JSON."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    place = Place(rank=rank, world=world, local_rank=rank)
+    print(json.dumps({file: _measure_or_say(read_job(file), place) for file in files}))
+
+
+def table(found: dict[str, tuple[MemoryEstimate, dict[str, float] | str]]) -> str:
+    """Predicted and measured MiB with their ratio, a line a case and part of it."""
+    lines = ["  " + " " * 38 + "".join(f"{part:>26}" for part in PARTS)]
+    for name, (told, measured) in found.items():
+        if isinstance(measured, str):
+            lines.append(f"  {name:<38}{measured}")
+            continue
+        cells = []
+        for part in PARTS:
+            mine, real = getattr(told, part), measured[part]
+            cells.append(f"{mine / 2**20:9.2f} /{real / 2**20:8.2f} {mine / real:5.2f}")
+        lines.append(f"  {name:<38}" + "".join(f"{cell:>26}" for cell in cells))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Parses the command line and runs what it asks for."""
+    if sys.argv[1:2] == ["--rank"]:
+        run_rank(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:])
+        return
+    parser: argparse.ArgumentParser = command_line("memory", __doc__)
+    parser.add_argument("--workers", type=int, choices=(1, 2), help="measure with so many alone (default: with 1, then 2)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what to measure on (default cpu)")
+    given = parser.parse_args()
+    described = machine("1 thread a worker")
+    print(f"{machine_line(described)}\npredicted / measured MiB and their ratio (aim: {1 - AIM:.2f} to {1 + AIM:.2f})")
+    found: dict[str, dict[str, tuple[MemoryEstimate, dict[str, float] | str]]] = {}
+    with tempfile.TemporaryDirectory(prefix="memory-") as scratch:
+        text = runs.small_text(Path(scratch))
+        for workers in (given.workers,) if given.workers else (1, 2):
+            jobs = list(make_jobs(workers, text, Path(scratch) / "runs", given.device))
+            measured = measure_on(workers, jobs, Path(scratch))
+            found[f"{workers} worker(s)"] = each = {name: (predict(job, workers), measured[name]) for name, job in jobs}
+            print(f"\n{workers} worker(s)\n{table(each)}", flush=True)
+    ratios = [
+        getattr(told, part) / measured[part]
+        for each in found.values()
+        for told, measured in each.values()
+        if not isinstance(measured, str)
+        for part in PARTS
+    ]
+    print(f"\n{len(ratios)} ratios from {min(ratios):.2f} to {max(ratios):.2f}")
+    if given.json:
+        given.json.write_text(json.dumps({"machine": described, "ratios": ratios}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Which memory tensors hold at each moment, followed operation by operation through what PyTorch dispatches.
+
+Every storage that an operation makes is noted when it appears, when FSDP resizes it and when it goes. What an operation
+takes for itself while it runs is not seen, nor is what a custom operator does inside; on GPUs the allocator's peak has both.
+
+    with Storages(before=[...]) as alive:                     # tensors that are there already and may go
+        loss_sum, counted = model(ids, targets); loss_sum.backward()
+    alive.most()                                              # bytes at the worst moment
+    alive.most(besides=[p.grad for p in model.parameters()])  # the same without these tensors' memory
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Storages(TorchDispatchMode):  # type: ignore[misc]
+    """Notes storages that come and go in its block."""
+
+    def __init__(self, before: Iterable[torch.Tensor] = (), ignoring: Iterable[torch.Tensor] = ()) -> None:
+        """`before`: tensors that are counted from the start; `ignoring`: tensors that are never counted."""
+        super().__init__()
+        self._events: list[tuple[int, int]] = []
+        """Whose memory grew or shrank, by how many bytes."""
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+        """By a storage's identity, itself and its number; -1: not counted."""
+        self._sizes: dict[int, int] = {}
+        for tensor in ignoring:
+            self._know(tensor, -1)
+        for tensor in before:
+            self._note(tensor)
+        self._before = len(self._sizes)
+
+    def __enter__(self) -> "Storages":
+        self._resize = torch.UntypedStorage.resize_
+        alive = self
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = alive._resize(storage, size)
+            alive._resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operation and notes what it returns."""
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._note(leaf)
+        return result
+
+    def most(self, besides: Iterable[torch.Tensor] = ()) -> int:
+        """The most bytes alive at a moment.
+
+        `besides`: what lies in the memory of these tensors is left out, and with it what was counted from the start.
+        """
+        left_out = {self._number(plain(tensor).untyped_storage()) for tensor in besides}
+        if left_out:
+            left_out |= set(range(self._before))
+        now = most = 0
+        for number, change in self._events:
+            now += 0 if number in left_out else change
+            most = max(most, now)
+        return most
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        tensor = plain(tensor)
+        if self._number(tensor.untyped_storage()) is None:
+            number = len(self._sizes)
+            self._know(tensor, number)
+            self._sizes[number] = tensor.untyped_storage().nbytes()
+            self._events.append((number, self._sizes[number]))
+
+    def _know(self, tensor: torch.Tensor, number: int) -> None:
+        storage = plain(tensor).untyped_storage()
+        self._known[id(storage)] = weakref.ref(storage, lambda _: self._gone(number)), number
+
+    def _number(self, storage: torch.UntypedStorage) -> int | None:
+        reference, number = self._known.get(id(storage), (None, None))
+        return number if reference is not None and reference() is storage else None
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        number = self._number(storage)
+        if number is not None and number >= 0:
+            self._events.append((number, storage.nbytes() - self._sizes[number]))
+            self._sizes[number] = storage.nbytes()
+
+    def _gone(self, number: int) -> None:
+        if number >= 0:
+            self._events.append((number, -self._sizes[number]))
+            self._sizes[number] = 0
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """This worker's part of a tensor that lies in shards, else the tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def size_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the memory behind tensors, shared memory once."""
+    storages = {id(storage): storage for storage in (plain(tensor).untyped_storage() for tensor in tensors)}
+    return sum(storage.nbytes() for storage in storages.values())
