@@ -1,0 +1,76 @@
+"""The committed table of compiled kernels (docs/kernels.md) beside what the code would launch and compile to now.
+
+Run as a process of its own, since a test's own process has kernels that belong to the interpreter:
+
+    python -m tests.triton_kernels.compiled                   # {"launches": [...], "rows": [...]}
+"""
+
+import json
+import os
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+TABLE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
+Cells = list[str]
+"""A row: the architecture, then what the table holds."""
+
+
+def table() -> list[Cells]:
+    """The rows of the committed table."""
+    rows, architecture = [], ""
+    for line in TABLE.read_text().splitlines():
+        if line.startswith("## "):
+            architecture = line.removeprefix("## ")
+        elif line.startswith("| ") and not line.startswith(("| kernel |", "| --- |")):
+            rows.append([architecture, *(cell.strip() for cell in line.strip("|").split("|"))])
+    return rows
+
+
+def sample(rows: list[Cells]) -> list[int]:
+    """Of every kernel the row that takes the least time to compile, for sm_90 and one of the other architectures."""
+    others = [architecture for architecture in dict.fromkeys(row[0] for row in rows) if architecture != "sm_90"]
+    numbers = []
+    for turn, kernel in enumerate(dict.fromkeys(row[1] for row in rows)):
+        for architecture in ("sm_90", others[turn % len(others)]):
+            of_it = [number for number, row in enumerate(rows) if row[:2] == [architecture, kernel]]
+            numbers.append(min(of_it, key=lambda number: float(rows[number][-1])))
+    return numbers
+
+
+@cache
+def _launches() -> list[Any]:
+    """What the specimens launch, in the table's order."""
+    from triton_kernels.architectures import ARCHITECTURES
+    from triton_kernels.compile_report import record
+
+    return [recorded for architecture in ARCHITECTURES for recorded in record(architecture)]
+
+
+def _describe(recorded: Any) -> Cells:
+    """Architecture, kernel, label, and the constants that are block sizes."""
+    blocks = [f"{name.removeprefix('BLOCK_').lower()} {value}" for name, value in recorded.constants if "BLOCK" in name]
+    return [recorded.architecture, recorded.kernel.fn.__name__.strip("_").removesuffix("_kernel"), recorded.label, *blocks]
+
+
+def _compile(number: int) -> Cells:
+    from triton_kernels.compile_report import _cells, compile_recorded
+
+    row = compile_recorded(_launches()[number])
+    return [row.architecture, *_cells(row)]
+
+
+def main() -> None:
+    """Prints what would be launched, and the sample as compiled now."""
+    launches = [_describe(recorded) for recorded in _launches()]
+    numbers = [number for number in sample(table()) if number < len(launches)]
+    # Forked, they have the launches already.
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
+        rows = list(pool.map(_compile, numbers))
+    print(json.dumps({"launches": launches, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
