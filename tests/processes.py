@@ -1,15 +1,19 @@
 """Real worker processes on gloo, without Ray: what distributed and fault tests start, kill and start again.
 
-outcome = run_workers(job, world=3)                       # rank 0's summary
-processes = start_workers(job, world=2); os.kill(processes[1].pid, signal.SIGKILL)
+They are forked from a server that has PyTorch loaded, which saves each of them some seconds.
+
+    outcome = run_workers(job, world=3)                       # rank 0's summary
+    workers = start_workers(job, world=2); workers.processes[1].kill()
 """
 
 import json
-import pickle
+import os
 import socket
-import subprocess
 import sys
 import tempfile
+import traceback
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +22,15 @@ from pipelines.files import Folder
 from pipelines.launch.job import Job, Place
 from pipelines.prepare.prepare import prepare
 from pipelines.tasks import build_task
+from tests.distributed import CONTEXT, LIMIT_S
 
-ROOT = Path(__file__).resolve().parents[1]
+
+@dataclass(frozen=True)
+class Workers:
+    """The workers of a job, by rank, and where they leave their summary or what they raised."""
+
+    processes: list[BaseProcess]
+    place: Path
 
 
 def make_job(config: Config, storage: Path, run: str, attempt: str = "a1") -> Job:
@@ -31,31 +42,26 @@ def make_job(config: Config, storage: Path, run: str, attempt: str = "a1") -> Jo
     )
 
 
-def start_workers(job: Job, world: int) -> list[subprocess.Popen[str]]:
-    """Starts the job's workers; the last line that rank 0 prints is its summary as JSON."""
+def start_workers(job: Job, world: int) -> Workers:
+    """Starts the job's workers."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    file = Path(tempfile.mkstemp(suffix=".job")[1])
-    file.write_bytes(pickle.dumps(job))
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.processes", str(file), str(rank), str(world), str(port)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
+    place = Path(tempfile.mkdtemp(prefix="workers-"))
+    arguments = [(job, rank, world, port, place) for rank in range(world)]
+    processes: list[BaseProcess] = [CONTEXT.Process(target=_work, args=each, daemon=True) for each in arguments]
+    for process in processes:
+        process.start()
+    return Workers(processes, place)
 
 
-def finish(processes: list[subprocess.Popen[str]]) -> dict[str, Any]:
+def finish(workers: Workers) -> dict[str, Any]:
     """Waits for the workers; rank 0's summary. Fails where one failed."""
-    outputs = [process.communicate(timeout=120) for process in processes]
-    for rank, process in enumerate(processes):
-        assert process.returncode == 0, f"rank {rank}: {outputs[rank][1][-3000:]}"
-    return dict(json.loads(outputs[0][0].strip().splitlines()[-1]))
+    for rank, process in enumerate(workers.processes):
+        process.join(LIMIT_S)
+        error = workers.place / f"error-{rank}"
+        assert process.exitcode == 0, f"rank {rank}: {error.read_text()[-3000:] if error.exists() else process.exitcode}"
+    return dict(json.loads((workers.place / "summary.json").read_text()))
 
 
 def run_workers(job: Job, world: int) -> dict[str, Any]:
@@ -63,21 +69,18 @@ def run_workers(job: Job, world: int) -> dict[str, Any]:
     return finish(start_workers(job, world))
 
 
-def _main(file: str, rank: int, world: int, port: str) -> None:
-    import os
-
+def _work(job: Job, rank: int, world: int, port: int, place: Path) -> None:
     import torch.distributed as dist
 
     from pipelines.launch.worker import run_worker
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    job = pickle.loads(Path(file).read_bytes())
-    summary = run_worker(
-        job, Place(rank=rank, world=world, local_rank=rank), lambda _, entries: entries[-1]["sequence"], lambda: False
-    )
-    assert not dist.is_initialized(), "a worker leaves its process group, or it may abort when Python ends"
-    print(json.dumps(summary))
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        place_of = Place(rank=rank, world=world, local_rank=rank)
+        summary = run_worker(job, place_of, lambda _, entries: entries[-1]["sequence"], lambda: False)
+        assert not dist.is_initialized(), "a worker leaves its process group, or it may abort when Python ends"
+    except BaseException:
+        (place / f"error-{rank}").write_text(traceback.format_exc())
+        sys.exit(1)
+    if rank == 0:
+        (place / "summary.json").write_text(json.dumps(summary))
