@@ -1,18 +1,18 @@
 """Which strategy, precision and the rest go together, and for what does not, why, and the nearest that does.
 
-refuse_combinations(config.train, config.scaling, config.guard)   # raises SettingError
+refuse_combinations(config.train, config.scaling, config.guard, config.checkpoint)   # raises SettingError
 
 What depends on the device, which settings alone do not know, is refused by `launch.resources.resolve`.
 """
 
 from pipelines.config.run import Scaling
-from pipelines.config.train import Guard, Train
+from pipelines.config.train import Checkpoint, Guard, Train
 
 SHARDED = ("fsdp", "deepspeed")
 """Strategies whose micro-batches communicate, so that all workers must run equally many."""
 
 
-def refuse_combinations(train: Train, scaling: Scaling, guard: Guard) -> None:
+def refuse_combinations(train: Train, scaling: Scaling, guard: Guard, checkpoint: Checkpoint) -> None:
     """Raises SettingError for settings that are right one by one and cannot work together."""
     workers = scaling.workers if isinstance(scaling.workers, int) else 0
     if scaling.strategy == "single" and workers > 1:
@@ -29,6 +29,8 @@ def refuse_combinations(train: Train, scaling: Scaling, guard: Guard) -> None:
         _refuse_with_exact(train, scaling)
     if train.stochastic_rounding and scaling.strategy in SHARDED:
         raise train.error("stochastic_rounding", "must be false here: both sharded strategies keep a master copy, in shards")
+    if guard.policy == "rewind" and not checkpoint.every:
+        raise guard.error("policy", "must be `stop` or `skip` with checkpoint.every 0: there is nothing to go back to")
     if scaling.strategy == "deepspeed":
         _refuse_with_deepspeed(train, guard)
 

@@ -62,7 +62,7 @@ class Config(Section):
                 f"must be at most train.slots, {self.train.slots}, since workers share a step's slots: raise train.slots "
                 f"(and lower train.slot_size, {self.train.slot_size}, to keep the batch)",
             )
-        refuse_combinations(self.train, self.scaling, self.guard)
+        refuse_combinations(self.train, self.scaling, self.guard, self.checkpoint)
         endless = not self.train.steps and not self.train.epochs and not self.optimizer.decay_steps
         if endless and self.optimizer.schedule in ("cosine", "linear"):
             raise self.optimizer.error(

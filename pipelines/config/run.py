@@ -15,8 +15,8 @@ class Scaling(Section):
     workers: Literal["auto"] | int = setting("auto", at_least=1)
     """Training processes; `auto`: one a GPU if there are any, else one a core, never more than slots."""
     least_workers: int = setting(0, at_least=0)
-    """With how few workers a run goes on when a node is lost, within `launch.restarts`, from its newest checkpoint; when there
-    is room again, it saves and grows back to `workers`. 0: their number is fixed."""
+    """With how few workers a run goes on when a node is lost, within `launch.restarts`, from its newest checkpoint; when
+    there is room again, it saves and grows back to `workers`. 0: their number is fixed."""
     resize_every_s: float = setting(60.0, above=0)
     """With `least_workers`, seconds between two looks for room for more workers."""
     strategy: Literal["auto", "single", "ddp", "fsdp", "deepspeed"] = setting("auto")

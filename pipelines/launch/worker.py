@@ -3,6 +3,7 @@
 summary = run_worker(job, Place(rank=0, world=1), recorder.receive, stopping=lambda: False)
 """
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from pipelines.prepare.manifest import Manifest
 from pipelines.record.sender import Post, Sender
 from pipelines.strategies import build_strategy
 from pipelines.strategies.recompute import recompute
-from pipelines.strategies.strategy import Strategy
+from pipelines.strategies.strategy import Strategy, whole_shape
 from pipelines.tasks import Task, build_task
 from pipelines.train.checkpoint import Checkpoints
 from pipelines.train.fingerprint import parameters_sha256
@@ -159,8 +160,9 @@ def _use_device(job: Job, place: Place) -> torch.device:
         torch.set_num_threads(job.threads)
     if not dist.is_initialized() and (place.world > 1 or job.config.scaling.strategy in SHARDED):
         backend = "cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo"
-        alone = {"store": dist.HashStore()} if place.world == 1 else {}
-        dist.init_process_group(backend, rank=place.rank, world_size=place.world, timeout=timedelta(minutes=30), **alone)
+        store = dist.HashStore() if place.world == 1 else None  # type: ignore[attr-defined]
+        limit = timedelta(minutes=30)
+        dist.init_process_group(backend, rank=place.rank, world_size=place.world, timeout=limit, store=store)
     return device
 
 
@@ -223,7 +225,7 @@ def _facts(job: Job, place: Place, training: Training) -> RunFacts:
         precision=job.config.train.precision,
         tokens_per_step=training.rules.nominal_targets,
         flops_per_token=count() if count else None,
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=sum(math.prod(whole_shape(p)) for p in model.parameters()),
     )
 
 

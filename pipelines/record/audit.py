@@ -45,12 +45,19 @@ class Audit:
     """Starts of the run that wrote one of them."""
     workers: tuple[int, ...]
     """Numbers of workers that it ran on, in the order in which they came first."""
+    dropped: tuple[int, ...] = ()
+    """Numbers of the steps that were fed and changed nothing, because the guard found them bad."""
+    left_out: int = 0
+    """Samples that the guard left out: not fed, and counted in `samples`."""
 
     def __str__(self) -> str:
         workers = ", ".join(map(str, self.workers))
+        exceptions = f"; {self.left_out:,} sample(s) were left out by the guard" if self.left_out else ""
+        if self.dropped:
+            exceptions += f"; {len(self.dropped)} step(s) changed nothing by the guard ({_some(self.dropped)})"
         return (
             f"{self.samples:,} samples in {self.steps:,} steps, {self.samples / self.in_an_epoch:.3g} epochs of "
-            f"{self.in_an_epoch:,}; each exactly once an epoch, none lost or repeated "
+            f"{self.in_an_epoch:,}; each exactly once an epoch, none lost or repeated{exceptions} "
             f"({self.checkpoints} checkpoints of {self.attempts} attempt(s) on {workers} worker(s))"
         )
 
@@ -65,7 +72,8 @@ def audit(checkpoints: Folder) -> Audit:
             raise Broken(f"{_name(manifest['step'])} has the samples in another order than {_name(newest['step'])}")
         first, end = manifest["positions"]
         fed = sum(int(each, 16) for each in manifest["fed"].values()) % 2**64
-        if fed != _digest(order, first, end, epochs):
+        missing = sum(_digest(order, *place, defaultdict(int)) for place in _left_out(manifest))
+        if (fed + missing) % 2**64 != _digest(order, first, end, epochs):
             raise Broken(
                 f"{_name(manifest['step'])}: its {len(manifest['fed'])} worker(s) did not feed the samples at positions "
                 f"{first:,} to {end - 1:,} once each"
@@ -81,7 +89,21 @@ def audit(checkpoints: Folder) -> Audit:
         checkpoints=len(chain),
         attempts=len({manifest["attempt"] for manifest in chain}),
         workers=tuple(dict.fromkeys(manifest["world"] for manifest in chain)),
+        dropped=tuple(newest.get("state", {}).get("dropped", ())),
+        left_out=sum(end - first for manifest in chain for first, end in _left_out(manifest)),
     )
+
+
+def _left_out(manifest: dict[str, Any]) -> list[tuple[int, int]]:
+    """Positions (first, behind the last) that the guard left out since the manifest's parent."""
+    first, end = manifest["positions"]
+    slots = manifest.get("state", {}).get("left_out", ())
+    return [(position, position + samples) for _, _, position, samples in slots if first <= position < end]
+
+
+def _some(steps: tuple[int, ...]) -> str:
+    """Steps as people count them, the first few."""
+    return ", ".join(str(step + 1) for step in steps[:8]) + (", ..." if len(steps) > 8 else "")
 
 
 def _chain(checkpoints: Folder) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,183 @@
+"""Bad steps: planted where they cannot be missed, found on the device, named, and dealt with by each policy."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipelines.config import Checkpoint, Guard, Model, Optimizer, Scaling, Train
+from pipelines.launch.job import Job
+from pipelines.record.audit import audit
+from pipelines.train.judge import FINE, NOT_FINITE, OVERFLOW, SPIKE, Judge
+from pipelines.train.loop import Training
+from tests.pipelines.strategies.course import course_job, run_course
+
+TRAIN = Train(steps=16, slots=4, slot_size=2, log_every=1, micro_batch_slots=1)
+BAD = (9, 2)
+"""Step and slot, both from 0, whose data is bad."""
+LATE = 40
+"""A step at which the loss has become flat."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the data is prepared once."""
+    return tmp_path_factory.mktemp("guard")
+
+
+def _job(folder: Path, run: str, policy: str, strategy: str = "auto", **more: Any) -> Job:
+    settings: dict[str, Any] = {
+        "train": TRAIN,
+        "checkpoint": Checkpoint(every=4),
+        "guard": Guard(policy=policy, **more),  # type: ignore[arg-type]
+        "scaling": Scaling(strategy=strategy),  # type: ignore[arg-type]
+    }
+    return course_job(folder, run, **settings)
+
+
+def _bad_inputs(training: Training, step: int = BAD[0]) -> torch.Tensor:
+    """The planted slot's inputs, by which a hook recognises it on whatever worker it is."""
+    return replace(training.loader, rank=0, world=1, micro_batch_slots=1).read_step(step).micro_batches[BAD[1]].inputs
+
+
+def plant_nan(training: Training) -> None:
+    """The second block's feed-forward gives one NaN for the samples of the bad slot."""
+    bad, seen = _bad_inputs(training), [False]
+
+    def look(_: Any, arguments: tuple[torch.Tensor, ...]) -> None:
+        seen[0] = torch.equal(arguments[0], bad)
+
+    def spoil(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.index_fill(1, torch.tensor([3]), float("nan")) if seen[0] else output
+
+    training.model.register_forward_pre_hook(look)
+    training.model.blocks[1].feed_forward.register_forward_hook(spoil)  # type: ignore[index, union-attr]
+
+
+def plant_garbage(training: Training) -> None:
+    """The bad slot's samples ask for a byte that no other does."""
+    collate, bad = training.loader.task.collate, _bad_inputs(training, LATE)
+
+    def garbled(windows: Any, masks: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets = collate(windows, masks)
+        if torch.equal(inputs, bad):
+            targets = torch.full_like(targets, 255)
+        return inputs, targets
+
+    object.__setattr__(training.loader.task, "collate", garbled)
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(1, "auto"), (3, "ddp"), (2, "fsdp")])
+def test_stop_names_layer_slot_and_samples(folder: Path, world: int, strategy: str) -> None:
+    job = _job(folder, f"stop-{strategy}", "stop", strategy)
+    with pytest.raises(AssertionError) as caught:
+        run_course(job, world, plant_nan)
+    text = str(caught.value)
+    assert "Diverged: step 10: the loss or the gradient is not a finite number, first in blocks.1.feed_forward;" in text
+    assert "slot(s) 2, sample(s) " in text
+    assert "guard.policy skip or rewind" in text
+    # The steps before are safe, and nothing was saved after.
+    names = [name for name in (job.folder / "checkpoints").names() if name.startswith("step-")]
+    assert max(names) == "step-00000008"
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(1, "auto"), (2, "ddp"), (2, "fsdp")])
+def test_skip_drops_the_step_and_goes_on(folder: Path, world: int, strategy: str) -> None:
+    job = _job(folder, f"skip-{strategy}-{world}", "skip", strategy)
+    course = run_course(job, world, plant_nan)
+    assert course.step == TRAIN.steps
+    assert [number for number, loss in enumerate(course.losses) if loss != loss] == [BAD[0]]
+    assert course.logged[-1]["dropped_steps"] == 1
+    assert "step 10" in course.said[-1]
+    proof = audit(job.folder / "checkpoints")
+    assert (proof.dropped, proof.left_out) == ((BAD[0],), 0)
+    assert "1 step(s) changed nothing" in str(proof)
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(1, "auto"), (3, "ddp"), (2, "fsdp")])
+def test_rewind_comes_again_without_the_slot(folder: Path, world: int, strategy: str) -> None:
+    job = _job(folder, f"rewind-{strategy}-{world}", "rewind", strategy)
+    course = run_course(job, world, plant_nan)
+    assert course.step == TRAIN.steps
+    # Steps 9 and 10 come twice, the second time step 10 without the slot.
+    assert len(course.losses) in (TRAIN.steps + 2, TRAIN.steps + 3)
+    assert course.losses[-1] == course.losses[-1]
+    proof = audit(job.folder / "checkpoints")
+    assert (proof.dropped, proof.left_out) == ((), 2)
+    assert "2 sample(s) were left out" in str(proof)
+
+
+def test_going_back_and_leaving_out_is_exact(folder: Path) -> None:
+    """The slot that is left out is the same on any number of workers, and so are the bits."""
+    hashes = set()
+    for world in (1, 2, 3):
+        job = _job(folder, f"exact-{world}", "rewind")
+        job = replace(job, config=replace(job.config, train=replace(TRAIN, exact=True, micro_batch_slots=0)))
+        hashes.add(run_course(job, world, plant_nan).sha256)
+    assert len(hashes) == 1
+
+
+def test_rewind_before_the_first_checkpoint_goes_back_to_the_start(folder: Path) -> None:
+    job = _job(folder, "early", "rewind")
+    job = replace(job, config=replace(job.config, checkpoint=Checkpoint(every=100)))
+    course = run_course(job, 1, plant_nan)
+    assert course.step == TRAIN.steps
+    assert audit(job.folder / "checkpoints").left_out == 2
+
+
+@pytest.mark.parametrize("policy", ["skip", "rewind"])
+def test_garbage_is_a_spike(folder: Path, policy: str) -> None:
+    job = _job(folder, f"spike-{policy}", policy, spike=3.0, window=8)
+    job = replace(job, config=replace(job.config, train=replace(TRAIN, steps=LATE + 5)))
+    course = run_course(job, 2, plant_garbage)
+    assert course.step == LATE + 5
+    assert any("the loss is a spike" in text and "slot(s) 2" in text for text in course.said)
+    proof = audit(job.folder / "checkpoints")
+    assert (len(proof.dropped), proof.left_out) == ((1, 0) if policy == "skip" else (0, 2))
+
+
+def test_too_many_bad_steps_end_the_run(folder: Path) -> None:
+    job = _job(folder, "many", "skip", most=3)
+    hot = Optimizer(kind="sgd", learning_rate=1e30, warmup_steps=0)
+    train = replace(TRAIN, clip_norm=0.0)
+    job = replace(job, config=replace(job.config, optimizer=hot, train=train, checkpoint=Checkpoint(every=0)))
+    with pytest.raises(AssertionError, match=r"after 3 bad steps that guard\.most 3 allows"):
+        run_course(job, 1)
+
+
+def test_verdicts() -> None:
+    judge, one = Judge(torch.device("cpu"), spike=5.0, window=10), torch.tensor(1.0)
+    nan, infinite = torch.tensor(float("nan")), torch.tensor(float("inf"))
+    assert judge(nan, one) == judge(one, infinite) == judge(infinite, one) == NOT_FINITE
+    assert judge(one, infinite, torch.tensor(8.0)) == OVERFLOW
+    assert judge(nan, infinite, torch.tensor(8.0)) == NOT_FINITE
+    assert judge(one, infinite, torch.tensor(1.0)) == NOT_FINITE
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(30):
+        assert judge(2 + 0.1 * torch.randn((), generator=generator), one) == FINE
+    mean, variance, steps = judge.read()
+    assert (mean, steps) == (pytest.approx(2.0, abs=0.2), 30)
+    assert variance == pytest.approx(0.01, rel=0.9)
+    assert judge(torch.tensor(3.0), one) == SPIKE
+    assert judge.read() == [mean, variance, steps]
+    again = Judge(torch.device("cpu"), 5.0, 10, judge.read())
+    assert again(torch.tensor(2.2), one) == FINE
+    assert again(torch.tensor(3.0), one) == SPIKE
+
+
+def test_the_running_mean_is_the_plain_one_at_first() -> None:
+    judge, values = Judge(torch.device("cpu"), spike=1e9, window=100), torch.rand(20)
+    for value in values:
+        judge(value, torch.tensor(1.0))
+    mean, variance, _ = judge.read()
+    assert mean == pytest.approx(float(values.mean()), rel=1e-5)
+    assert variance == pytest.approx(float(values.var(unbiased=False)), rel=1e-4)
+
+
+def test_a_guard_that_rewinds_needs_checkpoints() -> None:
+    from pipelines.config import Config, SettingError
+
+    with pytest.raises(SettingError, match=r"guard.policy is 'rewind'.*checkpoint.every"):
+        Config(guard=Guard(policy="rewind"), checkpoint=Checkpoint(every=0), model=Model())
