@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(["pipelines.launch.worker", "pipelines.train.storage", "model.transformer"])
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 
 
 def run_distributed(function: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:

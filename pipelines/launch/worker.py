@@ -33,7 +33,7 @@ from pipelines.observers.tracker import Tracker
 from pipelines.prepare.manifest import Manifest
 from pipelines.record.sender import Post, Sender
 from pipelines.strategies import build_strategy
-from pipelines.strategies.recompute import recompute
+from pipelines.strategies.recompute import as_compiled, recompute
 from pipelines.strategies.strategy import Strategy, whole_shape
 from pipelines.tasks import Task, build_task
 from pipelines.train.checkpoint import Checkpoints
@@ -254,7 +254,7 @@ def _write_sample(job: Job, place: Place, training: Training) -> None:
     settings, model = job.config.sample, training.model
     if not settings.tokens or not isinstance(model, Decoder):
         return
-    with training.rules.precision.autocast(training.strategy.device):
+    with training.rules.precision.autocast(training.strategy.device), as_compiled():
         text = "".join(write_text(model, load_tokenizer(job.prepared / "tokenizer"), settings))
     training.strategy.settle()
     if place.rank == 0:

@@ -6,6 +6,7 @@ block runs outside of both.
     model = recompute(model, config.train)
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -35,6 +36,16 @@ def recompute(model: nn.Module, settings: Train) -> nn.Module:
     elif settings.compile == "model":
         model.compile()
     return model
+
+
+@contextmanager
+def as_compiled() -> Iterator[None]:
+    """Inside, what is compiled runs compiled and nothing else is compiled: validation and generation have other shapes."""
+    if "torch._dynamo" not in sys.modules:  # importing it takes a second
+        yield
+        return
+    with torch.compiler.set_stance("eager_on_recompile"):
+        yield
 
 
 class _Checkpointed:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from pipelines.feed.loader import Loader
+from pipelines.strategies.recompute import as_compiled
 from pipelines.strategies.strategy import Strategy
 from pipelines.train.guard import Blame
 from pipelines.train.state import LeftOut
@@ -32,7 +33,7 @@ def find_blame(
     for batch in replace(loader, micro_batch_slots=1).read_step(step).micro_batches:
         batch = batch.to(strategy.device)
         seed_dropout(strategy.device, micro_batch_seed(rules.seed, step, batch.slot))
-        with torch.no_grad(), rules.precision.autocast(strategy.device), _first_bad_output(model) as found:
+        with torch.no_grad(), rules.precision.autocast(strategy.device), as_compiled(), _first_bad_output(model) as found:
             loss_sum, counted = model(batch.inputs, batch.targets)
         if not batch.empty:
             losses[batch.slot] = torch.nan_to_num(loss_sum / counted.clamp(min=1))

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pipelines.feed.loader import MicroBatch
+from pipelines.strategies.recompute import as_compiled
 from pipelines.strategies.strategy import Strategy
 from pipelines.tasks import Task
 from pipelines.train.precision import Precision
@@ -25,7 +26,7 @@ def validate(
     was_training = model.training
     model.eval()
     # Not inference mode: what a strategy gathers for a forward it may keep for the next backward.
-    with torch.no_grad(), precision.autocast(strategy.device):
+    with torch.no_grad(), precision.autocast(strategy.device), as_compiled():
         for batch in batches:
             loss_sum, counted = model(batch.inputs, batch.targets)
             if not batch.empty:

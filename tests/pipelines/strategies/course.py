@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pipelines.config import Checkpoint, Model, Optimizer, Scaling, Train, Validation
+from pipelines.config import Checkpoint, Model, Optimizer, Train, Validation
 from pipelines.launch.job import Job, Place
 from pipelines.observers.observer import Observer
 from tests.distributed import run_distributed

@@ -11,11 +11,9 @@ from tests.pipelines.strategies.course import SLOTS, STEPS, Course, course_job, 
 TOLERANCE = 2e-5
 """Relative, of losses and norms over 30 steps in fp32. Sums of some 10^3 gradients in another order differ by up to 10^3
 units of 2^-24 in the worst and some 30 in the usual case; 30 updates carry that on. Measured: up to 2e-6."""
-WAYS = {
-    "ddp": Scaling(strategy="ddp"),
-    "fsdp": Scaling(strategy="fsdp"),
-    "fsdp, kept gathered": Scaling(strategy="fsdp", reshard=False),
-}
+DDP, FSDP = Scaling(strategy="ddp"), Scaling(strategy="fsdp")
+WAYS = [(DDP, 2), (DDP, 3), (DDP, 4), (FSDP, 1), (FSDP, 2), (FSDP, 3), (FSDP, 4)]
+WAYS += [(Scaling(strategy="fsdp", reshard=False), 2), (Scaling(strategy="fsdp", shard_workers=2), 4)]
 
 
 @cache
@@ -29,30 +27,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("parity")
 
 
-def _assert_same_course(found: Course, wanted: Course, tolerance: float = TOLERANCE) -> None:
+def assert_same_course(found: Course, wanted: Course, tolerance: float = TOLERANCE) -> None:
     assert len(found.losses) == len(wanted.losses) == STEPS
     assert found.losses == pytest.approx(wanted.losses, rel=tolerance)
     assert found.norms == pytest.approx(wanted.norms, rel=10 * tolerance)
     assert found.validations == pytest.approx(wanted.validations, rel=tolerance)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("way", WAYS)
-def test_the_course_is_that_of_one_worker(folder: Path, way: str, world: int) -> None:
-    if way == "ddp" and world == 1 or way == "fsdp, kept gathered" and world != 2:
-        pytest.skip("covered by the others")
+@pytest.mark.parametrize(("scaling", "world"), WAYS, ids=str)
+def test_the_course_is_that_of_one_worker(folder: Path, scaling: Scaling, world: int) -> None:
     train = Train(steps=STEPS, slots=SLOTS, slot_size=2, log_every=1, micro_batch_slots=1)
-    job = course_job(folder, f"{way}-{world}", scaling=WAYS[way], train=train)
-    _assert_same_course(run_course(job, world), _single(folder))
-
-
-def test_hybrid_sharding(folder: Path) -> None:
-    job = course_job(folder, "hybrid", scaling=Scaling(strategy="fsdp", shard_workers=2))
-    _assert_same_course(run_course(job, 4), _single(folder))
+    job = course_job(folder, f"run-{WAYS.index((scaling, world))}", scaling=scaling, train=train)
+    assert_same_course(run_course(job, world), _single(folder))
 
 
 def test_the_other_flavour_in_shards(folder: Path) -> None:
     model = Model(flavour="llama", layers=2, heads=4, kv_heads=2, width=16, context=16)
     single = run_course(course_job(folder, "llama", model=model), 1)
     job = course_job(folder, "llama-fsdp", model=model, scaling=Scaling(strategy="fsdp"))
-    _assert_same_course(run_course(job, 2), single)
+    assert_same_course(run_course(job, 2), single)

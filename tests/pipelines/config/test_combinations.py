@@ -1,0 +1,68 @@
+"""What does not go together is refused at once, with the reason and what would go."""
+
+import pytest
+
+from pipelines.config import Checkpoint, Config, Guard, Scaling, SettingError, Train
+from pipelines.launch.resources import Resources, resolve
+
+CPU = Resources(cpus=4, gpus=0, memory_bytes=2.0**34, gpu_memory_bytes=None)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (
+            {"scaling": Scaling(strategy="single", workers=2)},
+            r"scaling\.strategy is 'single'.* `ddp`, `fsdp` or `deepspeed`",
+        ),
+        ({"scaling": Scaling(strategy="fsdp"), "train": Train(exact=True)}, r"scaling\.strategy is 'fsdp'.* use `ddp`"),
+        ({"scaling": Scaling(strategy="deepspeed"), "train": Train(exact=True)}, r"with train\.exact use `ddp`"),
+        ({"train": Train(exact=True, compile="block")}, r"train\.compile is 'block'.* must be `none` with train\.exact"),
+        ({"scaling": Scaling(strategy="ddp", shard_workers=2)}, r"scaling\.shard_workers is 2.* `fsdp`"),
+        ({"scaling": Scaling(strategy="fsdp", workers=4, shard_workers=3)}, r"must divide scaling\.workers, 4"),
+        ({"scaling": Scaling(strategy="ddp", offload=True)}, r"scaling\.offload is True.* `fsdp`"),
+        (
+            {"scaling": Scaling(strategy="fsdp"), "train": Train(precision="pure_bf16", stochastic_rounding=True)},
+            r"train\.stochastic_rounding is True.* master copy",
+        ),
+        (
+            {"scaling": Scaling(strategy="deepspeed"), "train": Train(precision="fp16")},
+            r"train\.precision is 'fp16'.* `bf16`",
+        ),
+        (
+            {"scaling": Scaling(strategy="deepspeed"), "train": Train(compile="model")},
+            r"train\.compile.* `fsdp` can compile",
+        ),
+        ({"scaling": Scaling(strategy="deepspeed"), "guard": Guard(policy="skip")}, r"guard\.policy is 'skip'.* `fsdp`"),
+        ({"guard": Guard(policy="rewind"), "checkpoint": Checkpoint(every=0)}, r"guard\.policy is 'rewind'.* go back to"),
+    ],
+)
+def test_settings_that_contradict_each_other(sections: dict[str, object], said: str) -> None:
+    with pytest.raises(SettingError, match=said):
+        Config(**sections)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"train": Train(precision="tf32")}, r"train\.precision is 'tf32'.* CPUs.* `fp32` or `bf16`"),
+        ({"scaling": Scaling(strategy="fsdp", offload=True)}, r"scaling\.offload is True.* main memory already"),
+    ],
+)
+def test_what_this_device_cannot_do(sections: dict[str, object], said: str) -> None:
+    with pytest.raises(SettingError, match=said):
+        resolve(Config(**sections), CPU)  # type: ignore[arg-type]
+
+
+def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelines.launch.resources.find_spec", lambda name: None)
+    with pytest.raises(SettingError, match=r'pip install "raystride\[deepspeed\]", or use `fsdp`'):
+        resolve(Config(scaling=Scaling(strategy="deepspeed")), CPU)
+    monkeypatch.setattr("pipelines.launch.resources.which", lambda name: None)
+    with pytest.raises(SettingError, match=r"train\.compile is 'block'.* \(g\+\+\)"):
+        resolve(Config(train=Train(compile="block")), CPU)
+
+
+def test_a_section_alone_says_what_it_needs() -> None:
+    with pytest.raises(SettingError, match=r"train\.stochastic_rounding is True.* `pure_bf16`"):
+        Train(stochastic_rounding=True)

@@ -1,0 +1,88 @@
+"""Computing activations again, or compiling, changes what is kept and not what is learned."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.transformer import Decoder
+from pipelines.config import Model, Scaling, Train
+from pipelines.strategies.recompute import recompute
+from tests.pipelines.strategies.course import Course, course_job, run_course
+
+TRAIN = Train(steps=6, slots=4, slot_size=2, log_every=1)
+DROPOUT = Model(layers=2, heads=2, width=16, context=16, dropout=0.2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the data is prepared once."""
+    return tmp_path_factory.mktemp("recompute")
+
+
+def _course(folder: Path, run: str, world: int = 1, strategy: str = "auto", **train: Any) -> Course:
+    scaling = Scaling(strategy=strategy)  # type: ignore[arg-type]
+    return run_course(course_job(folder, run, model=DROPOUT, scaling=scaling, train=replace(TRAIN, **train)), world)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "pure_bf16"])
+def test_the_bits_are_those_of_a_training_that_keeps_everything(folder: Path, precision: str) -> None:
+    kept = _course(folder, f"kept-{precision}", precision=precision)
+    for way in ("selective", "full"):
+        found = _course(folder, f"{way}-{precision}", precision=precision, activation_checkpointing=way)
+        assert found.sha256 == kept.sha256, way
+
+
+@pytest.mark.parametrize("way", ["selective", "full"])
+def test_in_shards(folder: Path, way: str) -> None:
+    kept = _course(folder, f"shards-kept-{way}", 2, "fsdp", precision="bf16")
+    found = _course(folder, f"shards-{way}", 2, "fsdp", precision="bf16", activation_checkpointing=way)
+    assert found.sha256 == kept.sha256
+
+
+@pytest.mark.parametrize(("compile_what", "strategy"), [("model", "auto"), ("block", "fsdp")])
+def test_compiled_it_learns_the_same(folder: Path, compile_what: str, strategy: str) -> None:
+    no_dropout = replace(DROPOUT, dropout=0.0)
+    scaling = Scaling(strategy=strategy)  # type: ignore[arg-type]
+    courses = [
+        run_course(
+            course_job(
+                folder,
+                f"{each}-{compile_what}-{strategy}",
+                model=no_dropout,
+                scaling=scaling,
+                train=replace(TRAIN, compile=each),
+            ),
+            1,
+        )
+        for each in ("none", compile_what)
+    ]
+    # Compiled sums are in another order: some units of 2^-24 a step, over six steps.
+    assert courses[1].losses == pytest.approx(courses[0].losses, rel=1e-4)
+
+
+def _saved_bytes(way: str) -> int:
+    """What the forward of a model keeps for its backward."""
+    torch.manual_seed(0)
+    model = recompute(
+        Decoder(Model(layers=3, heads=2, width=32, context=64, flavour="llama"), 50),
+        Train(activation_checkpointing=way),  # type: ignore[arg-type]
+    )
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    ids = torch.randint(0, 50, (4, 64))
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss, _ = model(ids, ids)
+    loss.backward()
+    return sum(kept.values())
+
+
+def test_less_is_kept() -> None:
+    kept, full = _saved_bytes("none"), _saved_bytes("full")
+    assert full < 0.5 * kept
