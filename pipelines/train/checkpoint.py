@@ -12,6 +12,7 @@ their manifests, so that the whole history of what was fed can be audited.
 
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from torch import nn
 
 from pipelines.files import Folder
 from pipelines.train.optimizer import Updater
+from pipelines.train.staging import Staging
 from pipelines.train.state import TrainState
 
 Say = Callable[[str], None]
@@ -81,6 +83,7 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._claim = ""
+        self._staging = Staging()
 
     def claim(self) -> None:
         """From here on none but this group commits. One that was given up and still writes learns of it, and ends."""
@@ -96,7 +99,7 @@ class Checkpoints:
     def save(self, model: nn.Module, optimizer: Updater, state: TrainState, header: dict[str, Any], *, best: bool) -> None:
         """Copies everything now and writes it in a thread. Waits first for the save before, and raises what that one met."""
         self.wait()
-        tensors = {name: _copy(tensor) for name, tensor in named_tensors(model, optimizer).items()}
+        tensors, arrived = self._staging.copy(named_tensors(model, optimizer))
         content = {
             **header,
             "world": self.world,
@@ -105,7 +108,7 @@ class Checkpoints:
             "positions": [state.parent_position, state.position],
             "state": state.to_json(),
         }
-        arguments = (tensors, self.path(state.step), content, state.step, state.fed_digest, best)
+        arguments = (tensors, arrived, self.path(state.step), content, state.step, state.fed_digest, best)
         self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=False)
         self._thread.start()
         state.saved = True
@@ -113,6 +116,10 @@ class Checkpoints:
     def path(self, step: int) -> Folder:
         """Where the checkpoint of a step lies."""
         return self.folder / step_name(step)
+
+    def under_way(self) -> bool:
+        """Whether a save is still being written."""
+        return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
         """Waits for a save that is under way. Raises what it met."""
@@ -124,11 +131,21 @@ class Checkpoints:
             raise error
 
     def _write(
-        self, tensors: dict[str, torch.Tensor], folder: Folder, header: dict[str, Any], step: int, fed: int, best: bool
+        self,
+        tensors: dict[str, torch.Tensor],
+        arrived: Callable[[], None],
+        folder: Folder,
+        header: dict[str, Any],
+        step: int,
+        fed: int,
+        best: bool,
     ) -> None:
+        # A new thread has Python's lock and keeps it for 5 ms if it can; the loop, which waits for it, goes first.
+        time.sleep(0.001)
         from pipelines.train.storage import CheckpointWriter, save
 
         try:
+            arrived()
             writer = CheckpointWriter(folder, self.attempt, self.rank, header, fed, self.extra, self._may_commit)
             save(tensors, writer, self.group)
             if self.rank == 0:
@@ -257,8 +274,3 @@ def _held(name: str, tensors: dict[str, torch.Tensor], optimizer: Updater) -> di
     prefix = f"optimizer.{name}."
     held = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
     return held | ({"master": tensors[f"model.{name}"]} if optimizer.masters else {})
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host that the next update does not touch."""
-    return tensor.detach().to("cpu", copy=True)
