@@ -4,6 +4,8 @@ strategy   the protocol, and `Single` for one worker
 ddp        every worker holds the whole model; gradients are summed over all
 reduction  the buckets in which they are summed
 fsdp       parameters, gradients and optimiser state in shards (FSDP2)
+deepspeed  the same by DeepSpeed's ZeRO, stage by stage
+partitions what DeepSpeed's optimisers hold, in the form of ours
 exact      buckets whose sums have the same bits for any number of workers, along a `tree` over the slots
 memory     bytes a worker will need, told beforehand; needs no PyTorch, which the driver does without
 """
@@ -38,6 +40,18 @@ def build_strategy(config: "Config", *, device: "torch.device", rank: int, world
             reshard=scaling.reshard,
             offload=scaling.offload,
             compute=torch.bfloat16 if train.precision == "pure_bf16" else torch.float32,
+        )
+    if scaling.strategy == "deepspeed":
+        from pipelines.strategies.deepspeed import ZeRO
+
+        return ZeRO(
+            device,
+            rank,
+            world,
+            stage=scaling.zero,
+            bucket_bytes=bucket_bytes,
+            offload=scaling.offload,
+            precision=train.precision,
         )
     if train.exact:
         from pipelines.feed.plan import share

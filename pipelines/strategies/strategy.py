@@ -125,3 +125,8 @@ def give_first_workers_values(model: nn.Module, world: int) -> None:
     if world > 1:
         for parameter in model.parameters():
             torch.distributed.broadcast(parameter.detach(), src=0)
+
+
+def whole_shape(parameter: nn.Parameter) -> torch.Size:
+    """A parameter's shape, of which DeepSpeed's stage 3 leaves nothing to see."""
+    return getattr(parameter, "ds_shape", parameter.shape)
