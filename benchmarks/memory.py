@@ -101,18 +101,27 @@ def measure(job: Job, place: Place) -> dict[str, float]:
     from pipelines.train.step import train_step
 
     training = build_training(job, place, [], lambda: False, lambda _: None)
-    if job.config.scaling.strategy not in ("auto", type(training.strategy).__module__.rpartition(".")[2]):
-        raise NotImplementedError("this strategy is not there")
     model, optimizer, strategy = training.model, training.optimizer, training.strategy
     first, second = list(training.loader.steps(0, 2))
     train_step(strategy, model, optimizer, first, training.rules, 1e-3)
-    parameters = list(model.parameters())
-    states = [value for p in parameters for value in optimizer.held(p).values()]
+    parameters, states = list(model.parameters()), []
+    if partitions := getattr(strategy, "_partitions", None):
+        parameters, states = _zero(partitions, parameters)
+    else:
+        states = [value for p in parameters for value in optimizer.held(p).values()]
+    summed = strategy.gradients
+    seen: list[torch.Tensor] = []
+
+    def gradients_of_the_step() -> list[torch.Tensor]:
+        seen[:] = summed()
+        return seen
+
+    strategy.gradients = gradients_of_the_step  # type: ignore[method-assign]
     with Storages(before=_gradients(strategy, parameters), ignoring=[*parameters, *states]) as alive:
         if job.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         train_step(strategy, model, optimizer, second, training.rules, 1e-3)
-    gradients = _gradients(strategy, parameters)
+    gradients = _gradients(strategy, parameters) or seen
     held: dict[str, float] = {"parameters": size_of(parameters)}
     held |= {"gradients": size_of(gradients), "optimizer": size_of(states)}
     held["activations"] = alive.most(besides=gradients)
@@ -129,6 +138,15 @@ def _gradients(strategy: Any, parameters: list[torch.nn.Parameter]) -> list[torc
         found += [*buckets.flat, *getattr(buckets, "_received", [])]
         found += [flat for row in getattr(buckets, "_rows", []) for flat in row]
     return found
+
+
+def _zero(partitions: Any, parameters: list[torch.nn.Parameter]) -> tuple[list[Any], list[torch.Tensor]]:
+    """What a worker holds under ZeRO: parameters (in stage 3 its parts), and fp32 partitions with their state."""
+    from pipelines.strategies.partitions import _flats
+
+    flats = _flats(partitions._zero)
+    held = [value for flat in flats for value in partitions._rule.held(flat).values()]
+    return [getattr(p, "ds_tensor", p) for p in parameters], [*flats, *held]
 
 
 def predict(job: Job, workers: int) -> MemoryEstimate:

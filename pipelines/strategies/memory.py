@@ -146,20 +146,29 @@ def _fsdp(
 
 
 def _deepspeed(config: Config, count: int, held: list[Moment], workers: int, device: str) -> MemoryEstimate:
-    """ZeRO: every stage spreads one more thing; a master copy is kept in shards by all of them."""
+    """ZeRO by DeepSpeed: every stage spreads one more thing; a master copy is kept in shards by all of them.
+
+    Gradients come to be whole, in stage 1 all of them, and leave through a bucket that is there all the time. In stage 3 it
+    holds fp32; what is in it is copied into one piece and, by gloo, once more, and two blocks are gathered.
+    """
     stage = config.scaling.zero
     number = HALF if config.train.precision == "pure_bf16" else FP32
     parameters = number * count / (workers if stage == 3 else 1)
-    gradients = FP32 * count / (workers if stage >= 2 else 1)
-    optimizer = FP32 * count * (_moments_of(config) + 1) / workers
+    gradients = FP32 * count / workers
+    optimizer = gradients * (_moments_of(config) + 1)
     block = sum(map(sum, half_sizes(config.model)))
-    whole = 2 * number * block * (stage == 3) + FP32 * min(count, 2 * block) * (stage >= 2)
-    activations = max(each.activations for each in held) + whole
+    bucket = config.scaling.bucket_mib * 2**20
+    if stage == 3:
+        whole = bucket + 2 * number * block
+        activations = max(each.activations + whole + 2 * min(bucket, FP32 * each.arisen) for each in held)
+        most = max(activations, bucket + gradients + 2 * min(bucket, FP32 * count))
+    else:
+        most_arisen = bucket + FP32 * block if stage == 2 else FP32 * count
+        activations = max(each.activations + min(FP32 * each.arisen, most_arisen) for each in held) + bucket * number / FP32
+        most = activations
     if config.scaling.offload and device == "cuda":
-        tensors = parameters + gradients + activations
-        return MemoryEstimate(parameters, gradients, 0, activations, tensors, host=optimizer)
-    tensors = parameters + gradients + optimizer + activations
-    return MemoryEstimate(parameters, gradients, optimizer, activations, tensors)
+        return MemoryEstimate(parameters, gradients, 0, activations, parameters + gradients + most, host=optimizer)
+    return MemoryEstimate(parameters, gradients, optimizer, activations, parameters + optimizer + most)
 
 
 @dataclass(frozen=True)
