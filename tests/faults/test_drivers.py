@@ -2,7 +2,6 @@
 
 import signal
 from dataclasses import replace
-from subprocess import Popen
 from typing import Any
 
 import psutil
@@ -13,7 +12,7 @@ from pipelines.launch.owner import Owner, read_owner
 from pipelines.record import read_entries
 from pipelines.record.audit import audit
 from tests.faults.moments import await_true, finish, short_job
-from tests.ray_jobs.jobs import finish_job, run_folder, run_well, start_job, summary, wait_for, wait_for_checkpoint
+from tests.ray_jobs.jobs import Process, finish_job, run_folder, run_well, start_job, summary, wait_for, wait_for_checkpoint
 from tests.tiny import write_text
 
 STEPS = 300
@@ -63,7 +62,7 @@ def test_of_two_that_start_at_once_one_trains(calm: tuple[Config, dict[str, Any]
     _holds(config, "twice", whole)
 
 
-def _is_refused(driver: Popen[str], owner: Owner) -> None:
+def _is_refused(driver: Process, owner: Owner) -> None:
     refused = finish_job(driver)
     assert refused.code == 2, refused.out + refused.err
     assert f"is being trained by process {owner.pid} on {owner.host} (attempt {owner.attempt})" in refused.err

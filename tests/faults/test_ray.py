@@ -3,14 +3,13 @@
 import re
 from dataclasses import replace
 from pathlib import Path
-from subprocess import Popen
 
 import psutil
 import pytest
 
 from pipelines.config import Checkpoint, Config, Launch, Model, Scaling, Train, Validation
 from tests.processes import make_job, run_workers
-from tests.ray_jobs.jobs import Outcome, finish_job, start_job, summary, wait_for_checkpoint
+from tests.ray_jobs.jobs import Outcome, Process, finish_job, start_job, summary, wait_for_checkpoint
 from tests.tiny import tiny, write_text
 
 pytestmark = pytest.mark.timeout(900)
@@ -31,14 +30,14 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     )
 
 
-def _start(config: Config, run: str) -> Popen[str]:
+def _start(config: Config, run: str) -> Process:
     """Starts a run and waits until it is in its middle."""
     driver = start_job("train", config, "--run", run)
     wait_for_checkpoint(config, run, 80, driver)
     return driver
 
 
-def _workers(driver: Popen[str]) -> list[psutil.Process]:
+def _workers(driver: Process) -> list[psutil.Process]:
     children = psutil.Process(driver.pid).children(recursive=True)
     return [process for process in children if "RayTrainWorker" in " ".join(process.cmdline())]
 

@@ -3,7 +3,6 @@
 import re
 import signal
 from dataclasses import replace
-from subprocess import Popen
 from typing import Any
 
 import psutil
@@ -13,7 +12,7 @@ from pipelines.config import Checkpoint, Config, Scaling, Train, Validation
 from pipelines.record import read_entries
 from pipelines.record.audit import audit
 from tests.faults.moments import LIMIT_S, finish, short_job
-from tests.ray_jobs.jobs import finish_job, run_folder, run_well, start_job, summary, wait_for_checkpoint
+from tests.ray_jobs.jobs import Process, finish_job, run_folder, run_well, start_job, summary, wait_for_checkpoint
 from tests.tiny import write_text
 
 pytestmark = pytest.mark.timeout(900)
@@ -36,13 +35,13 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, dict[str, An
     return config, finish(replace(job, config=replace(job.config, scaling=config.scaling)), 1, folder)
 
 
-def _start(config: Config, run: str, step: int = 40) -> Popen[str]:
+def _start(config: Config, run: str, step: int = 40) -> Process:
     driver = start_job("train", config, "--run", run)
     wait_for_checkpoint(config, run, step, driver)
     return driver
 
 
-def _parts(driver: Popen[str], name: str = "RayTrainWorker|Recorder|Controller") -> list[psutil.Process]:
+def _parts(driver: Process, name: str = "RayTrainWorker|Recorder|Controller") -> list[psutil.Process]:
     """The processes of the run's actors of this name."""
     children = psutil.Process(driver.pid).children(recursive=True)
     return [child for child in children if re.search(rf"ray::\w*({name})", " ".join(child.cmdline()))]

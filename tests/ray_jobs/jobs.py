@@ -1,12 +1,18 @@
 """Jobs as a user starts them: `python ray_jobs/train.py ...` in a process of its own, its exit code and what it printed.
 
+Inline jobs are the same script in a process that is forked from a server which has PyTorch loaded: half of what such a job
+takes is importing. Those under Ray, and those with variables of their own, are started by the operating system.
+
 outcome = run_job("train", config, "--launch", "inline", "--run", "name")
 outcome.code, outcome.lines[-3:], summary(config, "name")["steps"]
 """
 
 import os
+import runpy
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +22,7 @@ from typing import Any
 from pipelines.config import Config
 from pipelines.config.parse import to_yaml
 from pipelines.files import Folder
+from tests.distributed import CONTEXT
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 240
@@ -37,11 +44,71 @@ class Outcome:
         return self.out.rstrip().splitlines()
 
 
-def start_job(job: str, config: Config, *flags: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+class Forked:
+    """A script in a forked process, with what the tests need of `subprocess.Popen`."""
+
+    def __init__(self, script: Path, flags: tuple[str, ...]) -> None:
+        self._place = Path(tempfile.mkdtemp(prefix="job-"))
+        self._process = CONTEXT.Process(target=_run_script, args=(script, flags, self._place, environment()))
+        self._process.start()
+        self.pid = self._process.pid or 0
+
+    @property
+    def returncode(self) -> int:
+        """How it ended, once it did."""
+        code = self._process.exitcode
+        assert code is not None
+        return code
+
+    def poll(self) -> int | None:
+        """How it ended, if it did."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for its end. Raises subprocess.TimeoutExpired."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("job", timeout or 0.0)
+        return self._process.exitcode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Waits for its end; what it printed. Raises subprocess.TimeoutExpired."""
+        self.wait(timeout)
+        return (self._place / "1").read_text(), (self._place / "2").read_text()
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kills it, unless it has ended."""
+        self.send_signal(signal.SIGKILL)
+
+
+def _run_script(script: Path, flags: tuple[str, ...], place: Path, variables: dict[str, str]) -> None:
+    """Becomes the script, in a process group of its own, as `start_script` makes it."""
+    os.setsid()
+    for number in (1, 2):
+        os.dup2(os.open(place / str(number), os.O_WRONLY | os.O_CREAT), number)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.argv = [str(script), *flags]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+Process = subprocess.Popen[str] | Forked
+"""A job that runs."""
+
+
+def start_job(job: str, config: Config, *flags: str, env: dict[str, str] | None = None) -> Process:
     """Starts a job on a configuration, whose `storage` must be absolute; flags go over it."""
     file = Path(config.storage).parent / "tiny.yaml"
     file.write_text(to_yaml(config))
-    return start_script(job, "--config", str(file), *flags, env=env)
+    given = ("--config", str(file), *flags)
+    if env is None and (config.launch.mode == "inline" or "inline" in flags):
+        return Forked(ROOT / "ray_jobs" / f"{job}.py", given)
+    return start_script(job, *given, env=env)
 
 
 def start_script(job: str, *flags: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
@@ -61,7 +128,7 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
 
 
-def finish_job(process: subprocess.Popen[str]) -> Outcome:
+def finish_job(process: Process) -> Outcome:
     """Waits for a job."""
     began = time.monotonic()
     try:
@@ -93,7 +160,7 @@ def summary(config: Config, run: str) -> dict[str, Any]:
     return dict(run_folder(config, run).read_json("summary.json"))
 
 
-def wait_for(true: Callable[[], object], process: subprocess.Popen[str]) -> None:
+def wait_for(true: Callable[[], object], process: Process) -> None:
     """Waits until something is true of a job that runs. Fails where the job ends before."""
     deadline = time.monotonic() + LIMIT_S
     while not true():
@@ -102,7 +169,7 @@ def wait_for(true: Callable[[], object], process: subprocess.Popen[str]) -> None
         time.sleep(0.02)
 
 
-def wait_for_checkpoint(config: Config, run: str, step: int, process: subprocess.Popen[str]) -> None:
+def wait_for_checkpoint(config: Config, run: str, step: int, process: Process) -> None:
     """Waits until a running job has saved a checkpoint at a step."""
     folder = run_folder(config, run)
     wait_for(lambda: folder.exists(f"checkpoints/step-{step:08d}/MANIFEST.json"), process)
