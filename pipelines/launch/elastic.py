@@ -52,11 +52,13 @@ class Growth:
         """With how many workers to go on; 0: the group was not asked to stop."""
         self._share, self._wire, self._every_s = share, wire, every_s
         self._ended = threading.Event()
-        threading.Thread(target=self._run, name="growth", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="growth", daemon=True)
+        self._thread.start()
 
     def end(self) -> None:
-        """Stops looking."""
+        """Stops looking, and waits for a look that is under way: its wish would stop the next group."""
         self._ended.set()
+        self._thread.join()
 
     def _run(self) -> None:
         known: set[str] = set()
