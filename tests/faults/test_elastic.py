@@ -18,7 +18,7 @@ from tests.ray_jobs.jobs import finish_job, run_folder, start_job, summary, wait
 from tests.tiny import tiny, write_text
 
 pytestmark = pytest.mark.timeout(900)
-MORE = 20
+MORE = 5
 """Steps after which nothing more is awaited of a group."""
 
 
@@ -42,8 +42,8 @@ def config(tmp_path: Path, cluster: Cluster) -> Config:
         optimizer=Optimizer(learning_rate=1e-2, schedule="constant"),
         train=Train(steps=10**6, slots=8, slot_size=1, log_every=1, exact=True),
         validation=Validation(every=0, samples=16),
-        checkpoint=Checkpoint(every=100, keep=2),
-        scaling=Scaling(workers=2, least_workers=1, resize_every_s=3, threads=1),
+        checkpoint=Checkpoint(every=20, keep=2),
+        scaling=Scaling(workers=2, least_workers=1, resize_every_s=1, threads=1),
         launch=Launch(address=cluster.address, restarts=5),
     )
 
@@ -72,7 +72,7 @@ def test_it_shrinks_and_grows_and_ends_with_the_same_bits(config: Config, cluste
     node = cluster.add_node(num_cpus=1)
     # Without a word a driver sends this machine's token, where there is one, and this cluster has none.
     driver = start_job("train", config, "--run", "mine", env={"RAY_AUTH_MODE": "disabled"})
-    wait_for_checkpoint(config, "mine", 100, driver)
+    wait_for_checkpoint(config, "mine", 20, driver)
     cluster.remove_node(node, allow_graceful=False)
     wait_for(lambda: _trains(config, 1), driver)
     cluster.add_node(num_cpus=1)
@@ -84,7 +84,7 @@ def test_it_shrinks_and_grows_and_ends_with_the_same_bits(config: Config, cluste
     assert (ended["status"], ended["workers"]) == ("stopped", 2)
     (_, shrunk), (_, grown) = _groups(config)[1:]
     assert [world for world, _ in _groups(config)] == [2, 1, 2]
-    assert shrunk[0] % 100 == 1, "the lost node took the steps since the newest checkpoint along"
+    assert shrunk[0] % 20 == 1, "the lost node took the steps since the newest checkpoint along"
     assert grown[0] == shrunk[-1] + 1 == ended["resumed_from"] + 1, "to grow costs no step"
     whole = replace(config, scaling=Scaling(workers=1, threads=1), train=replace(config.train, steps=ended["steps"]))
     alone = run_workers(make_job(whole, Path(config.storage), "whole"), 1)
