@@ -29,6 +29,8 @@ from pipelines.train.state import TrainState
 Say = Callable[[str], None]
 CLAIM = "attempt"
 """A file beside the checkpoints that says who may commit one."""
+LINGER_S = 30.0
+"""How long a save that is under way is waited for after an error."""
 
 
 class Superseded(RuntimeError):
@@ -109,7 +111,7 @@ class Checkpoints:
             "state": state.to_json(),
         }
         arguments = (tensors, arrived, self.path(state.step), content, state.step, state.fed_digest, best)
-        self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=False)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
         state.saved = True
 
@@ -129,6 +131,15 @@ class Checkpoints:
         if self._error:
             error, self._error = self._error, None
             raise error
+
+    def linger(self) -> None:
+        """After an error: a save that is under way may still end, but not hold up the process for ever.
+
+        Where a worker was lost, two that remain could wait for each other: one in its save, the other in a step. Whoever
+        ends first frees the other.
+        """
+        if self._thread:
+            self._thread.join(LINGER_S)
 
     def _write(
         self,

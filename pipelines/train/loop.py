@@ -90,16 +90,24 @@ class Training:
 
     def run(self) -> tuple[Ending, dict[str, float]]:
         """Trains to the end, saves, and says why it ended. Raises Diverged, and whatever a step or a save raises."""
+        try:
+            ending = self._train_through()
+            self._finish(ending)
+        except BaseException:
+            if self.checkpoints:
+                self.checkpoints.linger()
+            raise
+        return ending, self.metrics
+
+    def _train_through(self) -> Ending:
+        """Trains, and goes back as often as the guard asks for it."""
         if self.checkpoints and self.config.guard.policy == "rewind" and not self.state.step:
             self._save(best=False)  # something to go back to
         while True:
             try:
-                ending = self._train()
-                break
+                return self._train()
             except GoBack as wanted:
                 self._go_back(wanted.slots)
-        self._finish(ending)
-        return ending, self.metrics
 
     def _train(self) -> Ending:
         """Steps until there is a reason to end. Raises GoBack where the guard asks for it."""
