@@ -91,6 +91,8 @@ def resolve(config: Config, there: Resources) -> Share:
         workers = 1
     else:
         workers = max(1, min(slots, int(there.gpus if device == "cuda" else there.cpus)))
+    if scaling.shard_workers and workers % scaling.shard_workers:
+        raise scaling.error("shard_workers", f"must divide the workers, of which there are {workers}")
     # Products of matrices are cut up among threads, so a number that follows the workers would change bits with them.
     threads = scaling.threads or (1 if config.train.exact and device == "cpu" else _threads(there, workers))
     return Share(workers, device, threads, min(scaling.least_workers, workers))
