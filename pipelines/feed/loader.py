@@ -19,6 +19,7 @@ import torch
 from pipelines.feed.order import digest
 from pipelines.feed.plan import Plan
 from pipelines.feed.stream import TokenStream
+from pipelines.phases import phase
 from pipelines.tasks.task import Task
 
 
@@ -90,14 +91,15 @@ class Loader:
         thread.start()
         try:
             while True:
-                began = time.perf_counter()
-                item = ready.get()
-                self.waited += time.perf_counter() - began
-                if item is None:
-                    return
-                if isinstance(item, BaseException):
-                    raise item
-                batches = [batch.to(self.device) for batch in item.micro_batches]
+                with phase("data"):
+                    began = time.perf_counter()
+                    item = ready.get()
+                    self.waited += time.perf_counter() - began
+                    if item is None:
+                        return
+                    if isinstance(item, BaseException):
+                        raise item
+                    batches = [batch.to(self.device) for batch in item.micro_batches]
                 yield Step(item.number, item.position, item.samples, batches, item.digest)
         finally:
             stopped.set()

@@ -19,6 +19,7 @@ from torch import nn
 
 from pipelines.config import Config
 from pipelines.feed.loader import Loader, Step
+from pipelines.phases import phase
 from pipelines.strategies.strategy import Strategy
 from pipelines.train.agreement import Agreement
 from pipelines.train.checkpoint import Checkpoints
@@ -116,7 +117,8 @@ class Training:
         step, result = None, None
         for step in self.loader.steps(self.state.step, until):
             self._rate = self._learning_rate(step.number)
-            result = train_step(self.strategy, self.model, self.optimizer, step, self.rules, self._rate, self._wishes())
+            with phase("step"):
+                result = train_step(self.strategy, self.model, self.optimizer, step, self.rules, self._rate, self._wishes())
             self._after(step, result)
             if reason := self._reason_to_end(step, result):
                 return reason
@@ -231,7 +233,8 @@ class Training:
     def _validate(self) -> bool:
         """Measures the validation samples; returns whether the chosen metric is better than ever."""
         began = time.perf_counter()
-        self.metrics = self.validate()
+        with phase("validation"):
+            self.metrics = self.validate()
         self._validated_at = self.state.step
         self.state.val_loss = self.metrics.get("val_loss")
         chosen = self.config.validation
@@ -252,7 +255,8 @@ class Training:
         self._collect()
         self.state.loss_scale = self.rules.scale.read() if self.rules.scale else None
         self.state.loss_seen = self.rules.judge.read() if self.config.guard.spike else None
-        self.checkpoints.save(self.model, self.optimizer, self.state, self.header, best=best)
+        with phase("checkpoint"):
+            self.checkpoints.save(self.model, self.optimizer, self.state, self.header, best=best)
         self._saved_at = self.state.step
         self._watch("on_checkpoint", self.state.step, str(self.checkpoints.path(self.state.step)))
         self._pause(began)

@@ -19,6 +19,7 @@ from torch import nn
 from pipelines.config import Config
 from pipelines.feed.loader import Step
 from pipelines.feed.order import mix64
+from pipelines.phases import phase
 from pipelines.strategies.strategy import Strategy
 from pipelines.train.judge import FINE, OVERFLOW, Judge
 from pipelines.train.optimizer import Updater
@@ -90,15 +91,20 @@ def train_step(
     if any(stop):
         measured[STOP], measured[OUT_OF_TIME] = stop
     for number, batch in enumerate(step.micro_batches):
-        seed_dropout(device, micro_batch_seed(rules.seed, step.number, batch.slot))
-        with rules.precision.autocast(device):
-            loss_sum, counted = model(batch.inputs, batch.targets)
-        measured[LOSS] += loss_sum.detach()
-        measured[TARGETS] += counted
-        loss = loss_sum / rules.nominal_targets
-        last = number == len(step.micro_batches) - 1
-        strategy.backward(loss * rules.scale.value if rules.scale else loss, measured, slot=batch.slot, last=last)
-    return _finish(strategy, optimizer, strategy.reduce(measured), step, rules, rate)
+        with phase("slot"):
+            seed_dropout(device, micro_batch_seed(rules.seed, step.number, batch.slot))
+            with phase("forward"), rules.precision.autocast(device):
+                loss_sum, counted = model(batch.inputs, batch.targets)
+            measured[LOSS] += loss_sum.detach()
+            measured[TARGETS] += counted
+            loss = loss_sum / rules.nominal_targets
+            last = number == len(step.micro_batches) - 1
+            with phase("backward"):
+                strategy.backward(loss * rules.scale.value if rules.scale else loss, measured, slot=batch.slot, last=last)
+    with phase("reduce"):
+        measured = strategy.reduce(measured)
+    with phase("update"):
+        return _finish(strategy, optimizer, measured, step, rules, rate)
 
 
 def _finish(
