@@ -32,7 +32,7 @@ def refuse_combinations(train: Train, scaling: Scaling, guard: Guard, checkpoint
     if guard.policy == "rewind" and not checkpoint.every:
         raise guard.error("policy", "must be `stop` or `skip` with checkpoint.every 0: there is nothing to go back to")
     if scaling.strategy == "deepspeed":
-        _refuse_with_deepspeed(train, guard)
+        _refuse_with_deepspeed(train)
 
 
 def _refuse_with_exact(train: Train, scaling: Scaling) -> None:
@@ -46,12 +46,8 @@ def _refuse_with_exact(train: Train, scaling: Scaling) -> None:
         )
 
 
-def _refuse_with_deepspeed(train: Train, guard: Guard) -> None:
+def _refuse_with_deepspeed(train: Train) -> None:
     if train.precision == "fp16":
         raise train.error("precision", "must be another with scaling.strategy `deepspeed`: use `bf16`, or strategy `fsdp`")
     if train.compile != "none":
         raise train.error("compile", "must be `none` with scaling.strategy `deepspeed`; `fsdp` can compile")
-    if guard.policy != "stop":
-        raise guard.error(
-            "policy", "must be `stop` with scaling.strategy `deepspeed`, which updates before we can look; `fsdp` takes all"
-        )

@@ -110,8 +110,8 @@ class Train(Section):
 class Guard(Section):
     """What happens when a step is bad: its loss or gradient is not a finite number, or its loss is a spike.
 
-    A bad step never changes parameters, whatever the policy, but under `deepspeed`. Steps that overflow under `fp16` while
-    the loss scale can still be lowered are no bad ones."""
+    A bad step never changes parameters, whatever the policy. Steps that overflow under `fp16` while the loss scale can still
+    be lowered are no bad ones."""
 
     name: ClassVar[str] = "guard"
 

@@ -11,6 +11,7 @@ micro-batches, as everywhere here, not means. A step whose gradient is not finit
 import logging
 import os
 import tempfile
+import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -191,6 +192,7 @@ def _import_deepspeed(device: torch.device, world: int) -> Any:
 
     of_bf16.see_memory_usage = lambda *_, **__: None  # prints, whatever it is told
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)  # its calls, not ours
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "nccl" if device.type == "cuda" else "gloo"
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)

@@ -33,7 +33,6 @@ CPU = Resources(cpus=4, gpus=0, memory_bytes=2.0**34, gpu_memory_bytes=None)
             {"scaling": Scaling(strategy="deepspeed"), "train": Train(compile="model")},
             r"train\.compile.* `fsdp` can compile",
         ),
-        ({"scaling": Scaling(strategy="deepspeed"), "guard": Guard(policy="skip")}, r"guard\.policy is 'skip'.* `fsdp`"),
         ({"guard": Guard(policy="rewind"), "checkpoint": Checkpoint(every=0)}, r"guard\.policy is 'rewind'.* go back to"),
     ],
 )

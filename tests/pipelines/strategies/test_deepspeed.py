@@ -1,0 +1,97 @@
+"""DeepSpeed's ZeRO, every stage, takes the course of a single worker, and comes back from our own checkpoints."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.config import Checkpoint, Guard, Model, Optimizer, Sample, Scaling, Train
+from tests.pipelines.strategies.course import SLOTS, STEPS, Course, changed, course_job, run_course
+from tests.pipelines.strategies.test_parity import assert_same_course
+from tests.pipelines.train.test_guard import BAD, plant_nan
+from tests.processes import run_workers
+
+pytest.importorskip("deepspeed")
+# Each process takes seconds to import DeepSpeed.
+pytestmark = pytest.mark.timeout(600)
+
+TRAIN = Train(steps=STEPS, slots=SLOTS, slot_size=2, log_every=1, micro_batch_slots=1)
+SHORT = replace(TRAIN, steps=8)
+CUT = 5
+"""Step at which a run is cut in two."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the data is prepared once."""
+    return tmp_path_factory.mktemp("deepspeed")
+
+
+@pytest.fixture(scope="module")
+def single(folder: Path) -> Course:
+    """The course of one worker in fp32."""
+    return run_course(course_job(folder, "single", train=TRAIN), 1)
+
+
+def _zero(stage: int) -> Scaling:
+    return Scaling(strategy="deepspeed", zero=stage)
+
+
+def _course(folder: Path, run: str, stage: int, world: int, prepare: Any = None, **sections: Any) -> Course:
+    return run_course(course_job(folder, run, scaling=_zero(stage), **{"train": TRAIN} | sections), world, prepare)
+
+
+@pytest.mark.parametrize(("stage", "world"), [(1, 2), (2, 2), (3, 2), (2, 1), (3, 3), (1, 4)])
+def test_the_course_is_that_of_one_worker(folder: Path, single: Course, stage: int, world: int) -> None:
+    assert_same_course(_course(folder, f"zero-{stage}-{world}", stage, world), single)
+
+
+@pytest.mark.parametrize(("precision", "stage"), [("bf16", 2), ("pure_bf16", 1), ("pure_bf16", 3)])
+def test_precisions(folder: Path, precision: str, stage: int) -> None:
+    train = replace(SHORT, precision=precision)  # type: ignore[arg-type]
+    single = run_course(course_job(folder, f"single-{precision}-{stage}", train=train), 1)
+    found = _course(folder, f"{precision}-{stage}", stage, 2, train=train)
+    # Eight bits of a bfloat16 factor, as in tests/pipelines/train/test_precision.py.
+    assert found.losses == pytest.approx(single.losses, rel=2**-9)
+
+
+def test_what_is_recomputed_and_gathered_again_changes_nothing(folder: Path) -> None:
+    """Llama's flavour, whose embedding is not tied, with plain momentum, and blocks that are computed twice."""
+    model = Model(flavour="llama", layers=2, heads=4, kv_heads=2, width=16, context=16)
+    sections = {"model": model, "optimizer": Optimizer(kind="sgd", momentum=0.9, learning_rate=0.1, warmup_steps=2)}
+    single = run_course(course_job(folder, "llama", train=SHORT, **sections), 1)
+    train = replace(SHORT, activation_checkpointing="selective")
+    assert_same_course(_course(folder, "llama-3", 3, 2, train=train, **sections), single)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_resumed_run_has_the_bits_of_one_that_was_left_in_peace(folder: Path, stage: int) -> None:
+    schedule = Optimizer(learning_rate=1e-2, warmup_steps=2, decay_steps=SHORT.steps)
+    calm = _course(folder, f"calm-{stage}", stage, 2, train=SHORT, optimizer=schedule)
+    sections = {"optimizer": schedule, "scaling": _zero(stage), "checkpoint": Checkpoint(every=CUT)}
+    job = course_job(folder, f"cut-{stage}", train=replace(SHORT, steps=CUT), **sections)
+    run_course(job, 2)
+    resumed = run_course(changed(job, train=SHORT), 2)
+    assert resumed.said == [f"resumed from step {CUT}"]
+    assert resumed.losses == calm.losses[CUT:]
+    assert resumed.sha256 == calm.sha256
+
+
+def test_a_bad_step_is_skipped(folder: Path) -> None:
+    train = replace(TRAIN, steps=BAD[0] + 3)
+    course = _course(folder, "skip", 3, 2, plant_nan, train=train, guard=Guard(policy="skip"))
+    assert [number for number, loss in enumerate(course.losses) if loss != loss] == [BAD[0]]
+    assert course.logged[-1]["dropped_steps"] == 1
+
+
+def test_the_sample_is_that_of_one_worker(folder: Path) -> None:
+    """A whole job, with parameters in partitions: the workers generate together."""
+    texts = []
+    for scaling, world in ((Scaling(strategy="single"), 1), (_zero(3), 2)):
+        sample = Sample(prompt="line ", tokens=12, temperature=0.0)
+        job = course_job(folder, f"sample-{scaling.strategy}", train=SHORT, scaling=scaling, sample=sample)
+        summary = run_workers(job, world)
+        assert summary["steps"] == SHORT.steps
+        texts.append(job.folder.read("sample.txt").decode())
+    assert texts[0] == texts[1]
