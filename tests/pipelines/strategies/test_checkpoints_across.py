@@ -1,5 +1,6 @@
 """A checkpoint of any strategy, number of workers and precision is one of any other: the run goes on where it was."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ from pipelines.config import Checkpoint, Optimizer, Scaling, Train
 from tests.pipelines.strategies.course import SLOTS, Course, changed, course_job, run_course
 from tests.pipelines.strategies.test_parity import TOLERANCE
 
-pytest.importorskip("deepspeed")
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed"),
+]
 
 LEGS, LEG = 4, 6
 """How often a strategy goes on from another's checkpoint, and for how many steps."""

@@ -1,6 +1,7 @@
 """DeepSpeed's ZeRO, every stage, takes the course of a single worker, and comes back from our own checkpoints."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from tests.pipelines.strategies.test_parity import assert_same_course
 from tests.pipelines.train.test_guard import BAD, plant_nan
 from tests.processes import run_workers
 
-pytest.importorskip("deepspeed")
 # Each process takes seconds to import DeepSpeed.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed"),
+]
 
 TRAIN = Train(steps=STEPS, slots=SLOTS, slot_size=2, log_every=1, micro_batch_slots=1)
 SHORT = replace(TRAIN, steps=8)
