@@ -77,7 +77,7 @@ class Record(Section):
     experiment: str = setting("raystride")
     """The MLflow experiment that runs are filed under."""
     system_every_s: float = setting(5.0, above=0)
-    """Seconds between two readings of each node's CPU and memory."""
+    """Seconds between two readings of each node: its CPU and memory, and its GPUs or, on CPUs, the processors' energy."""
 
 
 @dataclass(frozen=True, kw_only=True)

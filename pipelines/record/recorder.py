@@ -22,6 +22,7 @@ from pipelines.record.mlflow_log import MlflowLog
 from pipelines.record.sender import Entry
 from pipelines.record.state import State
 from pipelines.record.summary import build_summary
+from pipelines.record.totals import run_figures
 
 SHORTEST_S, LONGEST_S = 1.0, 10.0
 SEGMENTS_AT_FULL_PACE = 300
@@ -107,9 +108,13 @@ class Recorder:
         but the summary.
         """
         with self._lock:
-            newest, given = dict(self._state.newest), self._state.summary | (summary or {})
+            figures = run_figures(self._state.totals.values())
+            newest, given = dict(self._state.newest), figures | self._state.summary | (summary or {})
             given.setdefault("steps", self._state.step)
         result = build_summary(self._run, status, newest, given)
+        if figures and not self._ended:
+            numbers = {name: value for name, value in figures.items() if isinstance(value, float)}
+            self._put_own("system", numbers, given["steps"])
         for name in artifacts or ():
             self._put_own("artifact", {"name": name})
         self._end_writing()
@@ -142,10 +147,10 @@ class Recorder:
         self._waiting.append({"attempt": self._attempt, "sender": sender, **entry})
         return entry["kind"] in URGENT
 
-    def _put_own(self, kind: str, values: dict[str, Any]) -> None:
+    def _put_own(self, kind: str, values: dict[str, Any], step: int | None = None) -> None:
         with self._lock:
             sequence = self._received.get("recorder", 0) + 1
-            entry = {"sequence": sequence, "kind": kind, "time": time.time(), "step": None, "values": values}
+            entry = {"sequence": sequence, "kind": kind, "time": time.time(), "step": step, "values": values}
             self._take("recorder", sequence, entry)
 
     def _keep_writing(self) -> None:

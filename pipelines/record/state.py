@@ -25,6 +25,8 @@ class State:
         self.status = "running"
         self.newest: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}
+        self.totals: dict[str, dict[str, Any]] = {}
+        """What each node's sampler has counted, by the sampler's name."""
         self.warnings: list[str] = []
         self._times: deque[tuple[float, int]] = deque(maxlen=WINDOW)
 
@@ -39,6 +41,8 @@ class State:
             self.phase = None  # figures arrive: what was waited for is over
         elif kind == "summary":
             self.summary.update(values)
+        elif kind == "totals":
+            self.totals[str(values["source"])] = values
         elif kind == "event" and values["name"] == "phase":
             self.phase = str(values["text"])
         elif kind == "event" and values["name"] in ("warning", "thinned"):

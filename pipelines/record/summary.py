@@ -1,6 +1,7 @@
 """What `summary.json` holds: the figures of a finished run for programs, every key always there, null where unknown.
 
 Rates are per second, durations in seconds, memory in bytes. Non-finite figures are the strings "NaN" and "Infinity".
+Energy is that of what `energy_covers` names, `GPUs` or `CPU packages`, of all nodes; throttled seconds add up over GPUs.
 
     summary = build_summary(run="my-run", status="finished", newest={"train_loss": 1.9}, given={"steps": 500})
 """
@@ -25,6 +26,13 @@ SUMMARY_KEYS = (
     "data_wait_share",
     "seconds_to_first_step",
     "peak_memory_bytes",
+    "energy_joules",
+    "energy_covers",
+    "joules_per_token",
+    "average_power_watts",
+    "throttled_seconds",
+    "throttled_seconds_by_reason",
+    "gpu_idle_share",
     "parameters_sha256",
     "resumed_from",
     "mlflow_run_id",

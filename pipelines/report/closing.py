@@ -68,6 +68,10 @@ FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("data_wait_share", "waiting for data", lambda value: f"{value:.1%}"),
     ("seconds_to_first_step", "first step after", lambda value: f"{value:.1f} s"),
     ("peak_memory_bytes", "peak memory", lambda value: f"{value / 2**30:.2f} GiB"),
+    ("joules_per_token", "energy a token", lambda value: f"{value:.3g} J"),
+    ("average_power_watts", "average power", lambda value: f"{value:,.0f} W"),
+    ("throttled_seconds", "throttled", lambda value: f"{value:,.1f} s"),
+    ("gpu_idle_share", "GPUs idle", lambda value: f"{value:.1%}"),
     ("resumed_from", "resumed from", str),
 )
 

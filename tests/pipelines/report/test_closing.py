@@ -39,6 +39,17 @@ def test_known_figures_are_shown_and_unknown_ones_left_out() -> None:
     assert "tokens/s" not in text
 
 
+def test_energy_and_throttling_are_shown_where_there_are_any() -> None:
+    text = closing_screen(
+        summary(joules_per_token=0.01234, average_power_watts=5321.4, throttled_seconds=12.34, gpu_idle_share=0.0456), FOLDER
+    )
+    for shown in ("0.0123 J", "5,321 W", "12.3 s", "4.6%"):
+        assert shown in text
+    for label in ("energy a token", "average power", "throttled", "GPUs idle"):
+        assert label in text
+        assert label not in closing_screen(summary(), FOLDER)
+
+
 def test_a_samples_control_characters_do_not_reach_the_terminal() -> None:
     text = closing_screen(summary(), FOLDER, sample="def f():\n\tpass\x1b[31m\x07\n" + "line\n" * 50)
     assert "def f():" in text
