@@ -24,6 +24,7 @@ from pipelines.feed.plan import build_plan
 from pipelines.feed.stream import TokenStream
 from pipelines.launch.job import Job, Place
 from pipelines.observers.first_step import FirstStep
+from pipelines.observers.gpu_monitor import GpuMonitor
 from pipelines.observers.host_monitor import HostMonitor
 from pipelines.observers.kernels import Kernels
 from pipelines.observers.observer import Observer, RunFacts
@@ -57,7 +58,8 @@ def run_worker(
     sender = Sender(post, f"rank{place.rank}")
     marks = job.marks | (marks or {}) | {"torch": time.time()}
     observers: list[Observer] = [Throughput(), FirstStep(job.started_at, marks)]
-    observers += [HostMonitor(sender, job.config.record.system_every_s), RayMetrics(), Kernels(sender), Tracker(sender)]
+    every_s = job.config.record.system_every_s
+    observers += [HostMonitor(sender, every_s), GpuMonitor(sender, every_s), RayMetrics(), Kernels(sender), Tracker(sender)]
     say = partial(_say, sender, place)
     owns_group = not dist.is_initialized()
     try:
