@@ -9,6 +9,7 @@ Settings are made in Python, or read from YAML and flags by `pipelines.config.pa
 from pipelines.config.config import Config
 from pipelines.config.data import Data, Tokenizer
 from pipelines.config.model import Model
+from pipelines.config.profile import Profile
 from pipelines.config.run import Launch, Record, Sample, Scaling
 from pipelines.config.section import Section, SettingError, setting
 from pipelines.config.train import Checkpoint, Guard, Optimizer, Train, Validation
@@ -21,6 +22,7 @@ __all__ = [
     "Launch",
     "Model",
     "Optimizer",
+    "Profile",
     "Record",
     "Sample",
     "Scaling",

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from pipelines.config.combinations import refuse_combinations
 from pipelines.config.data import Data, Tokenizer
 from pipelines.config.model import Model
+from pipelines.config.profile import Profile
 from pipelines.config.run import Launch, Record, Sample, Scaling
 from pipelines.config.section import Section, setting
 from pipelines.config.train import Checkpoint, Guard, Optimizer, Train, Validation
@@ -50,6 +51,8 @@ class Config(Section):
     """How they are started."""
     record: Record = Record()
     """What is written down."""
+    profile: Profile = Profile()
+    """Which steps are looked at closely."""
     sample: Sample = Sample()
     """Text written at the end."""
 
@@ -63,6 +66,10 @@ class Config(Section):
                 f"(and lower train.slot_size, {self.train.slot_size}, to keep the batch)",
             )
         refuse_combinations(self.train, self.scaling, self.guard, self.checkpoint)
+        if self.profile.tool == "ncu" and self.launch.mode != "inline":
+            raise self.profile.error(
+                "tool", "needs launch.mode inline (--launch inline), as Nsight Compute has to start the process that trains"
+            )
         endless = not self.train.steps and not self.train.epochs and not self.optimizer.decay_steps
         if endless and self.optimizer.schedule in ("cosine", "linear"):
             raise self.optimizer.error(

@@ -146,8 +146,9 @@ def _file_keys(content: dict[str, Any], prefix: str = "") -> Iterator[str]:
 def _nearest(key: str, known: set[str]) -> str:
     last = key.rsplit(".", 1)[-1]
     same_name = [name for name in known if name.rsplit(".", 1)[-1] == last]
-    found = same_name or difflib.get_close_matches(key, known, 1, 0.5)
-    return f"; did you mean {sorted(found)[0]}?" if found else "; --help lists all"
+    # Several sections have `steps` and `every`: the likeliest is the one that is most like what was written.
+    found = difflib.get_close_matches(key, sorted(same_name or known), 1, 0 if same_name else 0.5)
+    return f"; did you mean {found[0]}?" if found else "; --help lists all"
 
 
 def _as_setting_error(cls: Any, error: Exception) -> SettingError:

@@ -27,6 +27,7 @@ from pipelines.launch.failure import remedies
 from pipelines.launch.job import Job
 from pipelines.launch.owner import Owned, Ownership, process_start
 from pipelines.launch.preflight import Check, failing, preflight
+from pipelines.launch.profiled import under_profiler
 from pipelines.launch.resources import Resources, Share, resolve
 from pipelines.launch.resume import (
     Earlier,
@@ -99,6 +100,8 @@ def locate(parsed: Parsed[Config]) -> tuple[Config, Folder]:
 
 def _run(config: Config, storage: Folder) -> int:
     assert config.run
+    if (code := under_profiler(config, storage)) is not None:
+        return code
     marks = {"driver": time.time()}
     folder = storage / config.run
     print(f"run {config.run} in {storage}", flush=True)

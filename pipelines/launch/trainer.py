@@ -13,6 +13,7 @@ from pipelines.launch.elastic import NEVER_S, train_elastic
 from pipelines.launch.job import Job, Place
 from pipelines.launch.resources import Share
 from pipelines.launch.wire import StopPoll, Wire
+from pipelines.observers.nsight import worker_executable
 
 PLACES_WAIT_S = "3"
 """How long an elastic run waits for its workers' places before it looks again how many there are. A worker's death is known
@@ -40,6 +41,7 @@ def trainer_settings(job: Job, share: Share, wire: Wire, most: int, number: int)
     """What a trainer takes, for the job's start of this number (0, and one more each time that it grows)."""
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 
+    under_nsys = {"py_executable": worker_executable(share.device)} if job.config.profile.tool == "nsys" else {}
     return {
         "train_loop_config": {"job": job, "wire": wire},
         "scaling_config": ScalingConfig(
@@ -53,6 +55,7 @@ def trainer_settings(job: Job, share: Share, wire: Wire, most: int, number: int)
             storage_path=(job.folder / ".ray").uri,
             failure_config=FailureConfig(max_failures=job.config.launch.restarts),
             logging_config=LoggingConfig(log_level="CRITICAL"),
+            worker_runtime_env=under_nsys,
         ),
     }
 

@@ -28,6 +28,8 @@ from pipelines.observers.gpu_monitor import GpuMonitor
 from pipelines.observers.host_monitor import HostMonitor
 from pipelines.observers.kernels import Kernels
 from pipelines.observers.observer import Observer, RunFacts
+from pipelines.observers.phases import PhaseShares
+from pipelines.observers.profile import Profiled
 from pipelines.observers.ray_metrics import RayMetrics
 from pipelines.observers.throughput import Throughput
 from pipelines.observers.tracker import Tracker
@@ -57,7 +59,9 @@ def run_worker(
     """
     sender = Sender(post, f"rank{place.rank}")
     marks = job.marks | (marks or {}) | {"torch": time.time()}
-    observers: list[Observer] = [Throughput(), FirstStep(job.started_at, marks)]
+    speed = Throughput()
+    profiled = Profiled(job.config.profile, job.folder, sender, speed.on_pause)
+    observers: list[Observer] = [profiled, speed, PhaseShares(), FirstStep(job.started_at, marks)]
     every_s = job.config.record.system_every_s
     observers += [HostMonitor(sender, every_s), GpuMonitor(sender, every_s), RayMetrics(), Kernels(sender), Tracker(sender)]
     say = partial(_say, sender, place)
@@ -228,6 +232,7 @@ def _facts(job: Job, place: Place, training: Training) -> RunFacts:
         tokens_per_step=training.rules.nominal_targets,
         flops_per_token=count() if count else None,
         parameters=sum(math.prod(whole_shape(p)) for p in model.parameters()),
+        step=training.state.step,
     )
 
 

@@ -40,6 +40,8 @@ class RunFacts:
     """Floating-point operations of forward and backward for one token, where the model knows them."""
     parameters: int = 0
     """Trainable parameters."""
+    step: int = 0
+    """Steps of the run before this attempt."""
 
 
 class Observer:

@@ -1,0 +1,102 @@
+"""Profiles of real trainings on CPUs: the trace opens, the table names what costs, and what cannot be is said."""
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.config import Config, Profile, SettingError, Train, Validation
+from pipelines.launch.job import Place
+from pipelines.launch.worker import run_worker
+from pipelines.record.sender import Entry
+from tests.processes import make_job
+from tests.tiny import tiny, write_text
+
+
+def train(tmp_path: Path, profile: Profile, run: str = "mine", **changes: Any) -> tuple[Path, list[Entry]]:
+    """Trains six steps here; the folder of the profiles, and what was sent."""
+    posted: list[Entry] = []
+
+    def post(name: str, entries: list[Entry]) -> int:
+        posted.extend(entries)
+        return int(entries[-1]["sequence"])
+
+    config = tiny(
+        write_text(tmp_path), train=Train(steps=6, slots=2, slot_size=1), validation=Validation(every=0, samples=2)
+    )
+    run_worker(make_job(replace(config, profile=profile, **changes), tmp_path, run), Place(), post, lambda: False)
+    return tmp_path / run / "profiles", posted
+
+
+def told(posted: list[Entry], name: str) -> list[str]:
+    """The texts of the events of a name."""
+    return [entry["values"]["text"] for entry in posted if entry["kind"] == "event" and entry["values"]["name"] == name]
+
+
+def test_torchs_trace_holds_the_windows_phases_and_the_table_what_costs(tmp_path: Path) -> None:
+    folder, posted = train(tmp_path, Profile(tool="torch", steps=(3, 4)))
+    stem = "torch-rank0-steps3-4"
+    assert not told(posted, "warning")
+    assert told(posted, "profile") == [f"steps 3-4 on rank 0: profiles/{stem}.html"]
+    trace = json.loads(gzip.decompress((folder / f"{stem}.json.gz").read_bytes()))
+    names = [event.get("name") for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
+    assert names.count("step") == 2
+    assert {"data", "slot", "forward", "backward", "reduce", "update"} <= set(names)
+    rows = json.loads((folder / f"{stem}-operations.json").read_text())
+    assert rows[0]["name"].startswith("aten::")
+    assert rows[0]["self_cpu_us"] == max(row["self_cpu_us"] for row in rows)
+    assert rows[0]["name"] in (folder / f"{stem}-operations.txt").read_text()
+    text = (folder / f"{stem}.html").read_text()
+    assert f"The costliest operation is {rows[0]['name']}" in text
+    assert "Most of it went into" in text
+    files = {entry["values"]["name"] for entry in posted if entry["kind"] == "artifact"}
+    assert files == {f"profiles/{path.name}" for path in folder.iterdir()}
+
+
+def test_memorys_time_line_and_who_takes_most(tmp_path: Path) -> None:
+    folder, posted = train(tmp_path, Profile(tool="memory", steps=(3, 3)))
+    assert not told(posted, "warning")
+    assert (folder / "memory-rank0-steps3-3-timeline.html").stat().st_size > 10_000
+    rows = json.loads((folder / "memory-rank0-steps3-3-allocations.json").read_text())
+    assert rows[0]["self_bytes"] >= rows[-1]["self_bytes"] > 0
+    assert rows[0]["name"] in (folder / "memory-rank0-steps3-3.html").read_text()
+
+
+def test_a_profiles_own_seconds_are_no_training(tmp_path: Path) -> None:
+    _, posted = train(tmp_path, Profile(tool="torch", steps=(2, 2)), train=Train(steps=6, slots=2, slot_size=1, log_every=1))
+    (summary,) = [entry["values"] for entry in posted if entry["kind"] == "summary"]
+    assert summary["step_seconds_p95"] < 0.5
+
+
+def test_a_window_that_the_run_does_not_reach_is_said(tmp_path: Path) -> None:
+    folder, posted = train(tmp_path, Profile(tool="torch"))
+    assert told(posted, "warning") == [
+        "the run ended before step 20, where profile.steps begin: there is no profile",
+    ]
+    assert not folder.exists()
+    folder, posted = train(tmp_path, Profile(tool="torch", steps=(5, 9)), run="cut")
+    assert (folder / "torch-rank0-steps5-6.html").exists()
+
+
+def test_other_ranks_are_not_watched(tmp_path: Path) -> None:
+    folder, posted = train(tmp_path, Profile(tool="torch", steps=(2, 3), ranks=(1,)))
+    assert not told(posted, "warning")
+    assert not folder.exists()
+
+
+def test_without_nsight_the_training_goes_on_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    _, posted = train(tmp_path, Profile(tool="nsys", steps=(2, 3)))
+    (warning,) = told(posted, "warning")
+    assert warning.startswith("there is no profile by nsys on rank 0: nsys is not on this node's PATH")
+    assert [entry for entry in posted if entry["kind"] == "summary"]
+
+
+def test_ncu_needs_a_process_of_its_own() -> None:
+    with pytest.raises(SettingError, match=r"profile\.tool is 'ncu': it needs launch\.mode inline"):
+        Config(profile=Profile(tool="ncu"))
+    with pytest.raises(SettingError, match="must be a first and a last step"):
+        Profile(steps=(5, 4))
