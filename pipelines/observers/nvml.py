@@ -14,8 +14,11 @@ from typing import Any
 
 from pipelines.observers.energy import COUNTER, REASONS, Card, Figures, Verdict
 
-COUNTERS = {"sw_power_cap": 74, "sync_boost": 76, "sw_thermal": 269, "hw_thermal": 270, "hw_power_brake": 271}
-"""NVML's fields that count the nanoseconds for which a reason held, by its name in `THROTTLING`."""
+COUNTERS = {"sw_power_cap": 74, "sw_thermal": 75, "sync_boost": 76, "board_limit": 77, "reliability": 79}
+"""NVML's fields that count the nanoseconds for which a reason held, by its name in `THROTTLING`.
+
+Newer ones tell the hardware's slowdowns as well, but their numbers have meant other figures in drivers before.
+"""
 
 
 def nvidia_cards(visible: str | None, most: int) -> list[Card]:

@@ -210,12 +210,12 @@ def test_seconds_throttled_go_by_the_time_between_readings(library: Path) -> Non
 def test_seconds_throttled_go_by_the_cards_own_counters_where_it_has_them(library: Path) -> None:
     def card(cap: float, heat: float | str) -> dict[str, Any]:
         heat = heat if isinstance(heat, str) else int(heat * 1e9)
-        return CARD | {"reasons": 0x4 | 0x8, "field74": int(cap * 1e9), "field270": heat}
+        return CARD | {"reasons": 0x4 | 0x8, "field74": int(cap * 1e9), "field75": heat}
 
     readings = [(0.0, card(7, 1)), (2.0, card(7.5, 1)), (4.0, card(8, "!999")), (6.0, card(8, 1.25))]
     played = play(library, *(frame(at, 0, shown) for at, shown in readings))
     # The hardware's slowdown has no counter and goes by its bit; no interval counts more than it lasted.
-    by_reason = {"sw_power_cap": 1.0, "hw_thermal": 0.25, "hw_slowdown": 6.0}
+    by_reason = {"sw_power_cap": 1.0, "sw_thermal": 0.25, "hw_slowdown": 6.0}
     assert played["run"]["throttled_seconds_by_reason"] == by_reason
     assert played["run"]["throttled_seconds"] == 6.0
 
