@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload(["pipelines.launch.worker", "pipelines.train.storage", "model.transformer"])
+CONTEXT.set_forkserver_preload(["tests.warm"])
 LIMIT_S = 240.0
 
 

@@ -10,6 +10,7 @@ micro-batches, as everywhere here, not means. A step whose gradient is not finit
 
 import logging
 import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -50,7 +51,8 @@ class ZeRO:
 
     def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> tuple[nn.Module, Optimizer]:
         """Gives every worker rank 0's parameters and keeps this worker's partitions of what the stage spreads."""
-        deepspeed = _import_deepspeed(self.device, self.world)
+        deepspeed = import_deepspeed(self.device.type)
+        _join_group(deepspeed, self.device, self.world)
         model = model.to(self.device)
         count = getattr(model, "flops_per_token", None)
         flops = count() if count else None
@@ -178,22 +180,31 @@ def _configuration(device: torch.device, stage: int, bucket_bytes: int, offload:
     }
 
 
-def _import_deepspeed(device: torch.device, world: int) -> Any:
-    """DeepSpeed, silent, on this device, and without the extensions that it would compile when it starts."""
-    os.environ.setdefault("DS_ACCELERATOR", device.type)
+def import_deepspeed(device: str) -> Any:
+    """DeepSpeed, silent, on `cpu` or `cuda`, and without the extensions that it would compile when it starts."""
+    os.environ.setdefault("DS_ACCELERATOR", device)
     # A compilation that was killed leaves a lock in the common folder, on which every later process would wait for ever.
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{tempfile.gettempdir()}/raystride-extensions-{os.getpid()}")
-    if device.type == "cpu":
-        os.environ.setdefault("LOCAL_SIZE", str(world))
-    os.environ["LOCAL_RANK"] = str(device.index or 0)
+    absent = "mlflow" not in sys.modules
+    if absent:
+        sys.modules["mlflow"] = cast(Any, None)  # its autotuner imports it where it can, which takes seconds
     import deepspeed
     import deepspeed.ops
     import deepspeed.runtime.bf16_optimizer as of_bf16
 
+    if absent:
+        del sys.modules["mlflow"]
     of_bf16.see_memory_usage = lambda *_, **__: None  # prints, whatever it is told
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)  # its calls, not ours
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def _join_group(deepspeed: Any, device: torch.device, world: int) -> None:
+    """DeepSpeed takes the process group that there is."""
+    if device.type == "cpu":
+        os.environ.setdefault("LOCAL_SIZE", str(world))
+    os.environ["LOCAL_RANK"] = str(device.index or 0)
     backend = "nccl" if device.type == "cuda" else "gloo"
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
-    return deepspeed

@@ -17,17 +17,15 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
 from pipelines.config import Checkpoint, Config, Model, Optimizer, Train, Validation
 from pipelines.launch.job import Job, Place
+from tests.distributed import CONTEXT
 from tests.processes import make_job
 from tests.tiny import tiny
 
-CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload(["pipelines.launch.worker", "pipelines.train.storage", "model.transformer"])
 LIMIT_S = 120.0
 Kind = Literal["kill one", "kill all", "stop", "nothing"]
 
