@@ -21,6 +21,9 @@ class Profile(Section):
     """The workers looked at, by number."""
     kernel: str = setting("")
     """With `ncu`, a regular expression of the kernels to measure; empty: all. Each one is run several times over."""
+    stall_factor: float = setting(20.0, at_least=0)
+    """A step that lasts so many times the usual, and at least 30 s, is a stall: where each thread of the worker stands is
+    written down, and training goes on. 0: nobody looks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -31,6 +31,8 @@ from pipelines.observers.observer import Observer, RunFacts
 from pipelines.observers.phases import PhaseShares
 from pipelines.observers.profile import Profiled
 from pipelines.observers.ray_metrics import RayMetrics
+from pipelines.observers.stalls import StallWatch
+from pipelines.observers.stragglers import Stragglers
 from pipelines.observers.throughput import Throughput
 from pipelines.observers.tracker import Tracker
 from pipelines.prepare.manifest import Manifest
@@ -61,7 +63,8 @@ def run_worker(
     marks = job.marks | (marks or {}) | {"torch": time.time()}
     speed = Throughput()
     profiled = Profiled(job.config.profile, job.folder, sender, speed.on_pause)
-    observers: list[Observer] = [profiled, speed, PhaseShares(), FirstStep(job.started_at, marks)]
+    watch = StallWatch(job.config.profile.stall_factor, job.folder, sender)
+    observers: list[Observer] = [profiled, speed, PhaseShares(), FirstStep(job.started_at, marks), Stragglers(sender), watch]
     every_s = job.config.record.system_every_s
     observers += [HostMonitor(sender, every_s), GpuMonitor(sender, every_s), RayMetrics(), Kernels(sender), Tracker(sender)]
     say = partial(_say, sender, place)

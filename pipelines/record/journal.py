@@ -129,7 +129,7 @@ def join(run_folder: Folder) -> list[Entry]:
 def readable(entries: Iterable[Entry]) -> Iterator[str]:
     """Entries as lines for a person: time, step, what happened. Readings of the hosts, and the parameters, are left out."""
     for entry in entries:
-        if entry["kind"] in ("system", "totals", "parameters"):
+        if entry["kind"] in ("system", "totals", "rank", "parameters"):
             continue
         when = datetime.fromtimestamp(float(entry["time"])).strftime("%Y-%m-%d %H:%M:%S")
         step = "" if entry.get("step") is None else f"step {entry['step']}"

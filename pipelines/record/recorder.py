@@ -58,6 +58,7 @@ class Recorder:
         for entry in self._journal.entries():  # of a recorder of this attempt that died
             self._durable[entry["sender"]] = max(entry["sequence"], self._durable.get(entry["sender"], 0))
             self._state.see(entry)
+        self._state.ranks.take_news()  # which that one has told
         self._received = dict(self._durable)
         self._waiting: list[Entry] = []
         self._lock = threading.Lock()  # guards the four above; never held over I/O
@@ -88,6 +89,9 @@ class Recorder:
                 except (KeyError, TypeError, ValueError) as error:
                     self._state.warn(f"{sender} sent an entry without a sequence number ({error!r})")
             durable = self._durable.get(sender, 0)
+            news = self._state.ranks.take_news()
+        for step, figures in news:
+            self._put_own("system", {key: value for key, value in figures.items() if key != "slowest_node"}, step)
         if urgent:
             self._wake.set()
         return durable
@@ -109,7 +113,8 @@ class Recorder:
         """
         with self._lock:
             figures = run_figures(self._state.totals.values())
-            newest, given = dict(self._state.newest), figures | self._state.summary | (summary or {})
+            compared = self._state.ranks.figures()
+            newest, given = dict(self._state.newest), figures | compared | self._state.summary | (summary or {})
             given.setdefault("steps", self._state.step)
         result = build_summary(self._run, status, newest, given)
         if figures and not self._ended:

@@ -89,7 +89,7 @@ class Sender:
         older = [self._waiting.popleft() for _ in range(len(self._waiting) // 2)]
         kept, drop = [], False
         for entry in older:
-            if entry["kind"] in ("metrics", "system", "totals"):
+            if entry["kind"] in ("metrics", "system", "totals", "rank"):
                 drop = not drop
                 if drop:
                     continue

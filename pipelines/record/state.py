@@ -8,6 +8,7 @@ state.shown()["loss"]                                    # 2.3
 from collections import deque
 from typing import Any
 
+from pipelines.record.ranks import Ranks
 from pipelines.record.sender import Entry
 
 WINDOW = 64
@@ -27,6 +28,7 @@ class State:
         self.summary: dict[str, Any] = {}
         self.totals: dict[str, dict[str, Any]] = {}
         """What each node's sampler has counted, by the sampler's name."""
+        self.ranks = Ranks()
         self.warnings: list[str] = []
         self._times: deque[tuple[float, int]] = deque(maxlen=WINDOW)
 
@@ -43,6 +45,8 @@ class State:
             self.summary.update(values)
         elif kind == "totals":
             self.totals[str(values["source"])] = values
+        elif kind == "rank":
+            self.ranks.see(step, values)
         elif kind == "event" and values["name"] == "phase":
             self.phase = str(values["text"])
         elif kind == "event" and values["name"] in ("warning", "thinned"):

@@ -2,6 +2,8 @@
 
 Rates are per second, durations in seconds, memory in bytes. Non-finite figures are the strings "NaN" and "Infinity".
 Energy is that of what `energy_covers` names, `GPUs` or `CPU packages`, of all nodes; throttled seconds add up over GPUs.
+With several workers, `straggler_loss_share` is the share of the steps' time that the group lost by its slowest rank, and
+`waiting_share` what workers on average waited for each other; both by the hosts' clocks.
 
     summary = build_summary(run="my-run", status="finished", newest={"train_loss": 1.9}, given={"steps": 500})
 """
@@ -33,6 +35,10 @@ SUMMARY_KEYS = (
     "throttled_seconds",
     "throttled_seconds_by_reason",
     "gpu_idle_share",
+    "slowest_rank",
+    "slowest_node",
+    "straggler_loss_share",
+    "waiting_share",
     "parameters_sha256",
     "resumed_from",
     "mlflow_run_id",

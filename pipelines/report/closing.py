@@ -10,6 +10,8 @@ from pipelines.files import Folder
 
 SAMPLE_LINES = 12
 LINE = 100
+MATTERS = 0.05
+"""Share of a group's time that a slow worker must cost before the screen says so."""
 WELL = ("finished", "done", "stopped_early")
 
 
@@ -26,7 +28,7 @@ def closing_screen(
     `summary` holds the keys of `summary.json`; `link` is the run's page on a tracking server, where there is one; `next_job`
     is the command to suggest, when not given the one that fits the run's status.
     """
-    parts = [part for part in (curve, _sample(sample), _figures(summary)) if part]
+    parts = [part for part in (curve, _sample(sample), _figures(summary), _straggler(summary)) if part]
     return "\n\n".join([*parts, "\n".join(_last_lines(summary, run_folder, link, next_job))])
 
 
@@ -83,6 +85,15 @@ def _figures(summary: dict[str, Any]) -> str:
     known |= {name: _shown(lambda value: f"{value:.4g}", value) for name, value in others.items()}
     cells = [f"{label:<17}{value:<18}" for label, value in known.items()]
     return "\n".join("  ".join(cells[i : i + 2]).rstrip() for i in range(0, len(cells), 2))
+
+
+def _straggler(summary: dict[str, Any]) -> str:
+    """A sentence on the slowest worker, where it cost the others much."""
+    share = summary.get("straggler_loss_share")
+    if not isinstance(share, float) or share <= MATTERS:
+        return ""
+    who = f"rank {summary.get('slowest_rank')} on {summary.get('slowest_node')}"
+    return f"{who} was slower than the others, who waited for it: the group lost {share:.0%} of its time by that"
 
 
 def _shown(form: Callable[[Any], str], value: Any) -> str:

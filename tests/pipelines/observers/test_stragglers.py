@@ -1,0 +1,131 @@
+"""Two real processes on gloo, one of them slowed: the record names it, and its stacks are written when it stands still."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipelines.config import Config, Train, Validation
+from pipelines.config.run import Record
+from pipelines.files import Folder
+from pipelines.launch.job import Job, Place
+from pipelines.observers import stalls
+from pipelines.observers.observer import RunFacts
+from pipelines.observers.stalls import StallWatch
+from pipelines.phases import phase
+from pipelines.record import Recorder, Sender, read_entries
+from pipelines.record.ranks import Ranks
+from pipelines.record.sender import Entry
+from pipelines.report import closing_screen
+from tests.distributed import run_distributed
+from tests.processes import make_job
+from tests.tiny import tiny, write_text
+
+SLOWED_S = 0.15
+
+
+def train_slowed(rank: int, world: int, job: Job, slow: int, seconds: float) -> list[Entry]:
+    """One rank's training, in which each forward of rank `slow` takes that much longer; what it sent."""
+    from pipelines.launch.worker import run_worker
+
+    posted: list[Entry] = []
+
+    def post(name: str, entries: list[Entry]) -> int:
+        posted.extend(entries)
+        return int(entries[-1]["sequence"])
+
+    if rank == slow:
+        torch.nn.modules.module.register_module_forward_pre_hook(
+            lambda module, _: time.sleep(seconds) if type(module).__name__ == "Decoder" else None
+        )
+    run_worker(job, Place(rank=rank, world=world, local_rank=rank, node=f"node{rank}"), post, lambda: False)
+    return posted
+
+
+def job(tmp_path: Path) -> Job:
+    """A job of twelve steps."""
+    config: Config = tiny(
+        write_text(tmp_path),
+        train=Train(steps=12, slots=2, slot_size=1, log_every=4),
+        validation=Validation(every=0, samples=2),
+    )
+    return make_job(config, tmp_path, "mine")
+
+
+def test_the_slow_rank_is_named_with_what_the_group_lost_by_it(tmp_path: Path) -> None:
+    sent = run_distributed(train_slowed, 2, job(tmp_path), 1, SLOWED_S)
+    storage = Folder(str(tmp_path))
+    recorder = Recorder(storage / "r", "r", "a1", Record(mlflow=False), storage, {}, {})
+    for rank, entries in enumerate(sent):
+        recorder.receive(f"rank{rank}.x", entries)
+    summary = recorder.finish("finished")
+    assert (summary["slowest_rank"], summary["slowest_node"]) == (1, "node1")
+    # Each step waits 150 ms for it, and takes some 10 ms besides; on a busy machine much more.
+    assert 0.3 < summary["straggler_loss_share"] < 1
+    assert 0 < summary["waiting_share"] < summary["straggler_loss_share"]
+    assert "rank 1 on node1 was slower than the others" in closing_screen(summary, storage / "r")
+    intervals = [e for e in read_entries(storage / "r") if e["kind"] == "system" and "straggler_loss_share" in e["values"]]
+    assert [entry["step"] for entry in intervals if entry["step"]][:3] == [4, 8, 12]
+    assert all(entry["values"]["slowest_rank"] == 1 for entry in intervals)
+
+
+def figures(rank: int, own: float, world: int = 3, node: str = "a") -> dict[str, Any]:
+    """What a worker sends of ten steps that took a second."""
+    return {"rank": rank, "world": world, "node": node, "steps": 10, "seconds": 1.0, "own_s": own, "data_s": 0.0}
+
+
+def test_ranks_are_compared_when_all_have_told() -> None:
+    ranks = Ranks()
+    for rank, own in ((0, 0.5), (2, 0.9)):
+        ranks.see(10, figures(rank, own))
+        assert not ranks.take_news()
+        assert not ranks.figures()
+    ranks.see(10, figures(1, 0.6, node="b"))
+    ((step, found),) = ranks.take_news()
+    assert step == 10
+    assert found["slowest_rank"] == 2
+    assert found["straggler_loss_share"] == pytest.approx(0.35)
+    assert found["waiting_share"] == pytest.approx(1 / 3)
+    ranks.see(10, figures(0, 0.5, world=2))  # the group was started anew, smaller
+    assert not ranks.figures()
+
+
+def test_a_small_loss_is_not_on_the_screen(tmp_path: Path) -> None:
+    summary = {"straggler_loss_share": 0.04, "slowest_rank": 1, "slowest_node": "b", "status": "finished"}
+    assert "slower than" not in closing_screen(summary, Folder(str(tmp_path)))
+
+
+def test_a_step_that_does_not_end_has_its_stacks_written(tmp_path: Path) -> None:
+    posted: list[Entry] = []
+
+    def post(name: str, entries: list[Entry]) -> int:
+        posted.extend(entries)
+        return int(entries[-1]["sequence"])
+
+    sender = Sender(post, "rank0", interval_s=0.05)
+    watch = StallWatch(3.0, Folder(str(tmp_path)), sender, least_s=0.1, poll_s=0.02)
+    watch.on_start(RunFacts(run="r", attempt="a1", node="left"))
+    assert watch.limit() == stalls.FIRST_S
+    for step in range(6):
+        with phase("step"):
+            time.sleep(0.01)
+        watch.on_step(step)
+    assert 0.1 <= watch.limit() < 1.0
+    with phase("step"), phase("reduce"):
+        time.sleep(watch.limit() + 0.3)
+    watch.on_end({})
+    sender.close()
+    text = (tmp_path / "profiles/stacks-rank0.txt").read_text()
+    assert "in reduce, after 6 steps of this attempt" in text
+    assert "test_a_step_that_does_not_end_has_its_stacks_written" in text
+    (warning,) = [entry["values"]["text"] for entry in posted if entry["kind"] == "event"]
+    assert warning.startswith("rank 0 on left has been in reduce for")
+    assert [entry["values"]["name"] for entry in posted if entry["kind"] == "artifact"] == ["profiles/stacks-rank0.txt"]
+
+
+def test_nobody_looks_where_the_factor_is_zero(tmp_path: Path) -> None:
+    watch = StallWatch(0.0, Folder(str(tmp_path)), Sender(lambda name, entries: 0, "rank0"))
+    watch.on_start(RunFacts(run="r", attempt="a1"))
+    assert watch._thread is None
