@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 import yaml
 
 from pipelines.launch.profiled import COMPUTED, LASTED, MOVED, speed_of_light, why_no_report
-from pipelines.observers.nsight import worker_executable
+from pipelines.observers.nsight import SESSION, worker_executable
+from pipelines.observers.profile import ProfileError
+from pipelines.observers.profile_nsight import SystemsWindow
 from tests.tiny import write_text
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -109,3 +112,35 @@ def test_a_worker_on_a_node_without_nsys_is_plain_python() -> None:
         [str(bash), "-c", shell], env={"PATH": "/nowhere:/bin"}, capture_output=True, text=True, check=False
     )
     assert done.stdout.strip() == "['two words', '$x']", done.stderr
+
+
+NSYS = """#!/bin/sh
+for word; do case "$word" in --output=*) echo "${word#--output=}" > "$(dirname "$0")/out";; esac; done
+[ "$1" = stop ] && case $LEAVES in report) touch "$(cat "$(dirname "$0")/out").nsys-rep";;
+    raw) touch "$(cat "$(dirname "$0")/out").qdstrm"; echo "importer binary not found";; esac
+exit 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("leaves", "reason"),
+    [
+        ("raw", "nsys left only report.qdstrm: its QdstrmImporter is missing"),
+        ("report", "none of our ranges is in it"),
+        ("nothing", "nsys ended without a report and said: nothing"),
+    ],
+)
+def test_a_report_that_is_no_report_is_an_error_that_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaves: str, reason: str
+) -> None:
+    (tmp_path / "nsys").write_text(NSYS)
+    (tmp_path / "nsys").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("LEAVES", leaves)
+    monkeypatch.setenv(SESSION, "s1")
+    monkeypatch.setattr("pipelines.observers.profile_nsight.nvtx_listener", lambda: None)
+    window = SystemsWindow()
+    window.open()
+    with pytest.raises(ProfileError, match=re.escape(reason)):
+        window.close(tmp_path, "nsys-rank0-steps3-5")
+    assert (tmp_path / "nsys-rank0-steps3-5.nsys-rep").exists() == (leaves == "report")
