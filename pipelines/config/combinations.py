@@ -19,6 +19,8 @@ def refuse_combinations(train: Train, scaling: Scaling, guard: Guard, checkpoint
         raise scaling.error("strategy", f"must be `ddp`, `fsdp` or `deepspeed` for scaling.workers {workers}")
     if scaling.strategy != "fsdp" and scaling.shard_workers:
         raise scaling.error("shard_workers", f"must be 0 but with scaling.strategy `fsdp`, not `{scaling.strategy}`")
+    if scaling.shard_workers and scaling.least_workers:
+        raise scaling.error("shard_workers", "must be 0 with scaling.least_workers, whose number of workers changes")
     if workers and scaling.shard_workers and workers % scaling.shard_workers:
         raise scaling.error("shard_workers", f"must divide scaling.workers, {workers}")
     if scaling.offload and scaling.strategy not in SHARDED:

@@ -18,7 +18,6 @@ class DataParallel:
     """Gradients summed over all workers in fixed buckets; several workers need an initialised process group."""
 
     even = False
-    protects = True
 
     def __init__(
         self, device: torch.device, rank: int, world: int, buckets: Callable[[Iterable[nn.Parameter]], Buckets]

@@ -31,7 +31,6 @@ class ZeRO:
     """A model in DeepSpeed's hands; even one process needs an initialised process group."""
 
     even = True
-    protects = True
 
     def __init__(
         self,

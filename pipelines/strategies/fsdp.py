@@ -37,7 +37,6 @@ class FullySharded:
     """Parameters in shards; several processes need an initialised process group, and so does one."""
 
     even = True
-    protects = True
 
     def __init__(
         self,

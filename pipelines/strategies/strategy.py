@@ -27,8 +27,6 @@ class Strategy(Protocol):
     world: int
     even: bool
     """Whether a micro-batch exchanges something, so that all workers must run equally many, in training and validation."""
-    protects: bool
-    """Whether `Updater.update` can be told, on the device, to leave everything as it is."""
 
     def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> tuple[nn.Module, Optimizer]:
         """The model on its device, spread out, with its optimiser."""
@@ -72,7 +70,6 @@ class Single:
     rank = 0
     world = 1
     even = False
-    protects = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -20,12 +20,8 @@ from pipelines.train.state import LeftOut
 from pipelines.train.step import StepRules, micro_batch_seed, seed_dropout
 
 
-def find_blame(
-    strategy: Strategy, model: nn.Module, loader: Loader, rules: StepRules, step: int, spike: bool
-) -> Blame | None:
-    """Where step number `step` went wrong; None where the parameters are spoilt already. All workers call it together."""
-    if not strategy.protects:
-        return None
+def find_blame(strategy: Strategy, model: nn.Module, loader: Loader, rules: StepRules, step: int, spike: bool) -> Blame:
+    """Where step number `step` went wrong. All workers call it together."""
     plan, names = loader.plan, [name for name, _ in model.named_modules()]
     layers = torch.zeros(len(names), device=strategy.device)
     losses = torch.zeros(plan.slots, device=strategy.device)

@@ -48,8 +48,8 @@ class Blame:
         return f"{first}; slot(s) {slots}, sample(s) {numbers}"
 
 
-FindBlame = Callable[[int, bool], Blame | None]
-"""(step, whether it is a spike) -> where; None where that cannot be told. All workers call it together."""
+FindBlame = Callable[[int, bool], Blame]
+"""(step, whether it is a spike) -> where. All workers call it together."""
 
 
 @dataclass
@@ -68,9 +68,9 @@ class Guard:
         spike = verdict == SPIKE
         blame = self.find_blame(step, spike)
         what = "the loss is a spike" if spike else "the loss or the gradient is not a finite number"
-        text = f"step {step + 1}: {what}, {blame or 'and the parameters are changed already'}"
+        text = f"step {step + 1}: {what}, {blame}"
         policy, done = self.settings.policy, len(self.state.dropped) + self.state.rewinds
-        if policy == "stop" or blame is None:
+        if policy == "stop":
             raise Diverged(f"{text}. {REMEDIES}, or set guard.policy skip or rewind")
         if done >= self.settings.most:
             raise Diverged(f"{text}, after {done} bad steps that guard.most {self.settings.most} allows. {REMEDIES}")

@@ -144,7 +144,7 @@ class Training:
         """Acts on the verdict on this very step, before something is made of its parameters."""
         self._guard.heed(step.number, float(result.measured[VERDICT]))
 
-    def _find_blame(self, step: int, spike: bool) -> Blame | None:
+    def _find_blame(self, step: int, spike: bool) -> Blame:
         from pipelines.train.blame import find_blame
 
         return find_blame(self.strategy, self.model, self.loader, self.rules, step, spike)

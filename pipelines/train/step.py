@@ -121,7 +121,7 @@ def _finish(
     clip_gradients(strategy.gradients(), norm, factor, rules.clip_norm)
     if rules.random_updates:
         seed_dropout(strategy.device, micro_batch_seed(rules.seed, step.number, -1))
-    optimizer.update(rate, bad.float() if strategy.protects else None)
+    optimizer.update(rate, bad.float())
     if rules.scale:
         rules.scale.update((verdict == OVERFLOW).float())
     # The vector lies in a bucket that the next step clears, so the loop gets a copy.

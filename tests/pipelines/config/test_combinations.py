@@ -20,6 +20,7 @@ CPU = Resources(cpus=4, gpus=0, memory_bytes=2.0**34, gpu_memory_bytes=None)
         ({"train": Train(exact=True, compile="block")}, r"train\.compile is 'block'.* must be `none` with train\.exact"),
         ({"scaling": Scaling(strategy="ddp", shard_workers=2)}, r"scaling\.shard_workers is 2.* `fsdp`"),
         ({"scaling": Scaling(strategy="fsdp", workers=4, shard_workers=3)}, r"must divide scaling\.workers, 4"),
+        ({"scaling": Scaling(strategy="fsdp", shard_workers=2, least_workers=1)}, r"must be 0 with scaling\.least_workers"),
         ({"scaling": Scaling(strategy="ddp", offload=True)}, r"scaling\.offload is True.* `fsdp`"),
         (
             {"scaling": Scaling(strategy="fsdp"), "train": Train(precision="pure_bf16", stochastic_rounding=True)},
@@ -45,6 +46,7 @@ def test_settings_that_contradict_each_other(sections: dict[str, object], said: 
     ("sections", "said"),
     [
         ({"train": Train(precision="tf32")}, r"train\.precision is 'tf32'.* CPUs.* `fp32` or `bf16`"),
+        ({"scaling": Scaling(strategy="fsdp", shard_workers=3)}, r"scaling\.shard_workers is 3.* of which there are 4"),
         ({"scaling": Scaling(strategy="fsdp", offload=True)}, r"scaling\.offload is True.* main memory already"),
     ],
 )
