@@ -46,6 +46,7 @@ class RecorderActor(Recorder):
     def end_resize(self) -> bool:
         """Takes that back; whether the training goes on, since no user wishes it to end."""
         self._resize = False
+        self._workers = 0  # of the group that ended; room beside it would stop the next one
         return not self._stop
 
     def stop_requested(self, workers: int) -> bool:

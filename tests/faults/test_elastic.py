@@ -82,8 +82,8 @@ def test_it_shrinks_and_grows_and_ends_with_the_same_bits(config: Config, cluste
     assert outcome.code == 0, outcome.out + outcome.err
     ended = summary(config, "mine")
     assert (ended["status"], ended["workers"]) == ("stopped", 2)
-    (_, shrunk), (_, grown) = _groups(config)[1:]
     assert [world for world, _ in _groups(config)] == [2, 1, 2]
+    (_, shrunk), (_, grown) = _groups(config)[1:]
     assert shrunk[0] % 20 == 1, "the lost node took the steps since the newest checkpoint along"
     assert grown[0] == shrunk[-1] + 1 == ended["resumed_from"] + 1, "to grow costs no step"
     whole = replace(config, scaling=Scaling(workers=1, threads=1), train=replace(config.train, steps=ended["steps"]))
