@@ -92,6 +92,8 @@ def what_bits_depend_on(config: Config, environment: dict[str, Any], share: Shar
         "torch": versions.get("torch"),
         "triton": versions.get("triton") if share.device == "cuda" else None,
         "threads a worker": share.threads if share.device == "cpu" else None,
+        "train.precision": config.train.precision,
+        "train.stochastic_rounding": config.train.stochastic_rounding,
         "model.linear": config.model.linear,
         "model.kernels": config.model.kernels,
         "scaling.bucket_mib": config.scaling.bucket_mib,

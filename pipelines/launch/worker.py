@@ -231,7 +231,7 @@ def _facts(job: Job, place: Place, training: Training) -> RunFacts:
         node=place.node,
         nodes=place.nodes,
         device=torch.cuda.get_device_name() if job.device == "cuda" else "cpu",
-        precision=job.config.train.precision,
+        precision=training.rules.precision.rate,
         tokens_per_step=training.rules.nominal_targets,
         flops_per_token=count() if count else None,
         parameters=sum(math.prod(whole_shape(p)) for p in model.parameters()),

@@ -38,6 +38,11 @@ class Precision:
         """What the model computes with."""
         return torch.bfloat16 if self.kind == "pure_bf16" else torch.float32
 
+    @property
+    def rate(self) -> str:
+        """As what its products count in a table of peak rates, where float16 and bfloat16 have the same."""
+        return self.kind if self.kind in ("fp32", "tf32") else "bf16"
+
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """The context in which the model runs: autocast, or on CPUs bfloat16 products in linear layers."""
         if self.kind == "fp16":
