@@ -43,6 +43,10 @@ class InlineWire:
         """The newest figures, for the progress line."""
         return dict(self._call("state")) if self._recorder.done() else {}
 
+    def outline(self, status: str, summary: dict[str, Any] | None) -> dict[str, Any]:
+        """The summary as it would be if the run ended now."""
+        return dict(self._call("outline", status, summary))
+
     def finish(self, status: str, summary: dict[str, Any] | None) -> dict[str, Any]:
         """Ends the record and returns the summary as written."""
         return dict(self._call("finish", status, summary))

@@ -17,7 +17,7 @@ from pipelines.launch.failure import failure_screen
 from pipelines.launch.job import Job
 from pipelines.observers.progress import Progress
 from pipelines.record import read_entries
-from pipelines.report import closing_screen, curve_picture, loss_points, text_curve
+from pipelines.report import closing_screen, curve_picture, loss_points, text_curve, write_page
 
 DONE, FAILED, WRONG_SETTINGS, CANNOT_RUN = range(4)
 """Exit codes of every job."""
@@ -36,6 +36,10 @@ class Recording(Protocol):
 
     def request_stop(self) -> None:
         """Asks the training to save and end."""
+        ...
+
+    def outline(self, status: str, summary: dict[str, Any] | None) -> dict[str, Any]:
+        """The summary as it would be if the run ended now."""
         ...
 
     def finish(self, status: str, summary: dict[str, Any] | None) -> dict[str, Any]:
@@ -106,20 +110,21 @@ def _stop_signals(request_stop: Callable[[], None]) -> Iterator[list[str]]:
 
 
 def _end(job: Job, wire: Recording, outcome: dict[str, Any] | BaseException) -> int:
-    """Draws the curve, closes the record, prints the last screen; returns the exit code.
+    """Draws the curve and the page, closes the record, prints the last screen; returns the exit code.
 
     The record is for people: whatever closing it meets is said, and never hides how the training ended.
     """
     error = outcome if isinstance(outcome, BaseException) else None
     given = None if isinstance(outcome, BaseException) else outcome
+    status = "failed" if given is None else "stopped" if given.get("ending") == "stopped" else "finished"
     entries: list[dict[str, Any]] = []
     try:
-        wire.state()  # the recorder answers, so what it acknowledged is on disk
+        outline = wire.outline(status, given)  # the recorder answers, so what it acknowledged is on disk
         entries = read_entries(job.folder)
         _put_picture(job.folder, entries)
+        write_page(job.folder, entries, outline)
     except Exception as problem:
-        print(f"warning: the curve could not be drawn ({problem})", file=sys.stderr)
-    status = "failed" if given is None else "stopped" if given.get("ending") == "stopped" else "finished"
+        print(f"warning: the curve or the page could not be drawn ({problem})", file=sys.stderr)
     try:
         summary = wire.finish(status, given)
     except Exception as problem:

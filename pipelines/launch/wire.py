@@ -121,6 +121,12 @@ class Wire:
 
         return int(ray.get(self.actor.workers.remote(), timeout=30))
 
+    def outline(self, status: str, summary: dict[str, Any] | None) -> dict[str, Any]:
+        """The summary as it would be if the run ended now."""
+        import ray
+
+        return dict(ray.get(self.actor.outline.remote(status, summary), timeout=30))
+
     def finish(self, status: str, summary: dict[str, Any] | None) -> dict[str, Any]:
         """Ends the record and returns the summary as written."""
         import ray

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Metric, Run
 
 MARK = "mlflow.json"
-ARTIFACTS = ("config.yaml", "environment.json", "summary.json", "curve.png", "sample.txt", "log.txt")
+ARTIFACTS = ("config.yaml", "environment.json", "summary.json", "curve.png", "report.html", "sample.txt", "log.txt")
 """Files of a run's folder that are logged at its end, where they are there."""
 UI_PORT = 5000
 METRICS_A_CALL = 1000  # MLflow's own limits: metrics, parameters and tags of one call, and the length of their texts

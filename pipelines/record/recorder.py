@@ -111,15 +111,11 @@ class Recorder:
         the run's folder to log besides the usual ones. Raises ValueError for another status. A second call changes nothing
         but the summary.
         """
-        with self._lock:
-            figures = run_figures(self._state.totals.values())
-            compared = self._state.ranks.figures()
-            newest, given = dict(self._state.newest), figures | compared | self._state.summary | (summary or {})
-            given.setdefault("steps", self._state.step)
-        result = build_summary(self._run, status, newest, given)
+        result = self.outline(status, summary)
+        figures = run_figures(self._state.totals.values())
         if figures and not self._ended:
             numbers = {name: value for name, value in figures.items() if isinstance(value, float)}
-            self._put_own("system", numbers, given["steps"])
+            self._put_own("system", numbers, result["steps"])
         for name in artifacts or ():
             self._put_own("artifact", {"name": name})
         self._end_writing()
@@ -135,6 +131,14 @@ class Recorder:
         with self._lock:
             self._state.status = status
         return result
+
+    def outline(self, status: str, summary: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The summary as it would be if the run ended now, for what is made of it before it does."""
+        with self._lock:
+            figures, compared = run_figures(self._state.totals.values()), self._state.ranks.figures()
+            newest, given = dict(self._state.newest), figures | compared | self._state.summary | (summary or {})
+            given.setdefault("steps", self._state.step)
+        return build_summary(self._run, status, newest, given)
 
     def _take(self, sender: str, sequence: int, entry: Entry) -> bool:
         """Queues an entry unless it is known; whether it should be written at once. The lock is held."""

@@ -1,4 +1,4 @@
-"""What a person sees of a run: its loss curve in the terminal and as a picture, and a job's closing screen.
+"""What a person sees of a run: its loss curve in the terminal and as a picture, a job's closing screen, the run's page.
 
 points, validation = loss_points(read_entries(run_folder))
 print(text_curve(points, validation))
@@ -7,5 +7,6 @@ print(closing_screen(summary, run_folder, text_curve(points, validation), sample
 
 from pipelines.report.closing import closing_screen
 from pipelines.report.curve import curve_picture, loss_points, text_curve
+from pipelines.report.page import write_page
 
-__all__ = ["closing_screen", "curve_picture", "loss_points", "text_curve"]
+__all__ = ["closing_screen", "curve_picture", "loss_points", "text_curve", "write_page"]

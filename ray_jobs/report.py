@@ -1,0 +1,42 @@
+"""Builds a run's page anew from its journal: curves, where the time went, what to try next.
+
+    python ray_jobs/report.py --run my-run --storage runs
+
+Exit codes: 0 done, 2 no such run.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from pipelines.files import Folder  # noqa: E402
+from pipelines.record import read_entries  # noqa: E402
+from pipelines.report import write_page  # noqa: E402
+
+
+def main() -> int:
+    """Parses the command line, writes the page and says where it is; the exit code."""
+    parser = argparse.ArgumentParser(prog="report.py", description="Builds a run's page anew from its journal.")
+    parser.add_argument("--run", required=True, help="the run's name")
+    parser.add_argument("--storage", default="runs", help="folder or URI that the run lies in (default: runs)")
+    given = parser.parse_args()
+    folder = Folder.at(given.storage) / given.run
+    entries = read_entries(folder) if folder.exists() else []
+    if not entries:
+        print(f"error: there is no journal of a run in {folder}. Is --storage right?", file=sys.stderr)
+        return 2
+    try:
+        summary = dict(folder.read_json("summary.json"))
+    except (FileNotFoundError, ValueError):
+        summary = {"run": given.run, "status": "not ended"}
+    write_page(folder, entries, summary)
+    print(f"results  {folder}/report.html")
+    print(f"mlflow   python -m pipelines.record.ui --storage {given.storage}")
+    print(f"next     open the page in a browser, or python ray_jobs/runs.py show {given.run} --storage {given.storage}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
