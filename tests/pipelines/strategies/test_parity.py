@@ -8,9 +8,9 @@ import pytest
 from pipelines.config import Model, Scaling, Train
 from tests.pipelines.strategies.course import SLOTS, STEPS, Course, course_job, run_course
 
-TOLERANCE = 2e-5
+TOLERANCE = 2e-6
 """Relative, of losses and norms over 30 steps in fp32. Sums of some 10^3 gradients in another order differ by up to 10^3
-units of 2^-24 in the worst and some 30 in the usual case; 30 updates carry that on. Measured: up to 2e-6."""
+units of 2^-24 in the worst and some 30, 2e-6, in the usual case. Measured: 1.5e-7, of norms 2.7e-6."""
 DDP, FSDP = Scaling(strategy="ddp"), Scaling(strategy="fsdp")
 WAYS = [(DDP, 2), (DDP, 3), (DDP, 4), (FSDP, 1), (FSDP, 2), (FSDP, 3), (FSDP, 4)]
 WAYS += [(Scaling(strategy="fsdp", reshard=False), 2), (Scaling(strategy="fsdp", shard_workers=2), 4)]
