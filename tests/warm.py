@@ -1,6 +1,6 @@
 """What the server has loaded from which the tests' processes are forked: all that takes seconds to import.
 
-    CONTEXT = get_context("forkserver"); CONTEXT.set_forkserver_preload(["tests.warm"])
+CONTEXT = get_context("forkserver"); CONTEXT.set_forkserver_preload(["tests.warm"])
 """
 
 import importlib

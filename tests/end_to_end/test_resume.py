@@ -15,7 +15,7 @@ from tests.ray_jobs.jobs import Outcome, finish_job, run_well, start_job, summar
 from tests.tiny import tiny, write_text
 
 pytestmark = pytest.mark.timeout(900)
-STEPS = 800
+STEPS = 400
 
 
 @pytest.fixture(scope="module")

@@ -108,4 +108,6 @@ def test_gradients_of_another_dtype_go_to_torch_and_it_says_so() -> None:
 def test_opcheck() -> None:
     p, g, m, v, steps = _group([10, 20])
     torch._foreach_add_(steps, 1)
-    torch.library.opcheck(torch.ops.raystride.adamw.default, (p, g, m, v, steps, 1e-3, 0.9, 0.95, 1e-8, 0.1, torch.zeros(())))
+    torch.library.opcheck(
+        torch.ops.raystride.adamw.default, (p, g, m, v, steps, 1e-3, 0.9, 0.95, 1e-8, 0.1, torch.zeros(()))
+    )

@@ -42,23 +42,14 @@ def test_in_shards(folder: Path, way: str) -> None:
     assert found.sha256 == kept.sha256
 
 
-@pytest.mark.parametrize(("compile_what", "strategy"), [("model", "auto"), ("block", "fsdp")])
-def test_compiled_it_learns_the_same(folder: Path, compile_what: str, strategy: str) -> None:
+def test_compiled_it_learns_the_same(folder: Path) -> None:
+    """One case: on CPUs the compiler takes half a minute for the smallest model."""
     no_dropout = replace(DROPOUT, dropout=0.0)
-    scaling = Scaling(strategy=strategy)  # type: ignore[arg-type]
-    courses = [
-        run_course(
-            course_job(
-                folder,
-                f"{each}-{compile_what}-{strategy}",
-                model=no_dropout,
-                scaling=scaling,
-                train=replace(TRAIN, compile=each),
-            ),
-            1,
-        )
-        for each in ("none", compile_what)
-    ]
+    scaling = Scaling(strategy="fsdp")
+    courses = []
+    for way in ("none", "block"):
+        train = replace(TRAIN, compile=way)  # type: ignore[arg-type]
+        courses.append(run_course(course_job(folder, way, model=no_dropout, scaling=scaling, train=train), 1))
     # Compiled sums are in another order: some units of 2^-24 a step, over six steps.
     assert courses[1].losses == pytest.approx(courses[0].losses, rel=1e-4)
 
