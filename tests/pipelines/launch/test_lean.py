@@ -37,7 +37,7 @@ def test_lean_and_stock_trainer_give_the_same(tmp_path: Path) -> None:
     config = tiny(write_text(tmp_path))
     lean, stock = (_trained(make_job(config, tmp_path, name), name == "lean") for name in ("lean", "stock"))
     assert (lean["steps"], lean["workers"], lean["ending"]) == (6, 2, "done")
-    measured = {key for key in lean if "seconds" in key or key.endswith(("_per_second", "_bytes", "_share"))}
+    measured = {key for key in lean if "seconds" in key or key.endswith(("_per_second", "_bytes", "_share", "_rank"))}
     assert set(lean) == set(stock)
     for key in set(lean) - measured - {"run"}:
         assert lean[key] == stock[key], key

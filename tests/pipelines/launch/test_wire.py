@@ -85,7 +85,6 @@ def test_a_stop_to_grow_ends_and_a_users_does_not(started: Wire) -> None:
     started.request_resize("room for 2 workers")
     assert started.state()["phase"] == "room for 2 workers"
     assert started.stop_requested(1)
-    assert started.workers() == 1
     assert started.end_resize()
     assert started.workers() == 0, "room beside the group that ended must not stop the next one"
     assert not started.stop_requested(1)
