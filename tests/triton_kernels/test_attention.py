@@ -83,7 +83,7 @@ def _cases(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, C
     return q, k, v, rules
 
 
-@settings(max_examples=20)
+@settings(max_examples=14)
 @given(case=_cases(), tall=st.booleans(), architecture=st.sampled_from(["sm_80", "sm_90"]))
 def test_values_and_gradients(
     case: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Case], tall: bool, architecture: str

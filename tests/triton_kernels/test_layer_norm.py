@@ -44,7 +44,7 @@ def _rounded_sum(dtype: torch.dtype) -> Any:
     return reference
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(rows=LENGTHS, columns=st.integers(1, 200), dtype=DTYPES, weight_dtype=DTYPES, kind=STRIDED, bias=st.booleans())
 def test_values_and_gradients(
     rows: int, columns: int, dtype: torch.dtype, weight_dtype: torch.dtype, kind: str, bias: bool
@@ -55,7 +55,7 @@ def test_values_and_gradients(
     check(layer_norm, layer_norm_reference, x, *parameters, **_limits(x, weight))
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(rows=LENGTHS, columns=st.integers(1, 200), dtype=DTYPES, stream_dtype=DTYPES, bias=st.booleans())
 def test_with_the_addition(rows: int, columns: int, dtype: torch.dtype, stream_dtype: torch.dtype, bias: bool) -> None:
     x = strided(torch.randn(rows, columns).to(dtype), "slice")

@@ -38,7 +38,7 @@ def _rounded_sum(dtype: torch.dtype) -> Any:
     return reference
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(rows=LENGTHS, columns=LENGTHS, dtype=DTYPES, weight_dtype=DTYPES, kind=STRIDED)
 def test_values_and_gradients(rows: int, columns: int, dtype: torch.dtype, weight_dtype: torch.dtype, kind: str) -> None:
     x = strided((3 * torch.randn(rows, columns)).to(dtype), kind)
@@ -47,7 +47,7 @@ def test_values_and_gradients(rows: int, columns: int, dtype: torch.dtype, weigh
     check(rms_norm, rms_norm_reference, x, weight, gradient_terms=8 + rows, gradient_magnitude=scale)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(rows=LENGTHS, columns=LENGTHS, dtype=DTYPES, stream_dtype=DTYPES, kind=STRIDED)
 def test_with_the_addition(rows: int, columns: int, dtype: torch.dtype, stream_dtype: torch.dtype, kind: str) -> None:
     x = strided(torch.randn(rows, columns).to(dtype), kind)
