@@ -136,7 +136,8 @@ def _adamw(
     kind = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[parameters[0].dtype]
     launch(
         _adamw_kernel, (len(tables.pieces),),
-        tables.addresses, tables.sizes, tables.pieces, sizes, roots, skip, len(parameters), 1 - rate * decay, beta2, 1 - beta1, 1 - beta2, eps, TYPE=kind, ALIGNED=tables.aligned, BLOCK=_BLOCK, num_warps=8,
+        tables.addresses, tables.sizes, tables.pieces, sizes, roots, skip, len(parameters),
+        1 - rate * decay, beta2, 1 - beta1, 1 - beta2, eps, TYPE=kind, ALIGNED=tables.aligned, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
 
 
