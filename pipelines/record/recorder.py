@@ -111,8 +111,7 @@ class Recorder:
         the run's folder to log besides the usual ones. Raises ValueError for another status. A second call changes nothing
         but the summary.
         """
-        result = self.outline(status, summary)
-        figures = run_figures(self._state.totals.values())
+        result, figures = self.outline(status, summary), self._figures()
         if figures and not self._ended:
             numbers = {name: value for name, value in figures.items() if isinstance(value, float)}
             self._put_own("system", numbers, result["steps"])
@@ -134,11 +133,17 @@ class Recorder:
 
     def outline(self, status: str, summary: dict[str, Any] | None = None) -> dict[str, Any]:
         """The summary as it would be if the run ended now, for what is made of it before it does."""
+        figures = self._figures()
         with self._lock:
-            figures, compared = run_figures(self._state.totals.values()), self._state.ranks.figures()
+            compared = self._state.ranks.figures()
             newest, given = dict(self._state.newest), figures | compared | self._state.summary | (summary or {})
             given.setdefault("steps", self._state.step)
         return build_summary(self._run, status, newest, given)
+
+    def _figures(self) -> dict[str, Any]:
+        """What the nodes' totals come to."""
+        with self._lock:
+            return run_figures(self._state.totals.values())
 
     def _take(self, sender: str, sequence: int, entry: Entry) -> bool:
         """Queues an entry unless it is known; whether it should be written at once. The lock is held."""
