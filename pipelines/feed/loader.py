@@ -141,8 +141,8 @@ class Loader:
         if self.even:
             most = -(-self.plan.slots // self.world)  # slots of the worker that has most
             group = self.micro_batch_slots or most
-            empty = empty_batch(self.task, share.stop - 1, min(group, most) * self.plan.slot_size)
-            batches += [empty] * (-(-most // group) - len(batches))
+            if missing := -(-most // group) - len(batches):
+                batches += [empty_batch(self.task, share.stop - 1, min(group, most) * self.plan.slot_size)] * missing
         position = self.plan.position(number)
         return Step(number, position, self.plan.position(number + 1) - position, batches, total % 2**64)
 
