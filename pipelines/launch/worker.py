@@ -101,7 +101,7 @@ def build_training(
     use_kernels(config.model.kernels)
     manifest = Manifest.load(job.prepared)
     task = build_task(config)
-    strategy = build_strategy(config, device=device, rank=place.rank, world=place.world)
+    strategy = build_strategy(config, device=device, rank=rank, world=world)
     torch.manual_seed(config.seed)
     precision = Precision(config.train.precision)
     precision.use_products()

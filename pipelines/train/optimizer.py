@@ -9,6 +9,7 @@ compiler at their first use (1 s of a start) and take 0.6 ms of Python an update
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -45,6 +46,16 @@ class Updater(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class _Part:
+    """A group's tensors in one update, this worker's shards of them."""
+
+    values: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    states: list[dict[str, torch.Tensor]]
+    decay: float
+
+
 class FusedUpdater:
     """Fused updates of fp32 values: the parameters, or where those are bfloat16, their master copies or fp32 copies.
 
@@ -77,7 +88,8 @@ class FusedUpdater:
             values = [local(state["master"]) for state in states]
         if skip is not None:
             skip = skip.to(values[0].device)
-        self._step(values, [local(p.grad) for p in trained if p.grad is not None], states, decay, rate, skip)
+        gradients = [local(p.grad) for p in trained if p.grad is not None]
+        self._step(_Part(values, gradients, states, decay), rate, skip)
         if held_in_less and self._stochastic:
             for parameter, value in zip(parameters, values, strict=True):
                 parameter.copy_(round_stochastically(value))
@@ -114,15 +126,7 @@ class FusedUpdater:
         """The state of a parameter before its first update."""
         raise NotImplementedError
 
-    def _step(
-        self,
-        values: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        states: list[dict[str, torch.Tensor]],
-        decay: float,
-        rate: float,
-        skip: torch.Tensor | None,
-    ) -> None:
+    def _step(self, part: _Part, rate: float, skip: torch.Tensor | None) -> None:
         raise NotImplementedError
 
 
@@ -140,31 +144,20 @@ class AdamW(FusedUpdater):
             "exp_avg_sq": torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False),
         }
 
-    def _step(
-        self,
-        values: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        states: list[dict[str, torch.Tensor]],
-        decay: float,
-        rate: float,
-        skip: torch.Tensor | None,
-    ) -> None:
+    def _step(self, part: _Part, rate: float, skip: torch.Tensor | None) -> None:
         """p <- p - rate (m / (sqrt(v) + eps) + decay p), with bias-corrected moments m and v of the gradient."""
-        steps = [state["step"] for state in states]
-        if skip is None:
-            torch._foreach_add_(steps, 1)
-        else:
-            torch._foreach_add_(steps, 1 - skip)
+        steps = [state["step"] for state in part.states]
+        torch._foreach_add_(steps, 1 if skip is None else 1 - skip)
         adamw(
-            values,
-            gradients,
-            [local(state["exp_avg"]) for state in states],
-            [local(state["exp_avg_sq"]) for state in states],
+            part.values,
+            part.gradients,
+            [local(state["exp_avg"]) for state in part.states],
+            [local(state["exp_avg_sq"]) for state in part.states],
             steps,
             rate=rate,
             betas=self._betas,
             eps=self._eps,
-            decay=decay,
+            decay=part.decay,
             skip=skip,
         )
 
@@ -181,21 +174,13 @@ class SGD(FusedUpdater):
             return {}
         return {"momentum_buffer": torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)}
 
-    def _step(
-        self,
-        values: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        states: list[dict[str, torch.Tensor]],
-        decay: float,
-        rate: float,
-        skip: torch.Tensor | None,
-    ) -> None:
+    def _step(self, part: _Part, rate: float, skip: torch.Tensor | None) -> None:
         """p <- p - rate b, with b <- momentum b + g + decay p."""
         torch.ops.aten._fused_sgd_(
-            values,
-            gradients,
-            [local(state["momentum_buffer"]) for state in states] if self._momentum else [],
-            weight_decay=decay,
+            part.values,
+            part.gradients,
+            [local(state["momentum_buffer"]) for state in part.states] if self._momentum else [],
+            weight_decay=part.decay,
             momentum=self._momentum,
             lr=rate,
             dampening=0.0,

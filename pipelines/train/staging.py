@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipelines.train.optimizer import local
+
 _PIECE = 8 << 20
 """Bytes that a thread copies at a time."""
 _THREADS = 4
@@ -31,9 +33,10 @@ class Staging:
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
 
+    @torch.no_grad()
     def copy(self, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
         """Copies by name, in shards where the tensors are, and what waits until they have arrived."""
-        sources = {name: _local(tensor) for name, tensor in tensors.items()}
+        sources = {name: local(tensor) for name, tensor in tensors.items()}
         # A run's tensors stay the same; what it no longer has is not held on to.
         self._kept = {name: self._place(name, source) for name, source in sources.items()}
         plain = []
@@ -74,12 +77,6 @@ def _copy_bytes(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    """This worker's part of a tensor in shards (a DTensor, whose module a plain run does not import), else the tensor."""
-    found: torch.Tensor = tensor.detach()
-    return found.to_local() if hasattr(found, "to_local") else found
 
 
 def _like(tensor: Any, copied: torch.Tensor) -> torch.Tensor:
