@@ -3,11 +3,12 @@
 strategy   the protocol, and `Single` for one worker
 ddp        every worker holds the whole model; gradients are summed over all
 reduction  the buckets in which they are summed
+sharded    what the next two have in common
 fsdp       parameters, gradients and optimiser state in shards (FSDP2)
 deepspeed  the same by DeepSpeed's ZeRO, stage by stage
 partitions what DeepSpeed's optimisers hold, in the form of ours
 exact      buckets whose sums have the same bits for any number of workers, along a `tree` over the slots
-memory     bytes a worker will need, told beforehand; needs no PyTorch, which the driver does without
+memory     bytes a worker will need, told beforehand, with its `activations`; needs no PyTorch, which the driver does without
 """
 
 from functools import partial

@@ -17,20 +17,15 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from pipelines.strategies.partitions import Partitions, Rule
-from pipelines.strategies.strategy import Optimizer, norm_of
-
-METHODS = ("hidden", "logits")
-"""Methods besides `forward` by which a model computes; generation calls them."""
+from pipelines.strategies.sharded import METHODS, Sharded
+from pipelines.strategies.strategy import Optimizer
 
 
-class ZeRO:
+class ZeRO(Sharded):
     """A model in DeepSpeed's hands; even one process needs an initialised process group."""
-
-    even = True
 
     def __init__(
         self,
@@ -44,9 +39,8 @@ class ZeRO:
         precision: str = "fp32",
     ) -> None:
         """`precision`: pure_bf16 and, on GPUs, bf16 are DeepSpeed's own; it takes the others as they come."""
-        self.device, self.rank, self.world = device, rank, world
+        super().__init__(device, rank, world)
         self._config = _configuration(device, stage, bucket_bytes, offload, precision)
-        self._sum: dist.Work | None = None
 
     def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> tuple[nn.Module, Optimizer]:
         """Gives every worker rank 0's parameters and keeps this worker's partitions of what the stage spreads."""
@@ -72,17 +66,10 @@ class ZeRO:
     def backward(self, loss: torch.Tensor, measured: torch.Tensor, *, slot: int, last: bool) -> None:
         """Adds gradients; they are summed over the workers now (stages 2 and 3), or during the last micro-batch (1)."""
         self._engine.set_gradient_accumulation_boundary(last)
-        if last and self.world > 1:
-            self._sum = dist.all_reduce(measured, async_op=True)
+        if last:
+            self._send_measured(measured)
         # DeepSpeed takes the mean over the workers.
         self._engine.backward(loss * self.world, scale_wrt_gas=False)
-
-    def reduce(self, measured: torch.Tensor) -> torch.Tensor:
-        """The gradients are summed already."""
-        if self._sum:
-            self._sum.wait()
-            self._sum = None
-        return measured
 
     def gradients(self) -> list[torch.Tensor]:
         """This worker's partitions."""
@@ -90,16 +77,7 @@ class ZeRO:
 
     def norm(self) -> torch.Tensor:
         """Norm over all partitions; every worker gets the same."""
-        square = (norm_of(self.gradients(), self.device) ** 2).to(self.device)
-        if self.world > 1:
-            dist.all_reduce(square)
-        return square.sqrt()
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """All-reduce."""
-        if self.world > 1:
-            dist.all_reduce(values)
-        return values
+        return self._norm(self.world)
 
     def settle(self) -> None:
         """DeepSpeed drops what it gathers as soon as it is used."""

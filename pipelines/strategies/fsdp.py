@@ -14,7 +14,6 @@ gathers parameters.
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -27,16 +26,12 @@ from torch.distributed.fsdp import (
 )
 
 from pipelines.strategies.recompute import blocks
-from pipelines.strategies.strategy import Optimizer, give_first_workers_values, norm_of
-
-METHODS = ("hidden", "logits")
-"""Methods besides `forward` by which a model computes; generation calls them."""
+from pipelines.strategies.sharded import METHODS, Sharded
+from pipelines.strategies.strategy import Optimizer, give_first_workers_values
 
 
-class FullySharded:
+class FullySharded(Sharded):
     """Parameters in shards; several processes need an initialised process group, and so does one."""
-
-    even = True
 
     def __init__(
         self,
@@ -50,7 +45,7 @@ class FullySharded:
         compute: torch.dtype = torch.float32,
     ) -> None:
         """`compute`: what parameters are gathered as, bfloat16 for pure_bf16; shards, gradients and sums are fp32."""
-        self.device, self.rank, self.world = device, rank, world
+        super().__init__(device, rank, world)
         self._shards = shard_workers or world
         if world % self._shards:
             raise ValueError(f"{world} workers cannot be cut into groups of {self._shards}: change scaling.shard_workers")
@@ -58,7 +53,6 @@ class FullySharded:
         self._offload: OffloadPolicy = CPUOffloadPolicy() if offload else OffloadPolicy()
         self._precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         self._parameters: list[nn.Parameter] = []
-        self._sum: dist.Work | None = None
 
     def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> tuple[nn.Module, Optimizer]:
         """Gives every worker rank 0's parameters and keeps this worker's shards of them."""
@@ -97,16 +91,9 @@ class FullySharded:
     def backward(self, loss: torch.Tensor, measured: torch.Tensor, *, slot: int, last: bool) -> None:
         """Adds gradients; those of whole parameters stay here until the last micro-batch, when they are summed in shards."""
         self._model.set_requires_gradient_sync(last)  # type: ignore[operator]
-        if last and self.world > 1:
-            self._sum = dist.all_reduce(measured, async_op=True)
+        if last:
+            self._send_measured(measured)
         loss.backward()
-
-    def reduce(self, measured: torch.Tensor) -> torch.Tensor:
-        """The gradients are summed already."""
-        if self._sum:
-            self._sum.wait()
-            self._sum = None
-        return measured
 
     def gradients(self) -> list[torch.Tensor]:
         """This worker's shards."""
@@ -114,16 +101,7 @@ class FullySharded:
 
     def norm(self) -> torch.Tensor:
         """Norm over all shards; every worker gets the same."""
-        square = (norm_of(self.gradients(), self.device) ** 2).to(self.device)
-        if self._shards > 1:
-            dist.all_reduce(square, group=self._mesh.get_group("shards"))
-        return square.sqrt()
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """All-reduce."""
-        if self.world > 1:
-            dist.all_reduce(values)
-        return values
+        return self._norm(self._shards, self._mesh.get_group("shards"))
 
     def settle(self) -> None:
         """Drops what forwards without a backward have left gathered."""

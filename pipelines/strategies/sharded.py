@@ -1,0 +1,51 @@
+"""What the strategies have in common whose workers hold shards: every micro-batch exchanges something.
+
+class FullySharded(Sharded): ...                          # `_send_measured` in backward; the rest is here
+"""
+
+import torch
+import torch.distributed as dist
+
+from pipelines.strategies.strategy import norm_of
+
+METHODS = ("hidden", "logits")
+"""Methods besides `forward` by which a model computes; generation calls them."""
+
+
+class Sharded:
+    """Gradients are summed, in shards, when the last backward returns; the numbers beside them go by a sum of their own."""
+
+    even = True
+
+    def __init__(self, device: torch.device, rank: int, world: int) -> None:
+        self.device, self.rank, self.world = device, rank, world
+        self._sum: dist.Work | None = None
+
+    def gradients(self) -> list[torch.Tensor]:
+        """This worker's shards."""
+        raise NotImplementedError
+
+    def _send_measured(self, measured: torch.Tensor) -> None:
+        """Begins to sum what was measured, while the last backward runs."""
+        if self.world > 1:
+            self._sum = dist.all_reduce(measured, async_op=True)
+
+    def reduce(self, measured: torch.Tensor) -> torch.Tensor:
+        """The gradients are summed already."""
+        if self._sum:
+            self._sum.wait()
+            self._sum = None
+        return measured
+
+    def _norm(self, workers: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+        """Norm over the shards of so many workers, which are those of `group`; each of them gets the same."""
+        square = (norm_of(self.gradients(), self.device) ** 2).to(self.device)
+        if workers > 1:
+            dist.all_reduce(square, group=group)
+        return square.sqrt()
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """All-reduce."""
+        if self.world > 1:
+            dist.all_reduce(values)
+        return values
