@@ -10,16 +10,16 @@ Energy is counted from before the first step to the end: validation, checkpoints
 """
 
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.observers.amd import amd_cards
+from pipelines.observers.background import Background
 from pipelines.observers.energy import Device, Figures, LostError, Meter
 from pipelines.observers.nvml import nvidia_cards
-from pipelines.observers.observer import Observer, RunFacts
+from pipelines.observers.observer import RunFacts
 from pipelines.observers.rapl import POWERCAP, packages
 from pipelines.record.totals import run_figures
 
@@ -32,37 +32,26 @@ LAST_READING_S = 2.0
 Warn = Callable[[str], None]
 
 
-class GpuMonitor(Observer):
+class GpuMonitor(Background):
     """Sends an entry of kind `system` and one of kind `totals` every `every_s` seconds and at the end."""
 
     def __init__(self, sender: "Sender", every_s: float, powercap: Path = POWERCAP) -> None:
+        super().__init__(LAST_READING_S)
         self._sender = sender
         self._every_s = every_s
         self._powercap = powercap
         self._steps = 0
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
 
     def on_start(self, run: RunFacts) -> None:
         if run.local_rank == 0:
-            self._thread = threading.Thread(target=self._watch, args=(run,), name="gpu-monitor", daemon=True)
-            self._thread.start()
+            self._begin("gpu-monitor", self._watch, run)
 
     def on_step(self, step: int) -> None:
         self._steps += 1
 
-    def on_error(self, error: BaseException) -> None:
-        self._end()
-
-    def on_end(self, summary: dict[str, Any]) -> None:
-        self._end()
-
     def _end(self) -> None:
-        self._ended.set()
-        if self._thread is None:
-            return
-        self._thread.join(LAST_READING_S)
-        if self._thread.is_alive():
+        super()._end()
+        if self._thread is not None and self._thread.is_alive():
             self._warn("the GPUs' driver did not answer at the end, so the figures of energy end earlier than the training")
         self._thread = None
 
@@ -80,7 +69,7 @@ class GpuMonitor(Observer):
         if not devices:
             return
         sampler = Sampler(devices, run, self._warn)
-        prefix = f"system/{run.node}/" if run.nodes > 1 else "system/"
+        prefix = run.system_prefix
         sampler.sample(time.monotonic(), self._steps)
         number, last = 0, False
         while not last:

@@ -9,41 +9,26 @@ With one node the names are `system/cpu_utilization_percentage` and so on; with 
 """
 
 import os
-import threading
 from typing import TYPE_CHECKING, Any
 
-from pipelines.observers.observer import Observer, RunFacts
+from pipelines.observers.background import Background
+from pipelines.observers.observer import RunFacts
 
 if TYPE_CHECKING:
     from pipelines.record.sender import Sender
 
 
-class HostMonitor(Observer):
+class HostMonitor(Background):
     """Sends one entry of kind `system` every `every_s` seconds, from the start of the loop to its end."""
 
     def __init__(self, sender: "Sender", every_s: float) -> None:
+        super().__init__()
         self._sender = sender
         self._every_s = every_s
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
 
     def on_start(self, run: RunFacts) -> None:
-        if run.local_rank != 0:
-            return
-        prefix = f"system/{run.node}/" if run.nodes > 1 else "system/"
-        self._thread = threading.Thread(target=self._watch, args=(prefix,), name="host-monitor", daemon=True)
-        self._thread.start()
-
-    def on_error(self, error: BaseException) -> None:
-        self._end()
-
-    def on_end(self, summary: dict[str, Any]) -> None:
-        self._end()
-
-    def _end(self) -> None:
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join(timeout=5.0)
+        if run.local_rank == 0:
+            self._begin("host-monitor", self._watch, run.system_prefix)
 
     def _watch(self, prefix: str) -> None:
         import psutil

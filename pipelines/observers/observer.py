@@ -40,6 +40,12 @@ class RunFacts:
     """Floating-point operations of forward and backward for one token, where the model knows them."""
     parameters: int = 0
     """Trainable parameters."""
+
+    @property
+    def system_prefix(self) -> str:
+        """What the names of this node's figures begin with."""
+        return f"system/{self.node}/" if self.nodes > 1 else "system/"
+
     step: int = 0
     """Steps of the run before this attempt."""
 

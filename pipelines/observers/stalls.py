@@ -9,12 +9,12 @@ waits for may still come. A thread of Python sees nothing while C code keeps Pyt
 
 import faulthandler
 import tempfile
-import threading
 from time import perf_counter, strftime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipelines.files import Folder
-from pipelines.observers.observer import Observer, RunFacts
+from pipelines.observers.background import Background
+from pipelines.observers.observer import RunFacts
 from pipelines.phases import PHASES, phase
 
 if TYPE_CHECKING:
@@ -28,12 +28,13 @@ WARM_STEPS = 3
 MOST_DUMPS = 5
 
 
-class StallWatch(Observer):
+class StallWatch(Background):
     """Watches from the start of the loop to its end; writes at most `MOST_DUMPS` times, once a step."""
 
     def __init__(
         self, factor: float, folder: Folder, sender: "Sender", least_s: float = LEAST_S, poll_s: float = 1.0
     ) -> None:
+        super().__init__()
         self._factor = factor
         self._folder = folder
         self._sender = sender
@@ -43,26 +44,17 @@ class StallWatch(Observer):
         self._steps = 0
         self._dumps: list[str] = []
         self._seen_at = 0.0
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
 
     def on_start(self, run: RunFacts) -> None:
         self._run = run
         self._before = _loop_seconds()
         if self._factor:
-            self._thread = threading.Thread(target=self._watch, name="stall-watch", daemon=True)
-            self._thread.start()
+            self._begin("stall-watch", self._watch)
 
     def on_step(self, step: int) -> None:
         self._steps += 1
         if self._steps == WARM_STEPS:
             self._before = _loop_seconds()
-
-    def on_error(self, error: BaseException) -> None:
-        self._end()
-
-    def on_end(self, summary: dict[str, Any]) -> None:
-        self._end()
 
     def limit(self) -> float:
         """Seconds after which a step counts as stalled."""
@@ -70,11 +62,6 @@ class StallWatch(Observer):
         if counted < 1:
             return max(FIRST_S, self._least_s)
         return max(self._least_s, self._factor * (_loop_seconds() - self._before) / counted)
-
-    def _end(self) -> None:
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join(timeout=5.0)
 
     def _watch(self) -> None:
         while not self._ended.wait(self._poll_s) and len(self._dumps) < MOST_DUMPS:
