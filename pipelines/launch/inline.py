@@ -73,7 +73,7 @@ class _RecorderProcess(BaseManager):
     """Holds a recorder in a process of its own, which ends with this one."""
 
 
-_RecorderProcess.register("Recorder", Recorder, exposed=("receive", "state", "finish"))
+_RecorderProcess.register("Recorder", Recorder, exposed=("receive", "state", "outline", "finish"))
 
 
 def _start(arguments: dict[str, Any]) -> Any:

@@ -46,7 +46,7 @@ def test_torchs_trace_holds_the_windows_phases_and_the_table_what_costs(tmp_path
     assert names.count("step") == 2
     assert {"data", "slot", "forward", "backward", "reduce", "update"} <= set(names)
     rows = json.loads((folder / f"{stem}-operations.json").read_text())
-    assert rows[0]["name"].startswith("aten::")
+    assert any(row["name"].startswith("aten::") for row in rows[:10])
     assert rows[0]["self_cpu_us"] == max(row["self_cpu_us"] for row in rows)
     assert rows[0]["name"] in (folder / f"{stem}-operations.txt").read_text()
     text = (folder / f"{stem}.html").read_text()
