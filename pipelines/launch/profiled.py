@@ -19,7 +19,7 @@ from pipelines.files import Folder
 from pipelines.launch.resources import Resources, resolve
 from pipelines.observers.nsight import COMPUTE, SESSION, compute_command, read_table, systems_command
 from pipelines.observers.profile import PLACE
-from pipelines.observers.profile_page import heading, page, paragraph, table
+from pipelines.pages import heading, page, paragraph, table
 from pipelines.record.mlflow_log import MlflowLog
 
 REPORT = "ncu"

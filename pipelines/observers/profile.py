@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pipelines.config.profile import Profile
 from pipelines.files import Folder
 from pipelines.observers.observer import Observer, RunFacts
-from pipelines.observers.profile_page import heading, page, phase_part
+from pipelines.observers.profile_page import phase_part
+from pipelines.pages import heading, page
 from pipelines.phases import PHASES, Listener, listen, phase
 
 if TYPE_CHECKING:

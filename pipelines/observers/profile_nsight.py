@@ -21,7 +21,7 @@ import torch
 
 from pipelines.observers.nsight import COMPUTE, SESSION, read_table
 from pipelines.observers.profile import ProfileError
-from pipelines.observers.profile_page import heading, paragraph, table
+from pipelines.pages import heading, paragraph, table
 from pipelines.phases import PHASES, Listener
 
 LIMIT_S = 300.0

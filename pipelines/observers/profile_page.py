@@ -1,42 +1,10 @@
-"""A profile's page: one HTML file without anything from elsewhere, in plain words, for people who open it in a browser.
+"""What a profile's page says of the phases, in words and as a table.
 
-text = page("Where the time goes", paragraph("Forward takes half."), table(["phase", "ms"], [["forward", "5.1"]]))
+parts = [heading("Phases"), phase_part({"forward": 0.4, ...}, elapsed=1.0, steps=10, on_gpu=False)]
 """
 
-from collections.abc import Iterable, Sequence
-from html import escape
-
+from pipelines.pages import paragraph, table
 from pipelines.phases import PARTS, PHASES
-
-STYLE = """body{font:15px/1.5 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
-table{border-collapse:collapse}td,th{padding:.2rem .8rem;border-bottom:1px solid #ddd;text-align:right}
-td:first-child,th:first-child{text-align:left;font-family:monospace;overflow-wrap:anywhere}pre{overflow-x:auto}"""
-
-
-def page(title: str, *parts: str) -> str:
-    """A whole HTML document of parts made by the functions below."""
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
-    body = "\n".join([f"<h1>{escape(title)}</h1>", *parts])
-    return f"<!doctype html><html><head>{head}</head><body>{body}</body></html>\n"
-
-
-def paragraph(text: str) -> str:
-    """Text as a paragraph."""
-    return f"<p>{escape(text)}</p>"
-
-
-def heading(text: str) -> str:
-    """A heading within the page."""
-    return f"<h2>{escape(text)}</h2>"
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table whose first column is text and whose others are figures."""
-
-    def line(cells: Sequence[str], kind: str) -> str:
-        return "<tr>" + "".join(f"<{kind}>{escape(cell)}</{kind}>" for cell in cells) + "</tr>"
-
-    return "\n".join(["<table>", line(head, "th"), *(line(row, "td") for row in rows), "</table>"])
 
 
 def phase_part(seconds: dict[str, float], elapsed: float, steps: int, on_gpu: bool) -> str:

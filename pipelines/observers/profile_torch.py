@@ -12,7 +12,7 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from pipelines.observers.profile_page import heading, paragraph, table
+from pipelines.pages import heading, paragraph, table
 from pipelines.phases import PHASES, Listener
 
 COSTLIEST = 20

@@ -5,11 +5,11 @@
 No script, font or picture is fetched from elsewhere.
 """
 
-import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipelines.files import Folder
+from pipelines.pages import heading, items, missing, page, paragraph, table
 from pipelines.phases import PARTS
 from pipelines.report import pictures
 from pipelines.report.advice import advise
@@ -38,10 +38,6 @@ FIGURES: dict[str, tuple[str, str]] = {
     "slowest_rank": ("slowest rank", "{}"),
 }
 """Of the summary, by key: what it is called, and its format. What a run does not have is left out."""
-STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:56rem;margin:2rem auto;padding:0 1rem;color:#222}
-h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem}svg{width:100%;height:auto}
-table{border-collapse:collapse}td,th{padding:.15rem .8rem .15rem 0;text-align:left;font-variant-numeric:tabular-nums}
-th{font-weight:600}.figures{columns:2}.none{color:#777}"""
 COSTLIEST = 10
 
 
@@ -63,16 +59,18 @@ def run_page(
         ("Where a step's time goes", pictures.step_parts(shares) + pictures.parts_over_time(entries), "Not measured."),
         ("Rank by time: own seconds a step", pictures.rank_heat(entries), "One worker: there is nothing to compare."),
         ("The machine", pictures.strips(entries), "No device was sampled."),
-        ("Costliest operations", _table(operations), "Not profiled; --profile.tool torch does it."),
+        ("Costliest operations", _operations_table(operations), "Not profiled; --profile.tool torch does it."),
     ]
-    advice = "".join(f"<li>{html.escape(text)}</li>" for text in advise(summary, shares))
-    body = "".join(f"<h2>{title}</h2>{content or _nothing(none)}" for title, content, none in sections)
-    name = html.escape(str(summary.get("run", "")))
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{name}</title><style>{STYLE}</style></head>'
-        f"<body><h1>Run {name}</h1>{_figures(summary)}<h2>What to try next</h2><ul>{advice}</ul>{body}"
-        "<p>Parts of a step are the host's time; on GPUs forward, backward and optimiser are the time to launch them.</p>"
-        "</body></html>\n"
+    body = [part for title, content, none in sections for part in (heading(title), content or missing(none))]
+    return page(
+        f"Run {summary.get('run', '')}",
+        table((), _figures(summary)),
+        heading("What to try next"),
+        items(advise(summary, shares)),
+        *body,
+        paragraph(
+            "Parts of a step are the host's time; on GPUs forward, backward and optimiser are that of launching them."
+        ),
     )
 
 
@@ -83,27 +81,14 @@ def step_shares(entries: Sequence[dict[str, Any]]) -> dict[str, float]:
     return shares | {"rest": max(0.0, 1 - sum(shares.values()))} if shares else {}
 
 
-def _figures(summary: Mapping[str, Any]) -> str:
-    rows = [
-        f"<tr><th>{label}</th><td>{html.escape(form.format(summary[key]))}</td></tr>"
-        for key, (label, form) in FIGURES.items()
-        if summary.get(key) is not None
-    ]
-    return f'<div class="figures"><table>{"".join(rows)}</table></div>'
+def _figures(summary: Mapping[str, Any]) -> list[list[str]]:
+    """What the run has of the figures, with their names."""
+    return [[label, form.format(summary[key])] for key, (label, form) in FIGURES.items() if summary.get(key) is not None]
 
 
-def _table(operations: Sequence[Mapping[str, Any]]) -> str:
-    if not operations:
-        return ""
-    rows = [
-        f"<tr><td>{html.escape(str(each['name']))}</td><td>{each['calls']:,}</td><td>{each['share']:.1%}</td></tr>"
-        for each in operations[:COSTLIEST]
-    ]
-    return f"<table><tr><th>operation</th><th>calls</th><th>share of the time</th></tr>{''.join(rows)}</table>"
-
-
-def _nothing(text: str) -> str:
-    return f'<p class="none">{text}</p>'
+def _operations_table(operations: Sequence[Mapping[str, Any]]) -> str:
+    rows = [[str(each["name"]), f"{each['calls']:,}", f"{each['share']:.1%}"] for each in operations[:COSTLIEST]]
+    return table(["operation", "calls", "share of the time"], rows) if rows else ""
 
 
 def _operations(folder: Folder) -> list[dict[str, Any]]:
