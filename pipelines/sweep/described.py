@@ -1,0 +1,94 @@
+"""A cluster described in YAML: what no trial on a few workers can measure, and what it costs.
+
+device: H100                     # as the trials name it
+gpus_per_node: 8                 # workers of a node
+intra: {gb_per_s: 450, latency_us: 3}        # inside a node: bytes a second of each worker, one way
+inter: {gb_per_s: 400, latency_us: 8}        # between nodes: of a whole node, one way
+price_per_gpu_hour: 2.5          # optional, in any currency
+peak_tflops: 989                 # optional, dense, of the precision that is used
+
+cluster = ClusterDescription.load("cluster.yaml")
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+class ClusterError(ValueError):
+    """A description cannot be used. The message names the place, the key, the value and what is allowed."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link as its data sheet states it."""
+
+    gb_per_s: float
+    """1e9 bytes a second, one way."""
+    latency_us: float
+    """Microseconds of one hop, software included if known."""
+
+
+@dataclass(frozen=True)
+class ClusterDescription:
+    """Nodes of equal workers, and the links inside and between them."""
+
+    device: str
+    """The name under which trials ran on such workers."""
+    gpus_per_node: int
+    """Workers of a node."""
+    intra: Link
+    """Between the workers of a node; `gb_per_s` is that of one worker."""
+    inter: Link
+    """Between nodes; `gb_per_s` is that of a node, which its workers share."""
+    price_per_gpu_hour: float | None = None
+    """In any currency; none: costs are not told."""
+    peak_tflops: float | None = None
+    """Of one worker, for the utilisation; none: that is not told."""
+
+    @classmethod
+    def load(cls, path: str | Path) -> "ClusterDescription":
+        """Reads YAML; raises ClusterError where it is absent, or a key is unknown, missing or of a wrong value."""
+        where = str(path)
+        try:
+            loaded = yaml.safe_load(Path(path).read_text())
+        except (OSError, yaml.YAMLError) as error:
+            raise ClusterError(f"sweep.cluster is {where}: it cannot be read ({error}); name a YAML file") from error
+        values = _entries(cls, loaded, where, "")
+        for name in ("intra", "inter"):
+            entries = _entries(Link, values[name], where, f"{name}.")
+            values[name] = Link(**{key: _number(entries[key], where, f"{name}.{key}") for key in entries})
+        if not isinstance(values["device"], str) or not values["device"]:
+            raise ClusterError(f"{where}: device is {values['device']!r}: it must be the name that trials give their device")
+        for name in ("price_per_gpu_hour", "peak_tflops"):
+            if values.get(name) is not None:
+                values[name] = _number(values[name], where, name)
+        count = values["gpus_per_node"]
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ClusterError(f"{where}: gpus_per_node is {count!r}: it must be a whole number, at least 1")
+        return cls(**values)
+
+
+def _entries(kind: type, loaded: Any, where: str, prefix: str) -> dict[str, Any]:
+    """The keys of a section, which must be those of `kind`."""
+    known = {item.name: item.default is MISSING for item in fields(kind)}
+    if not isinstance(loaded, Mapping):
+        place = prefix.rstrip(".") or "the file"
+        raise ClusterError(f"{where}: {place} is {loaded!r}: it must have the keys {', '.join(known)}")
+    for key in loaded:
+        if key not in known:
+            raise ClusterError(f"{where}: {prefix}{key} is not known: the keys are {', '.join(known)}")
+    for key, required in known.items():
+        if required and key not in loaded:
+            raise ClusterError(f"{where}: {prefix}{key} is missing: add it, see docs/scaling.md")
+    return dict(loaded)
+
+
+def _number(value: Any, where: str, key: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ClusterError(f"{where}: {key} is {value!r}: it must be a number above 0")
+    return float(value)

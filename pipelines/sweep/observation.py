@@ -1,0 +1,169 @@
+"""What a trial ran and what was measured of it: all that the scaling model knows of a training.
+
+Seconds are those of the host's clock, bytes those that go over a link, tokens those of a whole step.
+
+    work = Work(device="A100", model="7b", parameters=6_700_000_000, workers=8, workers_per_node=8, strategy="fsdp",
+                slots=8, tokens_per_slot=4096, messages=33)
+    trial = Observation(work, step_seconds=(0.52, 0.51, 0.53))
+"""
+
+import math
+import statistics
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Strategy = Literal["single", "ddp", "fsdp", "deepspeed"]
+
+
+class TrialError(ValueError):
+    """A trial cannot have been as described. The message names the field, its value and what is allowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a group of workers does in a step, and how it is spread over them."""
+
+    device: str
+    """What a worker computes on, by name: speeds are never carried from one device to another."""
+    model: str
+    """Names the network and its context: what takes equally long a token."""
+    parameters: int
+    """Trained parameters of the whole model."""
+    workers: int
+    """Training processes."""
+    workers_per_node: int
+    """Of them, those on one node."""
+    strategy: Strategy
+    """How the model is spread."""
+    slots: int
+    """Slots of a step."""
+    tokens_per_slot: int
+    """Tokens of a slot."""
+    messages: int
+    """Pieces in which gradients or parameters are sent: buckets under ddp, blocks and what surrounds them under fsdp."""
+    slots_per_micro_batch: int = 1
+    """Slots that one forward and backward takes."""
+    zero: int = 1
+    """The ZeRO stage, with `deepspeed`."""
+    reshard: bool = True
+    """Whether `fsdp` gathers parameters again for the backward."""
+    shard_workers: int = 0
+    """Workers that hold one copy between them, with `fsdp`; 0: all."""
+    precision: str = "fp32"
+    """As in train.precision."""
+    gradient_bytes: int = 4
+    """Bytes that the gradient of a parameter takes on the wire."""
+    gather_bytes: int = 4
+    """Bytes that a parameter takes when it is gathered."""
+    threads: int = 0
+    """Threads of a worker on CPUs."""
+    recompute: bool = False
+    """Whether activations are computed again in the backward."""
+    variant: str = ""
+    """What else changes how fast a worker computes: compilation, kernels."""
+    backend: Literal["nccl", "gloo"] = "nccl"
+    """What sends: NCCL chooses between rings and trees, gloo has rings."""
+    flops_per_token: float | None = None
+    """Of forward and backward, for the utilisation."""
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "workers", "workers_per_node", "slots", "tokens_per_slot", "messages"):
+            if getattr(self, name) < 1:
+                raise TrialError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        if self.workers > self.workers_per_node and self.workers % self.workers_per_node:
+            raise TrialError(
+                f"workers is {self.workers}: it must be a multiple of workers_per_node, {self.workers_per_node}"
+            )
+        if self.workers > self.slots:
+            raise TrialError(
+                f"workers is {self.workers}: it must be at most slots, {self.slots}, or some have nothing to do"
+            )
+        if self.workers % self.shards or max(self.shards, self.neighbours) % min(self.shards, self.neighbours):
+            raise TrialError(
+                f"shard_workers is {self.shard_workers}: it must divide workers, {self.workers}, and fill nodes of "
+                f"{self.neighbours} or divide them"
+            )
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the workers fill."""
+        return math.ceil(self.workers / self.workers_per_node)
+
+    @property
+    def neighbours(self) -> int:
+        """Workers on a node."""
+        return min(self.workers, self.workers_per_node)
+
+    @property
+    def shards(self) -> int:
+        """Workers that hold one copy of the model between them."""
+        return self.shard_workers or self.workers
+
+    @property
+    def micro_batches(self) -> int:
+        """Forwards and backwards of the busiest worker in a step."""
+        return math.ceil(math.ceil(self.slots / self.workers) / self.slots_per_micro_batch)
+
+    @property
+    def tokens_per_worker(self) -> int:
+        """Tokens of the busiest worker in a step; empty slots take as long as full ones."""
+        return math.ceil(self.slots / self.workers) * self.tokens_per_slot
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.slots * self.tokens_per_slot
+
+    @property
+    def group(self) -> str:
+        """What computes equally fast a token, in words."""
+        parts = [self.device, self.model, self.precision, f"{self.threads} threads" * (self.threads > 0)]
+        return " ".join(filter(None, [*parts, "recompute" * self.recompute, self.variant]))
+
+    def at(self, workers: int, workers_per_node: int) -> "Work":
+        """The same on another number of workers, each with as much to do as now, so that the batch grows with them.
+
+        A hybrid's groups stay as large as they are. Raises TrialError where `workers` cannot be cut into nodes or groups.
+        """
+        slots = math.ceil(self.slots / self.workers) * workers
+        strategy: Strategy = "ddp" if self.strategy == "single" and workers > 1 else self.strategy
+        return replace(self, workers=workers, workers_per_node=workers_per_node, slots=slots, strategy=strategy)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One measured trial."""
+
+    work: Work
+    step_seconds: tuple[float, ...]
+    """Mean seconds of a step in each of a few windows, the first steps left out."""
+    data_seconds: float = 0.0
+    """Of them, waiting for data."""
+    reduce_seconds: float | None = None
+    """Of them, waiting for the sum of gradients after the backward; None: not measured, or the strategy waits elsewhere."""
+    joules_per_token: float | None = None
+    """Energy of all workers; None: not measured."""
+
+    def __post_init__(self) -> None:
+        if not self.step_seconds or min(self.step_seconds) <= 0:
+            raise TrialError(f"step_seconds is {self.step_seconds}: it must hold one time above 0 or more")
+        if not 0 <= self.data_seconds < self.seconds:
+            raise TrialError(f"data_seconds is {self.data_seconds}: it must be below the step's {self.seconds}")
+
+    @property
+    def seconds(self) -> float:
+        """The middle window's seconds a step."""
+        return statistics.median(self.step_seconds)
+
+    @property
+    def relative_error(self) -> float:
+        """Of the mean of the windows; 0 where there is but one."""
+        count = len(self.step_seconds)
+        return statistics.stdev(self.step_seconds) / self.seconds / math.sqrt(count) if count > 1 else 0.0
+
+    @property
+    def watts(self) -> float | None:
+        """Average power of a worker."""
+        if self.joules_per_token is None:
+            return None
+        return self.joules_per_token * self.work.tokens / self.seconds / self.work.workers
