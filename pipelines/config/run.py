@@ -5,6 +5,8 @@ from typing import ClassVar, Literal
 
 from pipelines.config.section import Section, setting
 
+LEAST_HANG_S = 5
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling(Section):
@@ -60,8 +62,18 @@ class Launch(Section):
     """Leave out the parts of Ray Train that this run has no use for, which halves the start; else the stock TorchTrainer."""
     restarts: int = setting(0, at_least=0)
     """Times that a run whose worker died is started again from its newest checkpoint, within the same job."""
+    hang_s: Literal["auto"] | int = setting("auto", at_least=0)
+    """Seconds in which no worker moves within a step, or half of them in which one is not even heard of, after which the
+    workers are killed, as if they had died; where each stood is kept. The first steps of a start have half an hour at least.
+    `auto`: 600, or three times the longest pause that ended by itself; with `launch.mode` inline, where a debugger may have
+    stopped it, never. 0: never."""
     timeout_s: float = setting(60.0, above=0)
     """Seconds that the preflight waits for the cluster to answer."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.hang_s, int) and 0 < self.hang_s < LEAST_HANG_S:
+            raise self.error("hang_s", f"must be 0, for never, or at least {LEAST_HANG_S}: any machine pauses for seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +88,8 @@ class Record(Section):
     """A tracking server or database; when not given, SQLite file `mlflow.db` beside the runs."""
     experiment: str = setting("raystride")
     """The MLflow experiment that runs are filed under."""
+    tensorboard: bool = setting(False)
+    """Write TensorBoard's event files, too, in `tensorboard/` in the run's folder; see them with `tensorboard --logdir`."""
     system_every_s: float = setting(5.0, above=0)
     """Seconds between two readings of each node: its CPU and memory, and its GPUs or, on CPUs, the processors' energy."""
 

@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ from pipelines.record.sender import Entry
 
 JOINED = "metrics.jsonl"
 READABLE = "log.txt"
+FIRST = ("train_loss", "val_loss", "tokens_per_second")
+"""Figures that stand first in a readable line."""
 READERS = 16
 """Segments read at once from remote storage, where each costs a round trip."""
 
@@ -50,6 +53,10 @@ class Journal:
         segment = Segment(self._attempt, self._next)
         (self._run_folder / "journal").put(segment.name, "".join(encode(entry) for entry in entries))
         self._next += 1
+        if self._run_folder.local:
+            # For who follows the run with `tail -F`; the end writes the whole file anew, so what fails here costs nothing.
+            with suppress(OSError), (self._run_folder.local / READABLE).open("a") as log:
+                log.writelines(f"{line}\n" for line in readable(entries))
         return segment
 
     def entries(self) -> Iterator[Entry]:
@@ -134,8 +141,11 @@ def readable(entries: Iterable[Entry]) -> Iterator[str]:
         when = datetime.fromtimestamp(float(entry["time"])).strftime("%Y-%m-%d %H:%M:%S")
         step = "" if entry.get("step") is None else f"step {entry['step']}"
         values = entry.get("values") or {}
-        text = values.get("text") or "  ".join(f"{key} {_shown(value)}" for key, value in values.items())
-        yield f"{when}  {step:<12} {entry['kind']:<10} {text.rstrip()}".rstrip()
+        first = [key for key in FIRST if key in values]
+        shown = (f"{key} {_shown(values[key])}" for key in dict.fromkeys([*first, *values]))
+        text = values.get("text") or "  ".join(shown)
+        what = values["name"] if entry["kind"] == "event" else entry["kind"]
+        yield f"{when}  {step:<12} {what:<10} {text.rstrip()}".rstrip()
 
 
 def _shown(value: Any) -> str:

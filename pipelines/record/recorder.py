@@ -12,6 +12,7 @@ loses nothing: its successor reads the journal, and the senders send the rest ag
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from pipelines.config.run import Record
@@ -22,6 +23,7 @@ from pipelines.record.mlflow_log import MlflowLog
 from pipelines.record.sender import Entry
 from pipelines.record.state import State
 from pipelines.record.summary import build_summary
+from pipelines.record.tensorboard_log import TensorboardLog
 from pipelines.record.totals import run_figures
 
 SHORTEST_S, LONGEST_S = 1.0, 10.0
@@ -68,14 +70,16 @@ class Recorder:
         self._ended = False
         log = MlflowLog.at(run_folder, run, settings, storage)
         self._follower = Follower(run_folder, log, self._warn) if log else None
+        self._tensorboard = TensorboardLog(run_folder, attempt) if settings.tensorboard else None
+        if "recorder" not in self._durable:  # its own entries: not again where it took over from one that died
+            self._put_own("event", {"name": "attempt", "text": f"attempt {attempt} of {run} begins"})
+            self._put_own("parameters", parameters)
+            self._put_own("tags", tags | {"raystride.attempt": attempt})
         if settings.mlflow and log is None:
             self._warn(
                 f"record.mlflow_uri is not set and {storage} is remote, where no database can lie: the run is not logged to "
                 "MLflow. Give a tracking server with --record.mlflow_uri, or --record.mlflow false"
             )
-        if "recorder" not in self._durable:  # its own entries: not again where it took over from one that died
-            self._put_own("parameters", parameters)
-            self._put_own("tags", tags | {"raystride.attempt": attempt})
         self._thread = threading.Thread(target=self._keep_writing, name="recorder", daemon=True)
         self._thread.start()
 
@@ -117,6 +121,8 @@ class Recorder:
             self._put_own("system", numbers, result["steps"])
         for name in artifacts or ():
             self._put_own("artifact", {"name": name})
+        if not self._ended:
+            self._put_own("event", {"name": "end", "text": f"attempt {self._attempt} ends: {status}"}, result["steps"])
         self._end_writing()
         self._try(lambda: join(self._folder), "the joined journal")
         result["mlflow_run_id"] = self._follower.run_id if self._follower else None
@@ -186,6 +192,8 @@ class Recorder:
                 del self._waiting[: len(batch)]
                 for entry in batch:
                     self._durable[entry["sender"]] = entry["sequence"]
+            if self._tensorboard:
+                self._try(partial(self._tensorboard.add, batch), "TensorBoard's file")
         if self._follower:
             self._follower.add(segment, batch)
 
@@ -194,6 +202,8 @@ class Recorder:
         self._wake.set()
         self._thread.join(timeout=30.0)
         self._try(self._write, "the journal")
+        if self._tensorboard:
+            self._try(self._tensorboard.close, "TensorBoard's file")
 
     def _try(self, action: Callable[[], object], what: str) -> None:
         try:
@@ -204,4 +214,6 @@ class Recorder:
 
     def _warn(self, text: str) -> None:
         with self._lock:
-            self._state.warn(text)
+            fresh = self._state.warn(text)
+        if fresh:
+            self._put_own("event", {"name": "warning", "text": text})

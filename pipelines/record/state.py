@@ -52,10 +52,12 @@ class State:
         elif kind == "event" and values["name"] in ("warning", "thinned"):
             self.warn(str(values["text"]))
 
-    def warn(self, text: str) -> None:
-        """Adds a warning, once."""
-        if text not in self.warnings and len(self.warnings) < MOST_WARNINGS:
+    def warn(self, text: str) -> bool:
+        """Adds a warning, once; whether it is new."""
+        fresh = text not in self.warnings and len(self.warnings) < MOST_WARNINGS
+        if fresh:
             self.warnings.append(text)
+        return fresh
 
     def shown(self) -> dict[str, Any]:
         """The figures for the progress line: `eta` in seconds, None where a figure is not known (yet)."""

@@ -1,0 +1,114 @@
+"""TensorBoard's event files, read back by TensorBoard's own reader."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
+
+from pipelines.config.run import Record
+from pipelines.files import Folder
+from pipelines.record import Recorder, Sender
+from pipelines.record.journal import Journal
+from pipelines.record.tensorboard_log import TensorboardLog
+from tests.pipelines.record.conftest import MakeRecorder
+from tests.pipelines.record.test_mlflow_outage import until
+
+SETTINGS = Record(mlflow=False, tensorboard=True)
+PARAMETERS = {"train.steps": 100, "train.exact": False, "train.precision": "fp32"}
+
+
+def train(recorder: Recorder, first: int, last: int, began: float) -> None:
+    """Sends the figures of some steps, a reading of the machine after each, and ends the record."""
+    sender = Sender(recorder.receive, "rank0")
+    for step in range(first, last + 1):
+        sender.put("metrics", {"train_loss": began / step, "word": "no number"}, step=step, time=began + step / 8)
+        sender.put("system", {"system/cpu": float(step)}, step=7, time=began + step / 8)
+    assert sender.close()
+    recorder.finish("finished")
+
+
+def read(place: Path) -> Any:
+    """TensorBoard's reader, with all that lies in the folder."""
+    return EventAccumulator(str(place / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+
+
+def points(place: Path, tag: str) -> list[tuple[int, float, float]]:
+    """Step, value and time of every point that TensorBoard shows."""
+    return [(point.step, point.value, point.wall_time) for point in read(place).Scalars(tag)]
+
+
+def test_a_resumed_run_has_every_step_once_with_its_own_time(record: MakeRecorder, folder: Folder) -> None:
+    train(record("a1", SETTINGS, parameters=PARAMETERS), 1, 8, began=1e9)
+    train(record("a2", SETTINGS, parameters=PARAMETERS), 6, 10, began=2e9)  # 6 to 8 again, from a checkpoint at 5
+    begun = {step: 1e9 if step < 6 else 2e9 for step in range(1, 11)}
+    expected = [(step, pytest.approx(begun[step] / step), begun[step] + step / 8) for step in begun]
+    assert points(Path(folder.uri), "train_loss") == expected
+    assert [step for step, _, _ in points(Path(folder.uri), "system/cpu")] == list(range(1, 11))
+
+
+def test_settings_are_there_as_hyperparameters_and_as_text(record: MakeRecorder, folder: Folder) -> None:
+    train(record(settings=SETTINGS, parameters=PARAMETERS), 1, 1, began=1e9)
+    reader = read(Path(folder.uri))
+    assert set(reader.Tags()["scalars"]) == {"train_loss", "system/cpu"}
+    start = parse_session_start_info_plugin_data(reader.SummaryMetadata(SESSION_START_INFO_TAG).plugin_data.content)
+    kinds = {
+        name: (value.WhichOneof("kind"), getattr(value, value.WhichOneof("kind"))) for name, value in start.hparams.items()
+    }
+    assert kinds["train.steps"] == ("number_value", 100.0)
+    assert kinds["train.exact"] == ("bool_value", False)
+    assert kinds["train.precision"] == ("string_value", "fp32")
+    (text,) = reader.Tensors("settings")
+    assert b"| train.precision | fp32 |" in text.tensor_proto.string_val[0]
+
+
+@settings(max_examples=15)
+@given(cuts=st.lists(st.booleans(), min_size=1, max_size=6))
+def test_a_recorder_that_takes_over_leaves_the_same_bytes(
+    cuts: list[bool], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    files = []
+    for name, taken_over in (("whole", [False] * len(cuts)), ("cut", cuts)):
+        folder = Folder(str(tmp_path_factory.mktemp(name)))
+        journal, log = Journal(folder, "a1"), TensorboardLog(folder, "a1")
+        for step, new in enumerate(taken_over, start=1):
+            if new:  # the one before died after the journal had the segment, or before: its file says nothing of that
+                log = TensorboardLog(folder, "a1")
+            entry = {"attempt": "a1", "sender": "r", "sequence": step, "kind": "metrics", "time": step / 2, "step": step}
+            entries = [entry | {"values": {"loss": "NaN" if step == 2 else 1.5}}]
+            journal.append(entries)
+            log.add(entries)
+        log.close()
+        (path,) = (Path(folder.uri) / "tensorboard").iterdir()
+        files.append((path.name, path.read_bytes()))
+    assert files[0] == files[1]
+
+
+def test_what_a_full_disk_did_not_take_is_written_later(record: MakeRecorder, folder: Folder) -> None:
+    in_the_way = Path(folder.uri) / "tensorboard"
+    recorder = record(settings=SETTINGS)
+    in_the_way.parent.mkdir(parents=True, exist_ok=True)
+    in_the_way.write_text("a file where the folder should be")
+    sender = Sender(recorder.receive, "rank0")
+    sender.put("metrics", {"train_loss": 1.0}, step=1, time=1.0)
+    sender.put("error", {"text": "urgent"})
+    assert sender.flush(5.0)
+    until(lambda: bool(recorder.state()["warnings"]), "the fault was not said")
+    assert "TensorBoard" in recorder.state()["warnings"][0]
+    in_the_way.unlink()
+    sender.put("metrics", {"train_loss": 2.0}, step=2, time=2.0)
+    assert sender.close()
+    recorder.finish("finished")
+    assert [step for step, _, _ in points(Path(folder.uri), "train_loss")] == [1, 2]
+
+
+def test_remote_storage_gets_a_copy(tmp_path: Path) -> None:
+    storage = Folder("memory://bucket/tensorboard-runs")
+    recorder = Recorder(storage / "r", "r", "a1", SETTINGS, storage, PARAMETERS, {})
+    train(recorder, 1, 3, began=1e9)
+    (name,) = (storage / "r" / "tensorboard").names()
+    (storage / "r" / "tensorboard").download(name, tmp_path / "tensorboard" / name)
+    assert [step for step, _, _ in points(tmp_path, "train_loss")] == [1, 2, 3]
