@@ -1,6 +1,7 @@
-"""Lists, shows, prunes runs, and brings MLflow up to date with a run's journal.
+"""Lists, shows, compares, prunes runs, and brings MLflow up to date with a run's journal.
 
     python ray_jobs/runs.py list --storage runs
+    python ray_jobs/runs.py compare one two three            # side by side here, and the link to MLflow's comparison
     python ray_jobs/runs.py prune my-run --keep 1            # shows what it frees; --all removes the whole run
     python ray_jobs/runs.py replay my-run                    # after MLflow was away
 
@@ -19,10 +20,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started as a scr
 from pipelines.config.run import Record
 from pipelines.files import Folder
 from pipelines.launch.owner import Owner, read_owner
+from pipelines.launch.resume import read_earlier
 from pipelines.record.follower import Follower
 from pipelines.record.journal import join, read_entries
+from pipelines.record.links import UI_PORT, comparison_link, on_a_server, runs_link
 from pipelines.record.mlflow_log import MARK, MlflowLog
 from pipelines.report import closing_screen, loss_points, text_curve
+from pipelines.report.closing import figures
 
 
 class Refused(Exception):
@@ -44,6 +48,11 @@ class Run:
         """`running`, how it ended, or `interrupted` where it ended without saying so."""
         return "running" if self.owner else str(self.summary.get("status") or "interrupted")
 
+    @property
+    def mark(self) -> dict[str, Any]:
+        """Which MLflow run it is, and on which server; empty where MLflow has not heard of it."""
+        return dict(self.folder.read_json(MARK)) if self.folder.exists(MARK) else {}
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; the exit code."""
@@ -58,7 +67,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 def list_runs(storage: Folder, given: argparse.Namespace) -> None:
     """Prints a table of all runs, the newest last."""
-    from rich.console import Console
     from rich.table import Table
 
     runs = sorted((find_run(storage, name) for name in run_names(storage)), key=lambda run: _when(run.folder) or "")
@@ -72,8 +80,36 @@ def list_runs(storage: Folder, given: argparse.Namespace) -> None:
         figures = (("steps", ",d"), ("train_loss", ".4f"), ("val_loss", ".4f"), ("tokens_per_second", ",.0f"))
         cells = [_figure(run.summary.get(key), form) for key, form in figures]
         table.add_row(run.name, run.status, *cells, _when(run.folder) or "-")
-    # Where nobody looks at a terminal, names must not be cut to 80 columns.
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    _print(table)
+
+
+def compare_runs(storage: Folder, given: argparse.Namespace) -> None:
+    """Prints the figures of several runs, and the settings in which they differ, side by side; links MLflow's comparison."""
+    from rich.table import Table
+
+    runs = [find_run(storage, name) for name in dict.fromkeys(given.runs)]
+    if len(runs) < 2:
+        raise Refused(f"compare is given one run, {runs[0].name}: name at least two")
+    settings = [_settings(run) for run in runs]
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("", *(run.name for run in runs)):
+        table.add_column(title, overflow="fold")
+    for label, *cells in _rows([figures(run.summary | {"status": run.status}) for run in runs]):
+        table.add_row(label, *cells)
+    for label, *cells in _rows(settings):
+        if len(set(cells)) > 1:
+            table.add_row(label, *cells)
+    _print(table)
+    marks = [run.mark for run in runs]
+    link = comparison_link(marks, given.port)
+    if link is None:
+        print("mlflow   has no page that compares them: it lacks one of them, or they are on different servers")
+        return
+    print(f"mlflow   {link}")
+    print(f"         {runs_link(marks[0], given.port)}   (all runs)")
+    if not on_a_server(marks[0]):
+        port = "" if given.port == UI_PORT else f" --port {given.port}"
+        print(f"         while this runs: python -m pipelines.record.ui --storage {storage}{port}")
 
 
 def show_run(storage: Folder, given: argparse.Namespace) -> None:
@@ -81,8 +117,7 @@ def show_run(storage: Folder, given: argparse.Namespace) -> None:
     run = find_run(storage, given.run)
     curve = text_curve(*loss_points(read_entries(run.folder)))
     sample = run.folder.read("sample.txt").decode(errors="replace") if run.folder.exists("sample.txt") else ""
-    mark = run.folder.read_json(MARK) if run.folder.exists(MARK) else {}
-    summary = run.summary | {"status": run.status, "mlflow_run_id": mark.get("run_id")}
+    summary = run.summary | {"status": run.status, "mlflow_run_id": run.mark.get("run_id")}
     print(closing_screen(summary, run.folder, curve, sample))
 
 
@@ -117,8 +152,7 @@ def replay_run(storage: Folder, given: argparse.Namespace) -> int:
     run = find_run(storage, given.run)
     if run.owner:
         raise Refused(f"{run.name} is running, and replays by itself as soon as MLflow answers")
-    mark = run.folder.read_json(MARK) if run.folder.exists(MARK) else {}
-    settings = Record(mlflow_uri=given.mlflow_uri or mark.get("uri"), experiment=given.experiment)
+    settings = Record(mlflow_uri=given.mlflow_uri or run.mark.get("uri"), experiment=given.experiment)
     log = MlflowLog.at(run.folder, run.name, settings, storage)
     if log is None:
         raise Refused(f"--mlflow-uri is not given, and {storage} holds no database: name the tracking server")
@@ -190,6 +224,26 @@ def _when(folder: Folder) -> str | None:
     return max((datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M") for path in files), default=None)
 
 
+def _settings(run: Run) -> dict[str, str]:
+    """The run's settings under their full names, without those in which all runs differ."""
+    earlier = read_earlier(run.folder)
+    flat = earlier.config.flat() if earlier else {}
+    return {key: str(value) for key, value in flat.items() if key not in ("run", "storage")}
+
+
+def _rows(columns: list[dict[str, str]]) -> list[list[str]]:
+    """Columns as rows, each after its label; what a column lacks is a dash."""
+    labels = dict.fromkeys(label for column in columns for label in column)
+    return [[label, *(column.get(label, "-") for column in columns)] for label in labels]
+
+
+def _print(table: Any) -> None:
+    from rich.console import Console
+
+    # Where nobody looks at a terminal, names must not be cut to 80 columns.
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
 def _figure(value: Any, form: str) -> str:
     return "-" if value is None else format(value, form) if isinstance(value, int | float) else str(value)
 
@@ -205,12 +259,16 @@ def _at_least_one(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python ray_jobs/runs.py", description="Lists, shows, prunes and replays runs.")
+    parser = argparse.ArgumentParser(
+        prog="python ray_jobs/runs.py", description="Lists, shows, compares, prunes and replays runs."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, action: Any, text: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=text, description=text)
-        if name != "list":
+        if name == "compare":
+            made.add_argument("runs", metavar="RUN", nargs="+", help="the runs' names")
+        elif name != "list":
             made.add_argument("run", metavar="RUN", help="the run's name")
         made.add_argument("--storage", default="runs", help="folder or URI that the runs lie in")
         made.set_defaults(action=action)
@@ -218,6 +276,8 @@ def _parser() -> argparse.ArgumentParser:
 
     command("list", list_runs, "a table of all runs")
     command("show", show_run, "a run's curve, figures and place")
+    compare = command("compare", compare_runs, "several runs side by side, and the link to MLflow's comparison of them")
+    compare.add_argument("--port", type=int, default=UI_PORT, help="port of MLflow's UI on this machine")
     prune = command("prune", prune_run, "remove old checkpoints' data; their manifests stay")
     what = prune.add_mutually_exclusive_group()
     what.add_argument("--keep", type=_at_least_one, default=1, help="newest checkpoints to keep, besides `best` and `last`")

@@ -1,7 +1,7 @@
 """The Ray cluster of a job: a local one that lives as long as the job, or a running one that the job joins.
 
-with cluster(config.launch):                              # ray.init ... ray.shutdown
-    ...
+with cluster(config.launch) as dashboard:                 # ray.init ... ray.shutdown
+    print(dashboard)                                      # http://127.0.0.1:8265, or None: a local cluster has none
 """
 
 import os
@@ -30,8 +30,8 @@ class NoCluster(RuntimeError):
 
 
 @contextmanager
-def cluster(settings: Launch) -> Iterator[None]:
-    """Joins or starts Ray for the block. Raises NoCluster, with what to try."""
+def cluster(settings: Launch) -> Iterator[str | None]:
+    """Joins or starts Ray for the block; yields the address of its dashboard, if any. Raises NoCluster, with what to try."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     address = settings.address or os.environ.get("RAY_ADDRESS")
@@ -43,20 +43,30 @@ def cluster(settings: Launch) -> Iterator[None]:
     try:
         if address:
             _wait_for(address, settings.timeout_s)
-            ray.init(address=address, logging_level="ERROR", log_to_driver=False)
+            context = ray.init(address=address, logging_level="ERROR", log_to_driver=False)
         else:
             # Without an address Ray would join a cluster that was started on this machine, if there is one.
-            ray.init(address="local", include_dashboard=False, logging_level="ERROR", log_to_driver=False, runtime_env=None)
+            context = ray.init(
+                address="local", include_dashboard=False, logging_level="ERROR", log_to_driver=False, runtime_env=None
+            )
     except Exception as error:  # ray.init raises ConnectionError, RuntimeError, ValueError, grpc's own, ...
         where = f"joined at {address} (launch.address)" if address else "started on this machine"
         raise NoCluster(
             f"no Ray cluster could be {where}: {error}\n  try `ray status`; with token authentication the driver needs "
             "RAY_AUTH_MODE=token and the cluster's token; or run without Ray: --launch inline"
         ) from None
+    dashboard = _with_scheme(context.dashboard_url)
+    if dashboard:
+        # Has Ray Train tell the dashboard's server of its runs and their workers: GET /api/train/v2/runs/v1.
+        os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")
     try:
-        yield
+        yield dashboard
     finally:
         ray.shutdown()
+
+
+def _with_scheme(address: str | None) -> str | None:
+    return address if not address or "://" in address else f"http://{address}"
 
 
 def _wait_for(address: str, seconds: float) -> None:

@@ -13,7 +13,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,6 +43,9 @@ from pipelines.prepare.faults import DataError
 from pipelines.prepare.manifest import Manifest
 from pipelines.prepare.prepare import Prepared, prepare
 from pipelines.record import describe_environment
+from pipelines.record.links import job_link, on_a_server, run_link
+from pipelines.record.mlflow_log import MARK
+from pipelines.record.tensorboard_log import check_tensorboard
 from pipelines.report import closing_screen
 from pipelines.tasks import build_task
 
@@ -107,6 +110,7 @@ def _run(config: Config, storage: Folder) -> int:
     print(f"run {config.run} in {storage}", flush=True)
     earlier = read_earlier(folder)
     _check_metric(config)
+    check_tensorboard(config.record)
     if earlier:
         refuse_changes(earlier, config)
         if reached := completed(earlier, config):
@@ -114,7 +118,7 @@ def _run(config: Config, storage: Folder) -> int:
             return DONE
     attempt = time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(2)
     inline = config.launch.mode == "inline"
-    with Ownership.take(folder, attempt), nullcontext() if inline else cluster(config.launch):
+    with Ownership.take(folder, attempt), nullcontext() if inline else cluster(config.launch) as dashboard:
         marks["cluster"] = time.time()
         there, share = _resources(config)
         if problems := list(failing(_preflight(config, storage, there, share))):
@@ -142,7 +146,9 @@ def _run(config: Config, storage: Folder) -> int:
             started_at=process_start(os.getpid()) or marks["driver"],
             marks=marks,
         )
-        return _train(job, share, storage, _tags(environment, config, share))
+        tags = _tags(environment, config, share) | _ray_tags(dashboard)
+        _say_pages(folder, tags)
+        return _train(job, share, storage, tags)
 
 
 def _prepare(config: Config, storage: Folder) -> int:
@@ -260,9 +266,28 @@ def _tags(environment: dict[str, Any], config: Config, share: Share) -> dict[str
         "data": environment["data"],
         "workers": share.workers,
         "device": share.device,
-        "ray_job_id": _submission_id(),
     }
     return {f"raystride.{key}": str(value) for key, value in tags.items() if value is not None}
+
+
+def _ray_tags(dashboard: str | None) -> dict[str, str]:
+    """The job's name in Ray, and its page where there is a dashboard."""
+    if dashboard is None:
+        return {}
+    import ray
+
+    job = _submission_id() or str(ray.get_runtime_context().get_job_id())
+    return {"raystride.ray_job_id": job, "raystride.ray_job": job_link(dashboard, job)}
+
+
+def _say_pages(folder: Folder, tags: dict[str, str]) -> None:
+    """Prints where the run is to be seen, which the log of a submitted job then begins with."""
+    if page := tags.get("raystride.ray_job"):
+        print(f"ray      {page}")
+    with suppress(FileNotFoundError, ValueError):
+        mark = folder.read_json(MARK)
+        if on_a_server(mark):
+            print(f"mlflow   {run_link(mark)}")
 
 
 def _submission_id() -> str | None:

@@ -22,7 +22,9 @@ from urllib.parse import urlsplit
 
 from pipelines.config.run import Record
 from pipelines.files import Folder
+from pipelines.record import note
 from pipelines.record.journal import Segment, read_segment, segments
+from pipelines.record.links import VIEW_TAG, run_link, view
 from pipelines.record.sender import Entry
 from pipelines.record.summary import STATUSES
 
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
 MARK = "mlflow.json"
 ARTIFACTS = ("config.yaml", "environment.json", "summary.json", "curve.png", "report.html", "sample.txt", "log.txt")
 """Files of a run's folder that are logged at its end, where they are there."""
-UI_PORT = 5000
 METRICS_A_CALL = 1000  # MLflow's own limits: metrics, parameters and tags of one call, and the length of their texts
 PARAMETERS_A_CALL = 100
 LONGEST_PARAMETER = 6000
@@ -119,6 +120,8 @@ class MlflowLog:
                 tags |= _tags(entry)
         for start in range(0, len(metrics), METRICS_A_CALL):
             problems += self._log_metrics(metrics[start : start + METRICS_A_CALL])
+        if "raystride.attempt" in tags and note.is_ours(client.get_run(run_id).data.tags.get(note.TAG)):
+            tags[note.TAG] = note.describe(self._folder, tags)
         if tags:
             client.log_batch(run_id, tags=[RunTag(key, value[:LONGEST_TAG]) for key, value in tags.items()])
         return problems
@@ -176,6 +179,7 @@ class MlflowLog:
         # Noted before the run is made, so that a crash between the two leaves no second run.
         self.mark = {"token": secrets.token_hex(16), "uri": public(self.uri), "experiment_id": experiment, "logged": {}}
         self._keep_mark()
+        client.set_experiment_tag(experiment, VIEW_TAG, view())
         start = round(self._began() * 1000)
         return client.create_run(experiment, start, tags={RUN_TAG: self.mark["token"]}, run_name=self._run)
 
@@ -270,14 +274,6 @@ def public(uri: str) -> str:
     """The URI without a user's name and password, as it may be written down."""
     parts = urlsplit(uri)
     return uri.replace(f"{parts.netloc}", parts.netloc.rpartition("@")[2], 1) if "@" in parts.netloc else uri
-
-
-def run_link(mark: dict[str, Any], port: int = UI_PORT) -> str | None:
-    """The page of the MLflow run that an `mlflow.json` names, on its server or on a UI at loopback's `port`."""
-    if "run_id" not in mark:
-        return None
-    server = mark["uri"].rstrip("/") if mark["uri"].startswith("http") else f"http://127.0.0.1:{port}"
-    return f"{server}/#/experiments/{mark['experiment_id']}/runs/{mark['run_id']}"
 
 
 def metric_name(key: str) -> str:

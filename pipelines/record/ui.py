@@ -2,6 +2,7 @@
 
 python -m pipelines.record.ui --storage runs --port 5000
 # MLflow shows the newest run, gpt2-1f3a: http://127.0.0.1:5000/#/experiments/1/runs/9c...
+# and all runs: http://127.0.0.1:5000/#/experiments/1/runs?viewStateShareKey=raystride
 """
 
 import argparse
@@ -15,7 +16,8 @@ import urllib.error
 import urllib.request
 
 from pipelines.files import Folder
-from pipelines.record.mlflow_log import ENVIRONMENT, MARK, UI_PORT, artifact_place, database, run_link
+from pipelines.record.links import UI_PORT, run_link, runs_link
+from pipelines.record.mlflow_log import ENVIRONMENT, MARK, artifact_place, database
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
@@ -100,7 +102,7 @@ def stop_server(server: "subprocess.Popen[bytes]") -> None:
 
 
 def newest_run(storage: Folder, port: int) -> str:
-    """A line that names the run recorded last and its page."""
+    """Lines that name the run recorded last with its page, and the table of all."""
     marks = []
     for run in storage.names():
         path = (storage / run).local
@@ -109,7 +111,8 @@ def newest_run(storage: Folder, port: int) -> str:
     if not marks:
         return f"MLflow shows the runs: http://127.0.0.1:{port}"
     run = max(marks)[1]
-    return f"MLflow shows the newest run, {run}: {run_link((storage / run).read_json(MARK), port)}"
+    mark = (storage / run).read_json(MARK)
+    return f"MLflow shows the newest run, {run}: {run_link(mark, port)}\nand all runs: {runs_link(mark, port)}"
 
 
 if __name__ == "__main__":

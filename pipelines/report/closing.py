@@ -78,12 +78,16 @@ FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 )
 
 
-def _figures(summary: dict[str, Any]) -> str:
-    """The known figures, two a line."""
+def figures(summary: dict[str, Any]) -> dict[str, str]:
+    """The known figures of a summary as people read them, by what people call them."""
     known = {label: _shown(form, summary[key]) for key, label, form in FIGURES if summary.get(key) is not None}
     others = {name: value for name, value in (summary.get("metrics") or {}).items() if name not in summary}
-    known |= {name: _shown(lambda value: f"{value:.4g}", value) for name, value in others.items()}
-    cells = [f"{label:<17}{value:<18}" for label, value in known.items()]
+    return known | {name: _shown(lambda value: f"{value:.4g}", value) for name, value in others.items()}
+
+
+def _figures(summary: dict[str, Any]) -> str:
+    """The known figures, two a line."""
+    cells = [f"{label:<17}{value:<18}" for label, value in figures(summary).items()]
     return "\n".join("  ".join(cells[i : i + 2]).rstrip() for i in range(0, len(cells), 2))
 
 

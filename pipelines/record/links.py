@@ -1,0 +1,75 @@
+"""Addresses of the pages that show runs: in MLflow a run, the table of all, several compared; in Ray's dashboard a job.
+
+A mark is what a run's `mlflow.json` holds. A run in a tracking server has its page there; for one in a database the address
+is that of MLflow's UI as `python -m pipelines.record.ui` starts it: on loopback, at port 5000 unless it was given another.
+
+    run_link({"uri": "http://host:5000", "experiment_id": "1", "run_id": "9c"})      # http://host:5000/#/experiments/1/runs/9c
+    comparison_link([one, other])                                # http://host:5000/#/compare-runs?runs=[...]&experiments=[...]
+    job_link("http://127.0.0.1:8265", "raysubmit_x")             # http://127.0.0.1:8265/#/jobs/raysubmit_x
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+from urllib.parse import quote
+
+UI_PORT = 5000
+VIEW = "raystride"
+VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
+"""The tag of an experiment in which MLflow's UI looks for the view that an address names."""
+METRICS = ("train_loss", "val_loss", "tokens_per_second", "mfu", "step_seconds_p50", "data_wait_share", "peak_memory_bytes")
+PARAMETERS = ("train.steps", "train.precision", "optimizer.learning_rate")
+TAGS = ("raystride.strategy", "raystride.workers", "raystride.device", "raystride.commit")
+
+
+def view() -> str:
+    """The table of runs as we want it seen: its columns, the newest run first; the text of `VIEW_TAG`.
+
+    MLflow keeps columns in the browser. The exception is what its Share button makes: a tag of the experiment that holds the
+    state of its web page as JSON (fields read in the source of MLflow 3.17; seen in a browser).
+    """
+    groups = (("metrics", METRICS), ("params", PARAMETERS), ("tags", TAGS))
+    columns = [f"{kind}.`{name}`" for kind, names in groups for name in names]
+    shown = {"selectedColumns": columns, "columnOrder": columns}
+    return json.dumps(shown | {"orderByKey": "attributes.start_time", "orderByAsc": False})
+
+
+def run_link(mark: Mapping[str, Any], port: int = UI_PORT) -> str | None:
+    """The run's page; None where MLflow does not have it (yet)."""
+    if "run_id" not in mark:
+        return None
+    return f"{_server(mark, port)}/#/experiments/{mark['experiment_id']}/runs/{mark['run_id']}"
+
+
+def runs_link(mark: Mapping[str, Any], port: int = UI_PORT) -> str:
+    """The table of all runs of the run's experiment, with the columns of `view`."""
+    return f"{_server(mark, port)}/#/experiments/{mark['experiment_id']}/runs?viewStateShareKey={VIEW}"
+
+
+def comparison_link(marks: Iterable[Mapping[str, Any]], port: int = UI_PORT) -> str | None:
+    """The page that compares runs, such as a sweep's; None for fewer than two, or where no single server has them all."""
+    known = [mark for mark in marks if "run_id" in mark]
+    if len(known) < 2 or len({mark["uri"] for mark in known}) > 1:
+        return None
+    runs = _listed(mark["run_id"] for mark in known)
+    experiments = _listed(dict.fromkeys(mark["experiment_id"] for mark in known))
+    return f"{_server(known[0], port)}/#/compare-runs?runs={runs}&experiments={experiments}"
+
+
+def on_a_server(mark: Mapping[str, Any]) -> bool:
+    """Whether the run is in a tracking server, which has pages without our starting a UI."""
+    return str(mark.get("uri", "")).startswith("http")
+
+
+def job_link(dashboard: str, job: str) -> str:
+    """The page of a job in Ray's dashboard at an address such as `http://127.0.0.1:8265`; `job` is its submission's name."""
+    return f"{dashboard.rstrip('/')}/#/jobs/{quote(job)}"
+
+
+def _server(mark: Mapping[str, Any], port: int) -> str:
+    return str(mark["uri"]).rstrip("/") if on_a_server(mark) else f"http://127.0.0.1:{port}"
+
+
+def _listed(texts: Iterable[str]) -> str:
+    """A JSON list of texts for an address, whose quotation marks terminals would otherwise end the link at."""
+    return json.dumps(list(texts), separators=(",", ":")).replace('"', "%22")
