@@ -1,47 +1,67 @@
-"""Loss and speed as Ray metrics, so that the Ray dashboard and Prometheus show a training while it runs.
+"""Loss and speed as Ray metrics, so that the Ray dashboard, Prometheus and Grafana show a training while it runs.
 
-Gauges `raystride_loss`, `raystride_tokens_per_second` (tokens/s) and `raystride_step`, each with the tag `run`. Outside a
-Ray process this observer does nothing, and ray is not imported.
+Gauges as `GAUGES` names them, with the tags `run` and `rank`; Prometheus gets them as `ray_raystride_loss` and so on. Rank 0
+tells what is the same for all workers, every rank its step times and its waiting for data, so that a slow one shows. Outside
+a Ray process this observer does nothing, and ray is not imported. `deploy/monitoring/` has a dashboard of them.
 
     observers = [Throughput(), RayMetrics(), Tracker(sender)]
 """
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipelines.observers.observer import Observer, RunFacts
 
+if TYPE_CHECKING:
+    from ray.util.metrics import Gauge
+
+
+class Shown(NamedTuple):
+    """How a figure is shown."""
+
+    name: str
+    text: str
+    each: bool = False
+    """Whether every rank tells its own."""
+
+
 GAUGES = {
-    "train_loss": ("raystride_loss", "Training loss of the newest interval."),
-    "tokens_per_second": ("raystride_tokens_per_second", "Tokens a second of the newest interval, all workers together."),
+    "train_loss": Shown("raystride_loss", "Training loss of the newest interval."),
+    "val_loss": Shown("raystride_val_loss", "Loss of the newest validation."),
+    "tokens_per_second": Shown(
+        "raystride_tokens_per_second", "Tokens a second of the newest interval, all workers together."
+    ),
+    "mfu": Shown("raystride_mfu", "Share of the devices' peak FLOP/s that the model used, 0 to 1; where the peak is known."),
+    "step_seconds_p50": Shown("raystride_step_seconds", "Median seconds of a step of the newest interval.", each=True),
+    "data_wait_share": Shown("raystride_data_wait_share", "Share of the time spent waiting for data, 0 to 1.", each=True),
 }
+STEP = Shown("raystride_step", "Newest step that was logged.")
 
 
 class RayMetrics(Observer):
-    """Sets the gauges on rank 0 at every log."""
+    """Sets the gauges at every log."""
 
     def __init__(self) -> None:
-        self._gauges: dict[str, Any] = {}
-        self._step: Any = None
+        self._gauges: dict[str, Gauge] = {}
+        self._step: Gauge | None = None
 
     def on_start(self, run: RunFacts) -> None:
         ray = sys.modules.get("ray")  # where nobody has imported it, it is not initialised either
-        if run.rank != 0 or ray is None or not ray.is_initialized():
+        if ray is None or not ray.is_initialized():
             return
         from ray.util.metrics import Gauge
 
-        def gauge(name: str, text: str) -> Gauge:
-            made = Gauge(name, description=text, tag_keys=("run",))
-            made.set_default_tags({"run": run.run})
+        def gauge(shown: Shown) -> Gauge:
+            made = Gauge(shown.name, description=shown.text, tag_keys=("run", "rank"))
+            made.set_default_tags({"run": run.run, "rank": str(run.rank)})
             return made
 
-        self._gauges = {key: gauge(name, text) for key, (name, text) in GAUGES.items()}
-        self._step = gauge("raystride_step", "Newest step that was logged.")
+        self._gauges = {key: gauge(shown) for key, shown in GAUGES.items() if shown.each or run.rank == 0}
+        self._step = gauge(STEP) if run.rank == 0 else None
 
     def on_log(self, step: int, measured: dict[str, float]) -> None:
-        if self._step is None:
-            return
-        self._step.set(step)
+        if self._step:
+            self._step.set(step)
         for key, gauge in self._gauges.items():
             if key in measured:
                 gauge.set(float(measured[key]))

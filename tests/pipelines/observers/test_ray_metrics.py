@@ -1,26 +1,61 @@
-"""Ray's own gauges, set in a real Ray process."""
+"""Ray's gauges, read where Prometheus reads them: at the metrics port of a real node."""
 
-import subprocess
-import sys
+import re
+import time
+import urllib.request
 
-PROGRAM = """
-import ray
+import pytest
+
 from pipelines.observers.observer import RunFacts
 from pipelines.observers.ray_metrics import RayMetrics
+from tests.deploy.monitoring import asked
 
-ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-metrics = RayMetrics()
-metrics.on_start(RunFacts(run="r", attempt="a1"))
-metrics.on_log(3, {"train_loss": 2.5, "tokens_per_second": 100.0})
-other = RayMetrics()
-other.on_start(RunFacts(run="r", attempt="a1", rank=1))
-assert other._step is None
-print(sorted(gauge.info["name"] for gauge in [metrics._step, *metrics._gauges.values()]), metrics._step.info["default_tags"])
-"""
+WAIT_S = 60
+"""A node gathers its processes' metrics every ten seconds."""
+FIGURES = {"train_loss": 2.5, "val_loss": 2.75, "tokens_per_second": 100.0, "mfu": 0.25, "data_wait_share": 0.5}
+GPUS = {"ray_node_gpus_utilization", "ray_node_gram_used"}
+"""What only a node with GPUs exports."""
 
 
-def test_rank_zero_sets_gauges_with_the_runs_name() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    names = "['raystride_loss', 'raystride_step', 'raystride_tokens_per_second']"
-    assert done.stdout.strip().endswith(f"{names} {{'run': 'r'}}")
+def exported(address: str) -> dict[str, dict[tuple[str | None, str | None], float]]:
+    """By name and then by run and rank, what the node gives to Prometheus."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as page:
+        lines = page.read().decode().splitlines()
+    found: dict[str, dict[tuple[str | None, str | None], float]] = {}
+    for line in lines:
+        if parts := re.fullmatch(r"(\w+)\{(.*)\} (\S+)", line):
+            tags = dict(re.findall(r'(\w+)="([^"]*)"', parts[2]))
+            found.setdefault(parts[1], {})[tags.get("run"), tags.get("rank")] = float(parts[3])
+    return found
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_node_exports_what_the_dashboard_asks_for_by_run_and_rank() -> None:
+    import ray
+
+    ranks = [RayMetrics(), RayMetrics()]
+    for rank, metrics in enumerate(ranks):
+        metrics.on_start(RunFacts(run="r", attempt="a1", rank=rank, world=2))
+        metrics.on_log(3, FIGURES | {"step_seconds_p50": 1.0 + rank})
+    node = ray.nodes()[0]
+    wanted = set().union(*asked().values()) - GPUS
+    deadline = time.monotonic() + WAIT_S
+    found = {}
+    while not wanted <= found.keys():
+        assert time.monotonic() < deadline, wanted - found.keys()
+        time.sleep(0.5)
+        found = exported(f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}")
+    assert found["ray_raystride_loss"] == {("r", "0"): 2.5}
+    assert found["ray_raystride_step"] == {("r", "0"): 3.0}
+    assert found["ray_raystride_step_seconds"] == {("r", "0"): 1.0, ("r", "1"): 2.0}
+    assert found["ray_raystride_data_wait_share"] == {("r", "0"): 0.5, ("r", "1"): 0.5}
+
+
+def test_outside_ray_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    metrics = RayMetrics()
+    metrics.on_start(RunFacts(run="r", attempt="a1"))
+    metrics.on_log(3, FIGURES)
+    assert "ray" not in sys.modules
