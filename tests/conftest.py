@@ -20,6 +20,7 @@ def ray_cluster() -> Iterator[None]:
     """A Ray cluster of two cores, started once."""
     import ray
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    # By name: without an address Ray would join a cluster that another test has started on this machine.
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield
     ray.shutdown()
