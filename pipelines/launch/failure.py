@@ -9,10 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipelines.files import Folder
+from pipelines.launch.hang import Hung
 
 FRAMES = 4
 ROOT = Path(__file__).resolve().parents[2]
 REMEDIES = (
+    (
+        r"Hung: ",
+        "see that file; under Ray --launch.restarts 3 starts a group that hangs again; a longer launch.hang_s waits longer",
+    ),
     (
         # First, since Ray's words for it speak of memory as one of the possible causes.
         r"actor died|ActorDiedError|SIGKILL|died unexpectedly|exit code",
@@ -45,7 +50,7 @@ def failure_screen(error: BaseException, *, step: int | None, folder: Folder) ->
     """The text for a person, from what a training raised."""
     rank, outer = _first_failure(error)
     cause = _unwrapped(outer)
-    where = f"rank {rank}" if rank is not None else "the driver"
+    where = f"rank {rank}" if rank is not None else "all workers" if isinstance(error, Hung) else "the driver"
     at = f", step {step:,}" if step is not None else ""
     lines = [f"training failed: {where}{at}", f"  {_name(cause)}: {_message(cause)}"]
     lines += [f"    {line}" for line in _frames(outer)]
@@ -108,9 +113,12 @@ def _message(error: BaseException) -> str:
 
 def _frames(error: BaseException) -> list[str]:
     """The last few lines of the traceback that are the user's or ours, innermost last."""
-    chain = _chain(error)
-    texts = [text for part in chain for text in (*getattr(part, "__notes__", ()), str(part))]
-    frames = [frame for text in texts for frame in _remote_frames(text)] or list(_local_frames(chain[-1]))
+    if isinstance(error, Hung):
+        frames = [_short(frame) for frame in error.frames]
+    else:
+        chain = _chain(error)
+        texts = [text for part in chain for text in (*getattr(part, "__notes__", ()), str(part))]
+        frames = [frame for text in texts for frame in _remote_frames(text)] or list(_local_frames(chain[-1]))
     ours = [frame for frame in frames if "site-packages" not in frame and "/lib/python" not in frame]
     return (ours or frames)[-FRAMES:]
 
@@ -133,6 +141,6 @@ def _short(file: str) -> str:
 
 def remedies(error: BaseException) -> list[str]:
     """What to try, one line or none."""
-    text = f"{type(error).__name__} {error}"
+    text = f"{type(error).__name__}: {error}"
     found = [remedy for pattern, remedy in REMEDIES if re.search(pattern, text, re.IGNORECASE)]
     return found[:1]

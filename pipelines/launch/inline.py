@@ -9,13 +9,21 @@ steps for seconds.
 import os
 import signal
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.managers import BaseManager
 from typing import Any
 
+from pipelines.launch.hang import Judge
+from pipelines.launch.hang_watch import beat_every_s, keep
 from pipelines.launch.job import Job, Place
+from pipelines.launch.pulse import Beat, Process
+from pipelines.launch.standing import Standing
 from pipelines.launch.wire import RECORDER_NICENESS
+from pipelines.observers.stalls import stacks
 from pipelines.record import Recorder
 from pipelines.record.sender import Entry
 
@@ -94,7 +102,29 @@ def _step_back() -> None:
 
 
 def train_inline(job: Job, wire: InlineWire) -> dict[str, Any]:
-    """Trains as the only worker; returns its summary. Raises what the training raises."""
+    """Trains as the only worker; returns its summary. Raises what the training raises, and Hung where it hangs."""
     from pipelines.launch.worker import run_worker
 
-    return run_worker(job, Place(), wire.post, wire.stop_requested)
+    train = partial(run_worker, job, Place(), wire.post, wire.stop_requested)
+    hang_s = job.config.launch.hang_s
+    return train() if hang_s in ("auto", 0) else _leave_if_it_hangs(train, job, wire)
+
+
+def _leave_if_it_hangs(train: Callable[[], dict[str, Any]], job: Job, wire: InlineWire) -> dict[str, Any]:
+    """Trains in a thread, which is left alone with whatever it waits for where it hangs."""
+    outcome: Future[dict[str, Any]] = Future()
+    threading.Thread(target=_settle, args=(outcome, train), name="worker", daemon=True).start()
+    every_s = beat_every_s(job.config.launch.hang_s)
+    judge, process, looks = Judge(job.config.launch.hang_s, every_s), Process.this(Place(), ""), 0
+    while not wait([outcome], every_s).done:
+        looks += 1
+        if hang := judge.look({0: Beat.now(process, looks)}, time.monotonic()):
+            raise keep(hang, {0: Standing(alive=True, text=stacks())}, job.folder, wire.post)
+    return outcome.result()
+
+
+def _settle(outcome: Future[dict[str, Any]], train: Callable[[], dict[str, Any]]) -> None:
+    try:
+        outcome.set_result(train())
+    except BaseException as error:
+        outcome.set_exception(error)

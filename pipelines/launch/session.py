@@ -3,6 +3,8 @@
 code = conduct(job, wire, partial(train_on_ray, job, share, wire, lean=True))
 """
 
+import faulthandler
+import os
 import signal
 import sys
 import tempfile
@@ -14,6 +16,7 @@ from typing import Any, Protocol
 
 from pipelines.files import Folder
 from pipelines.launch.failure import failure_screen
+from pipelines.launch.hang import Hung
 from pipelines.launch.job import Job
 from pipelines.observers.progress import Progress
 from pipelines.record import read_entries
@@ -22,6 +25,8 @@ from pipelines.report import closing_screen, curve_picture, loss_points, text_cu
 DONE, FAILED, WRONG_SETTINGS, CANNOT_RUN = range(4)
 """Exit codes of every job."""
 POLL_S = 0.5
+LEAVE_S = 5.0
+"""How long Python's end may take after an inline training that hangs."""
 
 Train = Callable[[], dict[str, Any]]
 """Trains to the end; returns the summary, raises what the training raises."""
@@ -49,7 +54,12 @@ class Recording(Protocol):
 
 def conduct(job: Job, wire: Recording, train: Train) -> int:
     """Trains beside the progress line, closes the record, prints the last screen; returns the exit code."""
-    return _end(job, wire, _watch(train, wire, f"starting on {job.device} ..."))
+    outcome = _watch(train, wire, f"starting on {job.device} ...")
+    code = _end(job, wire, outcome)
+    if isinstance(outcome, Hung) and job.config.launch.mode == "inline":
+        # What the training waits for may hold up Python's end too. This watchdog is no thread of Python's, and exits with 1.
+        faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
+    return code
 
 
 def _watch(train: Train, wire: Recording, phase: str) -> dict[str, Any] | BaseException:
@@ -134,7 +144,8 @@ def _end(job: Job, wire: Recording, outcome: dict[str, Any] | BaseException) -> 
     with suppress(Exception):
         state = wire.state()
     for warning in state.get("warnings", []):
-        print(f"warning: {warning}", file=sys.stderr)
+        if not (error and str(error) in warning):  # it is on the screen below
+            print(f"warning: {warning}", file=sys.stderr)
     if error:
         print(failure_screen(error, step=state.get("step"), folder=job.folder), file=sys.stderr)
     curve = text_curve(*loss_points(entries)) if entries else ""

@@ -10,7 +10,9 @@ from functools import partial
 from typing import Any
 
 from pipelines.launch.elastic import NEVER_S, train_elastic
+from pipelines.launch.hang_watch import HangWatch, beat_every_s
 from pipelines.launch.job import Job, Place
+from pipelines.launch.pulse import Pulse
 from pipelines.launch.resources import Share
 from pipelines.launch.wire import StopPoll, Wire
 from pipelines.observers.nsight import worker_executable
@@ -21,8 +23,18 @@ before that of its node, for some seconds: places there are asked for in vain, w
 
 
 def train_on_ray(job: Job, share: Share, wire: Wire, *, lean: bool) -> dict[str, Any]:
-    """Runs the job on Ray workers; returns rank 0's summary. Raises ray.train.TrainingFailedError, and what Ray raises."""
+    """Runs the job on Ray workers; returns rank 0's summary. Raises ray.train.TrainingFailedError, and what Ray raises; Hung
+    where the last group hung and was ended for it."""
+    watch = HangWatch(wire, job.folder, job.config.launch.hang_s)
+    try:
+        return _train(job, share, wire, lean=lean)
+    except Exception as error:
+        raise watch.cause(error) from None
+    finally:
+        watch.end()
 
+
+def _train(job: Job, share: Share, wire: Wire, *, lean: bool) -> dict[str, Any]:
     began = time.monotonic()
 
     def fit(most: int, number: int) -> dict[str, Any]:
@@ -102,6 +114,8 @@ def worker_main(config: dict[str, Any]) -> dict[str, Any]:
     )
     # One rank's wish reaches all in the next step, so one rank asks.
     stopping = StopPoll(partial(wire.stop_requested, world)) if place.rank == 0 else None
+    hang_s = config["job"].config.launch.hang_s
+    pulse = Pulse(wire.beat, place, ray.get_runtime_context().get_node_id(), beat_every_s(hang_s)) if hang_s else None
     try:
         return run_worker(config["job"], place, wire.post, stopping or (lambda: False), marks)
     except BaseException as error:
@@ -110,3 +124,5 @@ def worker_main(config: dict[str, Any]) -> dict[str, Any]:
     finally:
         if stopping:
             stopping.end()
+        if pulse:
+            pulse.end()

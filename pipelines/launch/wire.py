@@ -1,4 +1,4 @@
-"""The recorder as an actor on the driver's node, and each end's view of it.
+"""The recorder as an actor on the driver's node, and each end's view of it. The workers' signs of life pass through it too.
 
 It is also how a wish to stop reaches the workers: the driver tells the actor, rank 0 asks it twice a second, and the ranks
 agree on a step among themselves. A stop to go on with more workers is another wish than a user's, so that clearing the one
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from pipelines.launch.pulse import Beat, Pulses
 from pipelines.record import Recorder
 from pipelines.record.sender import Entry
 
@@ -26,13 +27,14 @@ RECORDER_NICENESS = 10
 
 
 class RecorderActor(Recorder):
-    """A recorder that also passes on the wish to stop."""
+    """A recorder that also passes on the wish to stop, and the workers' signs of life."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         os.nice(RECORDER_NICENESS)
         super().__init__(*arguments, **settings)
         self._stop = self._resize = False
         self._workers, self._asked_at = 0, 0.0
+        self._pulses = Pulses()
 
     def request_stop(self) -> None:
         """Asks the training to save and end."""
@@ -57,6 +59,14 @@ class RecorderActor(Recorder):
     def workers(self) -> int:
         """How many workers train now; 0 before the first group and between two."""
         return self._workers if time.monotonic() - self._asked_at < SILENT_S else 0
+
+    def beat(self, beat: Beat) -> None:
+        """Takes in a worker's sign of life."""
+        self._pulses.hear(beat)
+
+    def beats(self) -> dict[int, Beat]:
+        """The newest of each worker of the group, by rank; kept in memory alone."""
+        return self._pulses.beats()
 
 
 @dataclass(frozen=True)
@@ -120,6 +130,18 @@ class Wire:
         import ray
 
         return int(ray.get(self.actor.workers.remote(), timeout=30))
+
+    def beat(self, beat: Beat) -> None:
+        """Tells a worker's sign of life."""
+        import ray
+
+        ray.get(self.actor.beat.remote(beat), timeout=30)
+
+    def beats(self) -> dict[int, Beat]:
+        """The newest of each worker of the group, by rank."""
+        import ray
+
+        return dict(ray.get(self.actor.beats.remote(), timeout=30))
 
     def outline(self, status: str, summary: dict[str, Any] | None) -> dict[str, Any]:
         """The summary as it would be if the run ended now."""

@@ -78,7 +78,7 @@ class StallWatch(Background):
         name = f"profiles/stacks-rank{self._run.rank}.txt"
         inside = max(PHASES, key=lambda each: phase(each).began)
         head = f"{strftime('%Y-%m-%d %H:%M:%S')}  {lasted:.0f} s in {inside}, after {self._steps} steps of this attempt\n\n"
-        self._dumps.append(head + _stacks())
+        self._dumps.append(head + stacks())
         self._folder.put(name, "\n".join(self._dumps))
         self._sender.put("artifact", {"name": name})
         self._say(
@@ -90,7 +90,7 @@ class StallWatch(Background):
         self._sender.put("event", {"name": "warning", "text": text})
 
 
-def _stacks() -> str:
+def stacks() -> str:
     """The stacks of all threads of Python, the newest call first."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)

@@ -1,0 +1,123 @@
+"""Ends a group of Ray workers that hangs, so that Ray Train starts it again (`launch.restarts`) or the run fails.
+
+watch = HangWatch(wire, job.folder, job.config.launch.hang_s)
+try:
+    fit()
+except TrainingFailedError as error:
+    raise watch.cause(error)                              # Hung, where that was why
+finally:
+    watch.end()
+"""
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+from pipelines.files import Folder
+from pipelines.launch.hang import Hang, HangS, Hung, Judge, describe
+from pipelines.launch.pulse import Process
+from pipelines.launch.standing import Standing, end, examine
+from pipelines.launch.wire import Wire
+from pipelines.record.sender import Post, Sender
+
+MOST_EVERY_S = 5.0
+NODE_S = 60.0
+"""How long a node may take to answer; one that is away never does."""
+MOST_WAITING = 8
+"""Workers examined besides those that hold up the others."""
+
+
+def beat_every_s(hang_s: HangS) -> float:
+    """Seconds between two beats of a worker, and between two looks at them."""
+    return MOST_EVERY_S if hang_s == "auto" else min(MOST_EVERY_S, hang_s / 20)
+
+
+class HangWatch:
+    """Watches in the background, until `end`. With `hang_s` 0 it does nothing."""
+
+    def __init__(self, wire: Wire, folder: Folder, hang_s: HangS) -> None:
+        self._wire, self._folder, self._hang_s = wire, folder, hang_s
+        self._hung: Hung | None = None
+        self._ended = threading.Event()
+        if hang_s:
+            threading.Thread(target=self._run, name="hang-watch", daemon=True).start()
+
+    def end(self) -> None:
+        """Stops watching."""
+        self._ended.set()
+
+    def cause(self, error: Exception) -> Exception:
+        """The hang for which the last group was ended, or else the error itself."""
+        return self._hung or error
+
+    def _run(self) -> None:
+        every_s = beat_every_s(self._hang_s)
+        judge = Judge(self._hang_s, every_s)
+        while not self._ended.wait(every_s):
+            with suppress(Exception):  # the recorder may be starting again, or a node be lost: the next look will do
+                beats = self._wire.beats()
+                if self._hung and any(beat.process not in self._hung.processes for beat in beats.values()):
+                    self._hung = None  # another group trains: what may end it is something else
+                if hang := judge.look(beats, time.monotonic()):
+                    judge = Judge(self._hang_s, every_s)
+                    self._end_group(hang)
+
+    def _end_group(self, hang: Hang) -> None:
+        """Keeps where the workers stand, says who held them up, and kills them all: they would wait for each other."""
+        processes = [beat.process for beat in hang.beats.values()]
+        waiting = [each for each in processes if each.rank not in hang.culprits]
+        found = _on_nodes(examine, [each for each in processes if each.rank in hang.culprits] + waiting[:MOST_WAITING])
+        if not any(standing.alive for standing in found.values()):
+            return  # they have ended by themselves, and another group has not begun
+        self._hung = keep(hang, found, self._folder, self._wire.post)
+        _on_nodes(end, processes)
+
+
+def keep(hang: Hang, found: dict[int, Standing], folder: Folder, post: Post) -> Hung:
+    """Writes what was found into the run's folder and tells the record; the error that says all this."""
+    name = f"profiles/hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+    kept = f"where all stood: {name}"
+    sender = Sender(post, "hang-watch")
+    try:
+        folder.put(name, report(hang, found))
+        sender.put("artifact", {"name": name})
+    except OSError as error:
+        kept = f"where all stood could not be written: {error}"
+    text = f"{describe(hang)}; {kept}"
+    sender.put("event", {"name": "warning", "text": f"the workers hung and were ended: {text}"})
+    sender.close()
+    culprit = found.get(hang.culprits[0]) if hang.culprits else None
+    return Hung(text, hang, culprit.frames() if culprit else [])
+
+
+def report(hang: Hang, found: dict[int, Standing]) -> str:
+    """The text of the file: the verdict, then what each worker's process is at, those first that the others wait for."""
+    parts = [f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {describe(hang)}\n"]
+    for rank in sorted(hang.beats, key=lambda rank: (rank not in hang.culprits, rank)):
+        beat = hang.beats[rank]
+        role = "held up the others" if rank in hang.culprits else "waited"
+        head = f"rank {rank} on {beat.process.node}, pid {beat.process.pid}, in {beat.inside or 'no phase'}: {role}"
+        parts.append(f"{head}\n{found[rank].text if rank in found else 'not examined, or its node did not answer'}")
+    return "\n".join(parts)
+
+
+def _on_nodes(function: Callable[[list[Process]], Any], processes: Iterable[Process]) -> dict[int, Any]:
+    """Calls a function on each node with the processes there; what comes back in time, joined."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    by_node: dict[str, list[Process]] = defaultdict(list)
+    for process in processes:
+        by_node[process.node_id].append(process)
+    calls = []
+    for node, there in by_node.items():
+        on_it = NodeAffinitySchedulingStrategy(node, soft=False)
+        calls.append(ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=on_it)(function).remote(there))
+    found: dict[int, Any] = {}
+    for call in ray.wait(calls, num_returns=len(calls), timeout=NODE_S)[0]:
+        with suppress(ray.exceptions.RayError):  # its node is lost, and Ray will find that out
+            found |= ray.get(call) or {}
+    return found

@@ -1,0 +1,120 @@
+"""Signs of life: what each worker tells of itself beside its training, and the table of them that the recorder keeps.
+
+A beat says where the worker is and whether it has moved since the last one. A thread that does nothing else tells it, and it
+is kept in memory alone. Seconds throughout.
+
+    pulse = Pulse(wire.beat, place, node_id, every_s=5.0)     # in the worker
+    pulses.hear(beat); pulses.beats()                         # in the recorder's process: {0: Beat(...), 1: Beat(...)}
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from pipelines.launch.job import Place
+from pipelines.launch.owner import process_start
+from pipelines.phases import PHASES, phase
+
+ENDED = "ended"
+"""Where a worker is that trains no more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """A worker's process, told from a later one with its number by when it started."""
+
+    rank: int
+    world: int
+    node: str
+    """The node's address, for people."""
+    node_id: str
+    """Ray's name of the node; empty without Ray."""
+    pid: int
+    started: float
+
+    @classmethod
+    def this(cls, place: Place, node_id: str) -> "Process":
+        """The one that calls."""
+        started = process_start(os.getpid()) or 0.0
+        return cls(rank=place.rank, world=place.world, node=place.node, node_id=node_id, pid=os.getpid(), started=started)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """What a worker tells of itself at one moment."""
+
+    process: Process
+    number: int
+    """Of this worker's beats: another one than before says that it lives."""
+    inside: str
+    """The innermost open phase; empty between phases, `ENDED` after the training."""
+    moved: float
+    """Another figure than before says that a phase has begun or ended since."""
+    stepped: float
+    """Seconds in steps that have ended."""
+
+    @classmethod
+    def now(cls, process: Process, number: int) -> "Beat":
+        """Of this process."""
+        inside = max(PHASES, key=lambda name: phase(name).began)
+        began = phase(inside).began
+        moved = began + sum(phase(name).seconds for name in PHASES)
+        return cls(
+            process=process, number=number, inside=inside if began else "", moved=moved, stepped=phase("step").seconds
+        )
+
+
+class Pulse:
+    """Beats from its making to `end`, which tells that the worker ends by itself."""
+
+    def __init__(self, tell: Callable[[Beat], object], place: Place, node_id: str, every_s: float) -> None:
+        self._tell, self._every_s = tell, every_s
+        self._process = Process.this(place, node_id)
+        self._number = 0
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="pulse", daemon=True).start()
+
+    def end(self) -> None:
+        """Stops beating."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        while True:
+            ended = self._ended.is_set()
+            self._number += 1
+            beat = Beat.now(self._process, self._number)
+            with suppress(Exception):  # the recorder may be starting again: the next beat will do
+                self._tell(replace(beat, inside=ENDED) if ended else beat)
+            if ended:
+                return
+            self._ended.wait(self._every_s)
+
+
+class Pulses:
+    """The newest beat of each worker of the group that trains now."""
+
+    def __init__(self) -> None:
+        self._beats: dict[int, Beat] = {}
+        self._lock = threading.Lock()
+
+    def hear(self, beat: Beat) -> None:
+        """Takes one in. The first of another group ends what is known of the one before."""
+        with self._lock:
+            if another_group(self._beats, beat):
+                self._beats = {}
+            self._beats[beat.process.rank] = beat
+
+    def beats(self) -> dict[int, Beat]:
+        """The newest beats by rank."""
+        with self._lock:
+            return dict(self._beats)
+
+
+def another_group(known: dict[int, Beat], beat: Beat) -> bool:
+    """Whether a beat is of other processes than those known: its rank has another one, or they are of another number."""
+    before = known.get(beat.process.rank)
+    if before and before.process != beat.process:
+        return True
+    return any(each.process.world != beat.process.world for each in known.values())

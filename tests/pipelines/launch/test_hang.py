@@ -1,0 +1,153 @@
+"""Who is judged to hang, from beats as workers tell them; time is a number here, since the judge takes it from outside."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelines.config import Launch, SettingError
+from pipelines.launch import hang
+from pipelines.launch.hang import Hang, Judge, describe
+from pipelines.launch.pulse import ENDED, Beat, Process, Pulses
+
+EVERY_S = 1.0
+
+
+def process(rank: int, world: int = 2, pid: int = 0) -> Process:
+    """A worker of a group; the pid tells one group from the next."""
+    return Process(rank=rank, world=world, node="a", node_id="", pid=pid or 100 + rank, started=1.0)
+
+
+class Group:
+    """Workers that beat, and a judge that looks once a second."""
+
+    def __init__(self, hang_s: hang.HangS = 20, world: int = 2) -> None:
+        self.judge = Judge(hang_s, EVERY_S)
+        self.world = world
+        self.insides = dict.fromkeys(range(world), "step")
+        self.heard = set(range(world))
+        """The ranks whose beats arrive."""
+        self.now = self.moved = 0.0
+        self._beats: dict[int, Beat] = {}
+        self._number = 0
+
+    def look(self, moving: bool, seconds: float = EVERY_S) -> Hang | None:
+        """One more look, so many seconds after the last."""
+        self.now += seconds
+        self._number += 1
+        self.moved += moving
+        for rank in self.heard:
+            self._beats[rank] = Beat(
+                process=process(rank, self.world),
+                number=self._number,
+                inside=self.insides[rank],
+                moved=self.moved,
+                stepped=self.moved,
+            )
+        return self.judge.look(self._beats, self.now)
+
+    def warm_up(self) -> "Group":
+        """The first steps."""
+        for _ in range(5):
+            assert self.look(moving=True) is None
+        return self
+
+    def stand(self, most: int) -> tuple[int, Hang | None]:
+        """Looks in which nobody moves, until the verdict; after how many it came."""
+        for count in range(1, most + 1):
+            if found := self.look(moving=False):
+                return count, found
+        return most, None
+
+
+def test_a_worker_that_is_not_heard_of_is_the_one() -> None:
+    group = Group().warm_up()
+    group.heard = {0}
+    group.insides = {0: "reduce", 1: "forward"}
+    count, found = group.stand(100)
+    assert found
+    assert (count, found.culprits, found.silent) == (11, (1,), True)
+    assert (
+        describe(found) == "rank 1 on a (pid 101) has not been heard of, last in step, for 11 s (half of launch.hang_s 20)"
+    )
+
+
+def test_a_worker_that_lives_and_has_not_come_to_the_others_is_the_one() -> None:
+    group = Group(world=3).warm_up()
+    group.insides = {0: "reduce", 1: "data", 2: "reduce"}
+    count, found = group.stand(100)
+    assert found
+    assert (count, found.culprits, found.silent) == (21, (1,), False)
+    assert describe(found) == "rank 1 on a (pid 101) has stood still in data for 21 s (launch.hang_s 20)"
+
+
+def test_where_all_stand_alike_nobody_is_named() -> None:
+    group = Group().warm_up()
+    group.insides = dict.fromkeys(range(2), "reduce")
+    _, found = group.stand(100)
+    assert found
+    assert not found.culprits
+    assert "all 2 workers have stood still (reduce) and none stands out" in describe(found)
+
+
+@pytest.mark.parametrize("inside", ["validation", "checkpoint", "", ENDED])
+def test_outside_of_steps_only_silence_counts_and_after_the_end_nothing(inside: str) -> None:
+    group = Group().warm_up()
+    group.insides = dict.fromkeys(range(2), inside)
+    assert group.stand(500)[1] is None
+    group.heard = {0}
+    assert (group.stand(500)[1] is None) == (inside == ENDED)
+
+
+def test_a_worker_that_cannot_be_heard_while_the_others_train_does_not_hang() -> None:
+    group = Group().warm_up()
+    group.heard = {0}
+    assert not any(group.look(moving=True) for _ in range(500))
+
+
+def test_the_first_steps_have_half_an_hour() -> None:
+    count, found = Group().stand(5_000)
+    assert found
+    assert count == hang.FIRST_S + 2  # the first look is no time yet
+
+
+def test_a_pause_that_ended_by_itself_lengthens_the_automatic_limit() -> None:
+    group = Group("auto").warm_up()
+    assert group.judge.limit_s == hang.AUTO_S
+    assert group.stand(500)[1] is None
+    group.look(moving=True)
+    assert group.judge.limit_s == 3 * 500
+
+
+def test_what_was_not_watched_does_not_count() -> None:
+    group = Group().warm_up()
+    assert group.look(moving=False, seconds=3600.0) is None, "a laptop that slept"
+    assert group.stand(17)[1] is None
+
+
+def test_another_group_begins_anew() -> None:
+    pulses = Pulses()
+    for rank in range(2):
+        pulses.hear(Beat(process=process(rank), number=1, inside="step", moved=1.0, stepped=1.0))
+    assert set(pulses.beats()) == {0, 1}
+    pulses.hear(Beat(process=process(0, pid=7), number=1, inside="", moved=0.0, stepped=0.0))
+    assert set(pulses.beats()) == {0}, "the worker was started again, and so were the others"
+    pulses.hear(Beat(process=process(0, world=1, pid=7), number=1, inside="", moved=0.0, stepped=0.0))
+    assert set(pulses.beats()) == {0}
+
+
+@given(st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, 2), max_size=3)), max_size=200))
+def test_no_group_is_ended_within_half_its_limit_of_a_move(looks: list[tuple[bool, set[int]]]) -> None:
+    group = Group(world=3).warm_up()
+    still = 0.0
+    for moving, heard in looks:
+        group.heard = heard
+        still = 0.0 if moving and heard else still + EVERY_S
+        if group.look(moving):
+            assert still > 10
+            return
+
+
+def test_a_limit_that_any_machine_would_exceed_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"launch\.hang_s is 2: it must be 0, for never, or at least 5"):
+        Launch(hang_s=2)
+    assert Launch(hang_s=0).hang_s == 0
