@@ -5,7 +5,6 @@ parsed.settings.train.steps                               # 500
 parsed.preset                                             # "lm_python"
 """
 
-import difflib
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_typ
 
 import yaml
 
-from pipelines.config.section import SettingError
+from pipelines.config.section import SettingError, nearest
 
 T = TypeVar("T")
 SHORT_FORMS = {"--launch": "--launch.mode"}
@@ -112,7 +111,7 @@ def _check_flags(arguments: Sequence[str], known: set[str]) -> None:
         if argument.startswith("--"):
             key = argument[2:].split("=")[0]
             if key not in known | own:
-                raise SettingError(f"there is no setting --{key}{_nearest(key, known)}")
+                raise SettingError(f"there is no setting --{key}{nearest(key, known)}")
 
 
 def _config_files(arguments: Sequence[str]) -> list[str]:
@@ -131,24 +130,31 @@ def _check_file(file: str, known: set[str]) -> None:
         raise SettingError(f"--config {file} cannot be read: {error}") from None
     if content is not None and not isinstance(content, dict):
         raise SettingError(f"--config {file} must hold settings by name, not {type(content).__name__}")
-    for key in _file_keys(content or {}):
+    for key in _file_keys(content or {}, known):
         if key not in known:
-            raise SettingError(f"{file}: there is no setting {key}{_nearest(key, known)}")
+            raise SettingError(f"{file}: there is no setting {key}{nearest(key, known)}")
 
 
-def _file_keys(content: dict[str, Any], prefix: str = "") -> Iterator[str]:
+def _file_keys(content: dict[str, Any], known: set[str], prefix: str = "") -> Iterator[str]:
+    """The names in a file; below a setting whose value is a mapping of its own, such as sweep.space, there are none."""
     for key, value in content.items():
-        yield f"{prefix}{key}"
-        if isinstance(value, dict):
-            yield from _file_keys(value, f"{prefix}{key}.")
+        name = f"{prefix}{key}"
+        yield name
+        if isinstance(value, dict) and (name not in known or any(each.startswith(f"{name}.") for each in known)):
+            yield from _file_keys(value, known, f"{name}.")
 
 
-def _nearest(key: str, known: set[str]) -> str:
-    last = key.rsplit(".", 1)[-1]
-    same_name = [name for name in known if name.rsplit(".", 1)[-1] == last]
-    # Several sections have `steps` and `every`: the likeliest is the one that is most like what was written.
-    found = difflib.get_close_matches(key, sorted(same_name or known), 1, 0 if same_name else 0.5)
-    return f"; did you mean {found[0]}?" if found else "; --help lists all"
+def as_typed(cls: Any, key: str, value: Any) -> Any:
+    """A value from YAML as the setting of this full name takes it. Raises SettingError where its type cannot."""
+    import jsonargparse
+
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    annotation = _annotation(cls, key)
+    parser.add_argument("--value", type=annotation)
+    try:
+        return parser.parse_object({"value": value}).value
+    except (jsonargparse.ArgumentError, TypeError, ValueError):
+        raise SettingError(f"{key} is {value!r}: it must be {_described(annotation)}") from None
 
 
 def _as_setting_error(cls: Any, error: Exception) -> SettingError:

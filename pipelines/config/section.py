@@ -9,8 +9,9 @@ checked when the section is made, whether that happens from YAML, from a flag or
         "Optimiser updates in the whole run."
 """
 
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -87,3 +88,12 @@ def _choices(annotation: Any) -> tuple[Any, ...]:
 
 def _first(value: float | None, other: float | None) -> float | None:
     return other if value is None else value
+
+
+def nearest(key: str, known: Collection[str]) -> str:
+    """Which known setting was meant, as the end of an error's sentence."""
+    last = key.rsplit(".", 1)[-1]
+    same_name = [name for name in known if name.rsplit(".", 1)[-1] == last]
+    # Several sections have `steps` and `every`: the likeliest is the one that is most like what was written.
+    found = difflib.get_close_matches(key, sorted(same_name or known), 1, 0 if same_name else 0.5)
+    return f"; did you mean {found[0]}?" if found else "; --help lists all"

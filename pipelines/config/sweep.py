@@ -1,0 +1,119 @@
+"""Settings of a sweep, and all settings of a training under one.
+
+config = SweepConfig(sweep=Sweep(space={"scaling.workers": [1, 2], "train.precision": ["fp32", "bf16"]}))
+config.training()                                         # the Config that every trial starts from
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal
+
+from pipelines.config.config import Config
+from pipelines.config.section import Section, setting
+
+RANGES = ("uniform", "log_uniform", "integers")
+"""Kinds of ranges that random search and Optuna draw from; each takes [lowest, highest]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep(Section):
+    """What is tried, how each trial is measured, and what counts as best."""
+
+    name: ClassVar[str] = "sweep"
+
+    space: dict[str, Any] = field(default_factory=dict)
+    """Settings by their full names, each with a list of values, or with a range to draw from: `{uniform: [0, 1]}`,
+    `{log_uniform: [1e-4, 1e-2]}`, `{integers: [1, 8]}`."""
+    where: tuple[str, ...] = setting(())
+    """Conditions between settings, such as `scaling.workers * train.slot_size <= 64`; what breaks one is not tried."""
+    scaling: Literal["none", "weak", "strong"] = setting("none")
+    """`weak`: the work a worker stays that of `train.slots`, so slots are multiplied by the workers; `strong`: the batch
+    stays, workers share it out; `none`: slots are as the space and the configuration say, which is strong as well."""
+    search: Literal["grid", "random", "optuna"] = setting("grid")
+    """`grid`: every combination of the lists; `random`: `trials` of them, or of the ranges; `optuna`: chosen one after
+    another by what was measured before (TPE, Bergstra et al., 2011)."""
+    trials: int = setting(20, at_least=1)
+    """How many trials `random` and `optuna` make."""
+    stop_bad: Literal["none", "asha"] = setting("none")
+    """`asha`: stop trials early whose objective is among the worse at the same step (Li et al., 2020)."""
+    keep: float = setting(3.0, above=1)
+    """With `asha`, one trial in so many goes on at each rung."""
+    objective: Literal["throughput", "cost", "energy", "time_to_loss"] = setting("throughput")
+    """What is best: the most tokens a second, the lowest price or energy a token, or the least time to `target_loss`."""
+    target_loss: float = setting(0.0, at_least=0)
+    """With `time_to_loss`, the training loss (mean of a window) at which a trial has arrived; 0: not given."""
+    target_tokens: float = setting(0.0, at_least=0)
+    """Tokens for which the report tells time, price and energy; 0: those of the configuration itself."""
+    price_per_hour: float = setting(0.0, at_least=0)
+    """Price of one worker's hour, in any currency; 0: unknown, unless `cluster` tells."""
+    cluster: str | None = setting(None)
+    """YAML file that describes the cluster to predict for: devices a node, links, price; see `docs/scaling.md`."""
+    warmup_steps: int = setting(10, at_least=1)
+    """Steps at the start of a trial that are not measured: they compile, connect and fill caches."""
+    window_steps: int = setting(10, at_least=1)
+    """Steps of one window; each window is one measurement of the speed."""
+    windows: int = setting(8, at_least=1)
+    """Windows of a trial at most."""
+    least_windows: int = setting(3, at_least=1)
+    """Windows of a trial before it may end for being precise enough."""
+    precision: float = setting(0.02, at_least=0)
+    """A trial ends when half the 95 % interval of its mean speed is at most this share of it; 0: never before `windows`."""
+    repeats: int = setting(1, at_least=1)
+    """Rounds through all combinations, one after another, so that a machine's slow hour does not hit one of them alone."""
+    isolated: bool = setting(True)
+    """One trial at a time: two that shared a node would measure each other."""
+    concurrent: int = setting(2, at_least=1)
+    """Trials at a time when they are not isolated."""
+    timeout_s: float = setting(900.0, above=0)
+    """Seconds after which a trial is given up as hung."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key, choices in self.space.items():
+            self._check_choices(key, choices)
+        if self.least_windows > self.windows:
+            raise self.error("least_windows", f"must be at most sweep.windows, {self.windows}")
+        if self.objective == "time_to_loss" and not self.target_loss:
+            raise self.error("target_loss", "must be given with sweep.objective time_to_loss")
+        if self.objective == "cost" and not self.price_per_hour and not self.cluster:
+            raise self.error("price_per_hour", "must be given, or sweep.cluster, with sweep.objective cost")
+
+    def _check_choices(self, key: str, choices: Any) -> None:
+        if isinstance(choices, list | tuple) and choices:
+            return
+        if isinstance(choices, Mapping) and len(choices) == 1:
+            ((kind, ends),) = choices.items()
+            if kind in RANGES and self._is_range(kind, ends):
+                if self.search == "grid":
+                    raise self.error("search", f"must be `random` or `optuna`, as sweep.space has a range for {key}")
+                return
+        raise self.error(
+            "space", f"must give {key} a list of values or one range of {', '.join(RANGES)}, as {{uniform: [0, 1]}}"
+        )
+
+    @staticmethod
+    def _is_range(kind: str, ends: Any) -> bool:
+        if not isinstance(ends, list | tuple) or len(ends) != 2:
+            return False
+        numbers = int if kind == "integers" else int | float
+        low, high = ends
+        return isinstance(low, numbers) and isinstance(high, numbers) and low < high and (kind != "log_uniform" or low > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepConfig(Config):
+    """The settings of a training, and of the sweep over some of them."""
+
+    sweep: Sweep = Sweep()
+    """What is tried, and how."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = self.training().flat()
+        for key in self.sweep.space:
+            if key not in known:
+                raise self.sweep.error("space", f"names {key}, which is no setting of a training; --help lists them")
+
+    def training(self) -> Config:
+        """The settings of a training alone."""
+        return Config(**{item.name: getattr(self, item.name) for item in fields(Config)})

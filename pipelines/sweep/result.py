@@ -1,0 +1,161 @@
+"""What became of a trial: its figures, or why it has none. One file each in the sweep's folder, written when it ended.
+
+    windows = [window for window in windows_of(read_entries(folder), tokens_per_step=4096) if window.begin >= 10]
+    relative_half_width([window.tokens_per_second for window in windows])       # 0.02: known to 2 %
+    keep(sweep_folder, result); results(sweep_folder)         # of all trials so far, by key
+
+A window is the interval between two lines of the log; its speed is that of its steps by the host's clock. The spread beside
+a figure is the 95 % interval of the windows' mean, as if windows were independent, which neighbours in time hardly are.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+from pipelines.files import Folder
+from pipelines.phases import PARTS
+
+Status = Literal["measured", "stopped_early", "out_of_memory", "failed", "hung", "refused", "too_large"]
+"""How a trial ended. `refused`: the settings contradict each other; `too_large`: the memory estimate ruled it out before it
+started; `stopped_early`: the scheduler found others better."""
+MEASURED = ("measured", "stopped_early")
+"""Those with figures."""
+PLACE = "trials"
+FIGURES = (
+    "joules_per_token",
+    "energy_covers",
+    "average_power_watts",
+    "peak_memory_bytes",
+    "mfu",
+    "seconds_to_first_step",
+    "throttled_seconds",
+    "gpu_idle_share",
+    "straggler_loss_share",
+)
+"""Of the run's summary, those that a trial keeps."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """A few steps that were measured together."""
+
+    begin: int
+    """The step before the first of them."""
+    end: int
+    """The last of them."""
+    tokens_per_second: float
+    step_seconds: float
+    """Mean of its steps."""
+    shares: Mapping[str, float]
+    """Of its time, by part of a step; see `phases`."""
+    loss: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A trial, ended."""
+
+    key: str
+    run: str
+    settings: dict[str, Any]
+    label: str
+    round: int
+    status: Status
+    cause: str = ""
+    """Why there are no figures, or not all."""
+    workers: int = 0
+    device: str = ""
+    threads: int = 0
+    tokens_per_step: float = 0.0
+    speeds: tuple[float, ...] = ()
+    """Tokens a second of each window."""
+    step_seconds: tuple[float, ...] = ()
+    """Mean seconds of a step of each window."""
+    shares: dict[str, float] = field(default_factory=dict)
+    """Mean share of a step's time by part, and the rest."""
+    figures: dict[str, Any] = field(default_factory=dict)
+    """Others of the run's summary; see `FIGURES`."""
+    seconds_to_loss: float | None = None
+    """From the first step to the window whose mean loss is the target's; None: not asked, or not reached."""
+    loss: float | None = None
+    """Mean training loss of the last window."""
+    seconds: float = 0.0
+    """Wall-clock time of the trial, its start and end included."""
+    overhead_s: float = 0.0
+    """Of them, outside the training loop."""
+    mlflow_run_id: str | None = None
+
+    @property
+    def speed(self) -> float:
+        """Mean tokens a second; 0 where nothing was measured."""
+        return statistics.fmean(self.speeds) if self.speeds else 0.0
+
+    @property
+    def spread(self) -> float:
+        """Half the 95 % interval of that mean, as a share of it; infinite for one window."""
+        return relative_half_width(self.speeds)
+
+    @property
+    def measured(self) -> bool:
+        """Whether it has figures."""
+        return self.status in MEASURED and bool(self.speeds)
+
+
+def windows_of(entries: Iterable[Mapping[str, Any]], tokens_per_step: float) -> list[Window]:
+    """The windows of a journal's newest attempt, from its first step."""
+    attempt, found, previous = None, [], 0
+    for entry in entries:
+        if entry["attempt"] != attempt:
+            attempt, found, previous = entry["attempt"], [], 0
+        values = entry["values"]
+        if entry["kind"] != "metrics" or not values.get("tokens_per_second"):
+            continue
+        speed, step = float(values["tokens_per_second"]), int(entry["step"])
+        shares = {name: values.get(f"phase_{name}_share", 0.0) for name in PARTS}
+        found.append(Window(previous, step, speed, tokens_per_step / speed, shares, values.get("train_loss")))
+        previous = step
+    return found
+
+
+def mean_shares(windows: Sequence[Window]) -> dict[str, float]:
+    """Mean share of a step's time by part, and the rest."""
+    shares = {name: statistics.fmean(window.shares[name] for window in windows) for name in PARTS}
+    return shares | {"rest": max(0.0, 1 - sum(shares.values()))}
+
+
+def seconds_to_loss(windows: Sequence[Window], target: float) -> float | None:
+    """Seconds of training until a window's mean loss is the target or less; None where none is."""
+    elapsed = 0.0
+    for window in windows:
+        elapsed += window.step_seconds * (window.end - window.begin)
+        if window.loss is not None and window.loss <= target:
+            return elapsed
+    return None
+
+
+def relative_half_width(values: Sequence[float]) -> float:
+    """Half the 95 % interval (Student's) of the mean, as a share of the mean; infinite for fewer than two values."""
+    if len(values) < 2:
+        return math.inf
+    from scipy.special import stdtrit
+
+    quantile = float(stdtrit(len(values) - 1, 0.975))
+    return quantile * statistics.stdev(values) / math.sqrt(len(values)) / statistics.fmean(values)
+
+
+def keep(sweep: Folder, result: Result) -> None:
+    """Writes a result into the sweep's folder, whole or not at all."""
+    sweep.put_json(f"{PLACE}/{result.key}.json", asdict(result))
+
+
+def results(sweep: Folder) -> dict[str, Result]:
+    """The results so far, by key. What this version does not know of them is left out."""
+    place, known = sweep / PLACE, {item.name for item in fields(Result)}
+    names = [name for name in place.names() if name.endswith(".json")] if place.exists() else []
+    found = {}
+    for name in sorted(names):
+        content = {key: tuple(value) if isinstance(value, list) else value for key, value in place.read_json(name).items()}
+        found[content["key"]] = Result(**{key: value for key, value in content.items() if key in known})
+    return found

@@ -1,0 +1,77 @@
+"""A sweep's settings: what a space may hold, and conditions between settings."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelines.config import Config, SettingError
+from pipelines.config.condition import Condition
+from pipelines.config.parse import as_typed, parse
+from pipelines.config.sweep import Sweep, SweepConfig
+
+KNOWN = Config().flat()
+
+
+def test_a_space_comes_from_yaml_by_full_names(tmp_path: Path) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text("sweep:\n  space:\n    scaling.workers: [1, 2]\n  where: [scaling.workers <= train.slots]\n")
+    settings = parse(SweepConfig, ["--config", str(file), "--sweep.windows", "4"], program="sweep.py").settings
+    assert settings.sweep.space == {"scaling.workers": [1, 2]}
+    assert (settings.sweep.windows, settings.training()) == (4, Config())
+
+
+@pytest.mark.parametrize(
+    ("sweep", "said"),
+    [
+        ({"space": {"train.slots": []}}, "must give train.slots a list of values or one range of uniform"),
+        ({"space": {"optimizer.learning_rate": {"log_uniform": [0, 1]}}, "search": "random"}, "must give optimizer"),
+        ({"space": {"optimizer.learning_rate": {"uniform": [0, 1]}}}, "must be `random` or `optuna`"),
+        ({"objective": "time_to_loss"}, "sweep.target_loss is 0.0: it must be given"),
+        ({"objective": "cost"}, "sweep.price_per_hour is 0.0: it must be given"),
+        ({"windows": 2}, "sweep.least_windows is 3: it must be at most sweep.windows, 2"),
+    ],
+)
+def test_what_cannot_work_is_refused(sweep: dict[str, object], said: str) -> None:
+    with pytest.raises(SettingError, match=said):
+        Sweep(**sweep)  # type: ignore[arg-type]
+
+
+def test_a_space_names_settings_that_there_are() -> None:
+    with pytest.raises(SettingError, match=r"names train\.slot, which is no setting"):
+        SweepConfig(sweep=Sweep(space={"train.slot": [1]}))
+
+
+@pytest.mark.parametrize(("key", "value"), [("train.slots", "two"), ("train.precision", "fp8"), ("scaling.reshard", 3)])
+def test_values_of_another_type_are_refused(key: str, value: object) -> None:
+    with pytest.raises(SettingError, match=f"{key} is {value!r}: it must be"):
+        as_typed(Config, key, value)
+
+
+@given(workers=st.integers(1, 64), slots=st.integers(1, 64))
+def test_conditions_say_what_python_says(workers: int, slots: int) -> None:
+    values = KNOWN | {"scaling.workers": workers, "train.slots": slots}
+    texts = {
+        "scaling.workers * 2 <= train.slots": workers * 2 <= slots,
+        "1 < scaling.workers <= train.slots or train.slots % 3 == 0": 1 < workers <= slots or slots % 3 == 0,
+        "not (scaling.workers - train.slots > -4)": not (workers - slots > -4),
+        "train.precision in ('fp32', 'bf16') and scaling.workers != 7": workers != 7,
+    }
+    for text, true in texts.items():
+        assert Condition(text, KNOWN).holds(values) is true
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("__import__('os')", "may only compare settings"),
+        ("train.slot < 3", r"no setting train\.slot; did you mean train\.slots"),
+        ("1 <", "no condition"),
+        ("scaling.workers < 2", "cannot be told"),  # it is `auto`
+        ("train.slots / 0 > 1", "cannot be told"),
+    ],
+)
+def test_other_conditions_are_refused(text: str, said: str) -> None:
+    with pytest.raises(SettingError, match=said):
+        Condition(text, KNOWN).holds(KNOWN)

@@ -1,0 +1,65 @@
+"""What a sweep tries: every combination once a round, in an order that a second start repeats."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelines.config import Scaling, Train
+from pipelines.config.sweep import Sweep, SweepConfig
+from pipelines.sweep.space import draw, grid, meets
+
+SPACE = {"scaling.workers": [1, 2, 8], "train.precision": ["fp32", "bf16"]}
+
+
+def sweep(**settings: object) -> SweepConfig:
+    return SweepConfig(run="s", train=Train(slots=4, slot_size=2), sweep=Sweep(space=SPACE, **settings))  # type: ignore[arg-type]
+
+
+def test_a_grid_is_every_combination_and_says_which_rules_refuse() -> None:
+    found = list(grid(sweep()))
+    assert [each.label for each in found][:2] == ["workers 1, precision fp32", "workers 1, precision bf16"]
+    assert len({each.key for each in found}) == 6
+    assert ["at most train.slots, 4" in each.refusal for each in found] == [False] * 4 + [True] * 2
+
+
+def test_rounds_alternate_their_direction() -> None:
+    found = list(grid(sweep(repeats=2, where=("scaling.workers < 8",))))
+    assert [each.settings for each in found[4:]] == [each.settings for each in reversed(found[:4])]
+    assert len({each.key for each in found}) == 8
+
+
+def test_a_trial_is_short_and_measures_nothing_but_steps() -> None:
+    first = next(grid(sweep(warmup_steps=5, window_steps=4, windows=3)))
+    config = first.config
+    assert config
+    assert (config.train.steps, config.train.log_every, config.run) == (17, 4, f"s-{first.key}")
+    assert (config.validation.every, config.checkpoint.every, config.sample.tokens, config.record.mlflow) == (0, 0, 0, False)
+
+
+def test_weak_scaling_keeps_the_work_of_a_worker() -> None:
+    found = grid(sweep(scaling="weak"))
+    slots = {each.config.scaling.workers: each.config.train.slots for each in found if each.config}
+    assert slots == {1: 4, 2: 8, 8: 32}
+
+
+def test_keys_tell_trials_apart_that_measure_something_else_and_no_others() -> None:
+    first = next(grid(sweep())).key
+    assert next(grid(sweep(window_steps=3))).key != first
+    other = SweepConfig(run="t", storage="/elsewhere", train=Train(slots=4, slot_size=2), sweep=Sweep(space=SPACE))
+    assert next(grid(other)).key == first
+
+
+@given(seed=st.integers(0, 2**32), trials=st.integers(1, 8))
+def test_draws_repeat_stay_in_their_ranges_and_meet_the_conditions(seed: int, trials: int) -> None:
+    space = {"train.slots": {"integers": [1, 8]}, "optimizer.learning_rate": {"log_uniform": [1e-4, 1e-2]}, "seed": [0, 1]}
+    where = ("train.slots * 2 <= 12",)
+    config = SweepConfig(
+        seed=seed, scaling=Scaling(workers=1), sweep=Sweep(space=space, search="random", trials=trials, where=where)
+    )
+    found = list(draw(config))
+    assert [each.key for each in found] == [each.key for each in draw(config)]
+    assert len(found) == len({each.key for each in found}) == trials
+    for each in found:
+        assert 1 <= each.settings["train.slots"] <= 6
+        assert 1e-4 <= each.settings["optimizer.learning_rate"] <= 1e-2
+        assert meets(config, each.settings)
+        assert each.config
