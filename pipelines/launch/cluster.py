@@ -40,6 +40,9 @@ def cluster(settings: Launch) -> Iterator[str | None]:
         os.environ["RAY_AUTH_MODE"] = "token"
     import ray
 
+    if ray.is_initialized():  # by the sweep that this run is a trial of
+        yield None
+        return
     try:
         if address:
             _wait_for(address, settings.timeout_s)

@@ -12,7 +12,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,7 @@ from pipelines.launch.resume import (
     what_bits_depend_on,
     write_settings,
 )
-from pipelines.launch.session import CANNOT_RUN, DONE, WRONG_SETTINGS, conduct
+from pipelines.launch.session import CANNOT_RUN, DONE, WRONG_SETTINGS, Watcher, conduct
 from pipelines.prepare.faults import DataError
 from pipelines.prepare.manifest import Manifest
 from pipelines.prepare.prepare import Prepared, prepare
@@ -59,20 +59,21 @@ class CannotRun(RuntimeError):
 
 def run_training(parsed: Parsed[Config]) -> int:
     """Trains, or resumes, or says that there is nothing to do; returns the exit code and raises nothing a user can cause."""
-    return _guarded(lambda: _run(*locate(parsed)))
+    return guarded(lambda: train(*locate(parsed)))
 
 
 def run_preparation(parsed: Parsed[Config]) -> int:
     """Prepares the data of a configuration; returns the exit code."""
-    return _guarded(lambda: _prepare(*locate(parsed)))
+    return guarded(lambda: _prepare(*locate(parsed)))
 
 
 def run_check(parsed: Parsed[Config]) -> int:
     """Prints what there is and whether the configuration will run on it; returns the exit code."""
-    return _guarded(lambda: _check(*locate(parsed)))
+    return guarded(lambda: _check(*locate(parsed)))
 
 
-def _guarded(job: Callable[[], int]) -> int:
+def guarded(job: Callable[[], int]) -> int:
+    """Runs a job; what a user can cause becomes a line and an exit code."""
     try:
         return job()
     except (SettingError, DataError, Owned) as error:
@@ -101,7 +102,11 @@ def locate(parsed: Parsed[Config]) -> tuple[Config, Folder]:
     return replace(config, storage=storage.uri, run=config.run or config.default_run(parsed.preset)), storage
 
 
-def _run(config: Config, storage: Folder) -> int:
+def train(config: Config, storage: Folder, watcher: Watcher | None = None, tags: Mapping[str, str] | None = None) -> int:
+    """Trains a configuration with a name and absolute places; returns the exit code. Trials have a watcher, and tags.
+
+    Raises SettingError, DataError, Owned, NoCluster, CannotRun, and OSError where the storage takes no files.
+    """
     assert config.run
     if (code := under_profiler(config, storage)) is not None:
         return code
@@ -143,12 +148,12 @@ def _run(config: Config, storage: Folder) -> int:
             device=share.device,
             threads=share.threads,
             facts=facts,
-            started_at=process_start(os.getpid()) or marks["driver"],
+            started_at=marks["driver"] if watcher else process_start(os.getpid()) or marks["driver"],
             marks=marks,
         )
-        tags = _tags(environment, config, share) | _ray_tags(dashboard)
-        _say_pages(folder, tags)
-        return _train(job, share, storage, tags)
+        all_tags = _tags(environment, config, share) | _ray_tags(dashboard) | dict(tags or {})
+        _say_pages(folder, all_tags)
+        return _conduct(job, share, storage, all_tags, watcher)
 
 
 def _prepare(config: Config, storage: Folder) -> int:
@@ -218,7 +223,7 @@ def _check_samples(config: Config, prepared: Prepared) -> None:
             )
 
 
-def _train(job: Job, share: Share, storage: Folder, tags: dict[str, str]) -> int:
+def _conduct(job: Job, share: Share, storage: Folder, tags: dict[str, str], watcher: Watcher | None) -> int:
     """Runs the workers beside the progress line, closes the record, and prints the last screen."""
     from pipelines.launch.inline import InlineWire, train_inline
 
@@ -234,21 +239,21 @@ def _train(job: Job, share: Share, storage: Folder, tags: dict[str, str]) -> int
     }
     if job.config.launch.mode == "inline":
         inline = InlineWire(**arguments)
-        return conduct(job, inline, partial(train_inline, job, inline))
+        return conduct(job, inline, partial(train_inline, job, inline), watcher)
     from pipelines.launch.trainer import train_on_ray
     from pipelines.launch.wire import Wire
 
     wire = Wire.start(**arguments)
     lean = job.config.launch.lean and not joined(job.config.launch) and not share.least
-    return conduct(job, wire, partial(train_on_ray, job, share, wire, lean=lean))
+    return conduct(job, wire, partial(train_on_ray, job, share, wire, lean=lean), watcher)
 
 
 def _total_steps(job: Job) -> int | None:
     """Where the run will end, as far as steps and epochs say."""
-    manifest, train = Manifest.load(job.prepared), job.config.train
+    manifest, steps = Manifest.load(job.prepared), job.config.train.steps or math.inf
     plan = build_plan(job.config, build_task(job.config).samples(manifest.tokens("train")))
-    steps = min(train.steps or math.inf, plan.steps)
-    return None if math.isinf(steps) else int(steps)
+    last = min(steps, plan.steps)
+    return None if math.isinf(last) else int(last)
 
 
 def _facts(environment: dict[str, Any], share: Share) -> dict[str, Any]:

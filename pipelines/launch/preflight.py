@@ -41,13 +41,17 @@ def preflight(
     on_a_worker: Callable[[Callable[[], str]], str] | None = None,
 ) -> list[Check]:
     """All checks. `on_a_worker` runs a function where workers will run; None: this process will do."""
+    of_settings = checks_of_settings(config, share, there, vocabulary_size)
+    return [_check_package(), *of_settings, _check_storage(storage, on_a_worker)]
+
+
+def checks_of_settings(config: Config, share: Share, there: Resources, vocabulary_size: int) -> list[Check]:
+    """Those that ask for nothing but figures, so that a sweep can look at many settings; the last is that of memory."""
     return [
-        _check_package(),
         _check_kernels(config, share),
         _check_slots(config, share),
         _check_resources(share, there),
         _check_memory(config, share, there, vocabulary_size),
-        _check_storage(storage, on_a_worker),
     ]
 
 

@@ -52,9 +52,22 @@ class Recording(Protocol):
         ...
 
 
-def conduct(job: Job, wire: Recording, train: Train) -> int:
+class Watcher:
+    """Who else follows a training from the driver; a sweep does. By itself it does nothing."""
+
+    def on_state(self, state: dict[str, Any], request_stop: Callable[[], None]) -> None:
+        """Is told the newest figures twice a second. What it raises ends the training like an error of the training's."""
+
+    def on_failure(self, error: BaseException) -> None:
+        """Is told what ended the training."""
+
+
+def conduct(job: Job, wire: Recording, train: Train, watcher: Watcher | None = None) -> int:
     """Trains beside the progress line, closes the record, prints the last screen; returns the exit code."""
-    outcome = _watch(train, wire, f"starting on {job.device} ...")
+    watcher = watcher or Watcher()
+    outcome = _watch(train, wire, f"starting on {job.device} ...", watcher)
+    if isinstance(outcome, BaseException):
+        watcher.on_failure(outcome)
     code = _end(job, wire, outcome)
     if isinstance(outcome, Hung) and job.config.launch.mode == "inline":
         # What the training waits for may hold up Python's end too. This watchdog is no thread of Python's, and exits with 1.
@@ -62,7 +75,7 @@ def conduct(job: Job, wire: Recording, train: Train) -> int:
     return code
 
 
-def _watch(train: Train, wire: Recording, phase: str) -> dict[str, Any] | BaseException:
+def _watch(train: Train, wire: Recording, phase: str, watcher: Watcher) -> dict[str, Any] | BaseException:
     """Trains in a thread while this one draws progress and listens to signals; the summary, or what was raised."""
     outcome: list[dict[str, Any] | BaseException] = []
 
@@ -90,6 +103,10 @@ def _watch(train: Train, wire: Recording, phase: str) -> dict[str, Any] | BaseEx
             if told and not said:
                 said = True
                 progress.note("stopping: all workers save and end at the same step (once more to end at once)")
+            try:
+                watcher.on_state(state, wire.request_stop)
+            except Exception as error:
+                return error
         progress.close()
     return outcome[0]
 
