@@ -16,8 +16,8 @@ from pipelines.files import Folder
 class Job:
     """One attempt of a run, resolved."""
 
-    config: Config
-    """The settings as given."""
+    config: Config = field(repr=False)  # Ray shows a training's arguments to all who see its dashboard
+    """The settings as given, with the tracking server's address and what passwords it holds."""
     run: str
     """The run's name."""
     attempt: str

@@ -28,11 +28,7 @@ def describe(run_folder: Folder, tags: Mapping[str, str]) -> str:
         rows["source"] = f"commit `{known['commit'][:12]}`{', with changes' if known.get('dirty') == 'True' else ''}"
     rows["report"] = "`report.html` among the artifacts, once the run has ended"
     table = [HEAD, "| --- | --- |", *(f"| {name} | {text} |" for name, text in rows.items())]
-    commands = [
-        f"python ray_jobs/train.py --run {run} --storage {storage}       # goes on, with the same configuration",
-        f"python ray_jobs/runs.py show {run} --storage {storage}",
-    ]
-    return "\n".join([*table, "", "```", *commands, "```"])
+    return "\n".join([*table, "", f"`python ray_jobs/runs.py show {run} --storage {storage}`"])
 
 
 def is_ours(note: str | None) -> bool:

@@ -42,7 +42,9 @@ def _last_lines(summary: dict[str, Any], run_folder: Folder, link: str | None, n
     else:
         tracking = f"python -m pipelines.record.ui --storage {storage}"
     if not next_job:
-        again = f"python ray_jobs/train.py {place}"
+        # Without its settings a run would be refused; from remote storage nobody could read them by that name.
+        settings = f"--config {run_folder}/config.yaml " if run_folder.local else ""
+        again = f"python ray_jobs/train.py {settings}{place}"
         next_job = f"python ray_jobs/generate.py {place}" if summary.get("status") in WELL else f"{again}   (resumes it)"
     return [f"results  {run_folder}", f"mlflow   {tracking}", f"next     {next_job}"]
 

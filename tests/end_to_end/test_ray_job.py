@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -54,6 +55,14 @@ class Head:
         found = re.search(r"raysubmit_\w+", said)
         assert found, said
         return found[0]
+
+    def train_runs(self) -> list[dict[str, object]]:
+        """What the dashboard knows of trainings."""
+        token = (Path(self.env["HOME"]) / ".ray" / "auth_token").read_text()
+        url = f"{self.env['RAY_API_SERVER_ADDRESS']}/api/train/v2/runs/v1"
+        asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+        with urllib.request.urlopen(asked, timeout=LIMIT_S) as answer:
+            return list(json.load(answer)["train_runs"])
 
     def status(self, job: str) -> str:
         """`running`, `succeeded`, ..."""
@@ -155,6 +164,8 @@ def test_a_stopped_job_is_saved_and_resumed_by_its_name(head: Head, config: Conf
     assert (resumed["status"], resumed["steps"], resumed["resumed_from"]) == ("finished", steps, stopped["steps"])
     said = head.ray("job", "logs", second)
     assert f"run submitted in {config.storage}" in said
+    assert f"ray      {head.env['RAY_API_SERVER_ADDRESS']}/#/jobs/{second}" in said
+    assert [(run["status"], "mlflow_uri" in str(run)) for run in head.train_runs()] == [("FINISHED", False)] * 2
     assert [line.split()[0] for line in said.rstrip().splitlines()[-3:]] == ["results", "mlflow", "next"]
 
 

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
 
+from pipelines.config import SettingError
 from pipelines.config.run import Record
 from pipelines.files import Folder
 from pipelines.record import Recorder, Sender
 from pipelines.record.journal import Journal
-from pipelines.record.tensorboard_log import TensorboardLog
+from pipelines.record.tensorboard_log import TensorboardLog, check_tensorboard
 from tests.pipelines.record.conftest import MakeRecorder
 from tests.pipelines.record.test_mlflow_outage import until
 
@@ -103,6 +104,13 @@ def test_what_a_full_disk_did_not_take_is_written_later(record: MakeRecorder, fo
     assert sender.close()
     recorder.finish("finished")
     assert [step for step, _, _ in points(Path(folder.uri), "train_loss")] == [1, 2]
+
+
+def test_without_its_package_it_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelines.record.tensorboard_log.find_spec", lambda name: None)
+    check_tensorboard(Record())
+    with pytest.raises(SettingError, match=r"record.tensorboard is True.*pip install"):
+        check_tensorboard(SETTINGS)
 
 
 def test_remote_storage_gets_a_copy(tmp_path: Path) -> None:

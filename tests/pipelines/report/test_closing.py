@@ -20,7 +20,8 @@ def test_the_last_three_lines_say_where_and_what_next(status: str, job: str) -> 
     last = text.splitlines()[-3:]
     assert last[0] == "results  /data/runs/small-1f3a"
     assert last[1] == "mlflow   python -m pipelines.record.ui --storage /data/runs"
-    assert last[2].startswith(f"next     python ray_jobs/{job} --run small-1f3a --storage /data/runs")
+    settings = "--config /data/runs/small-1f3a/config.yaml " if job == "train.py" else ""
+    assert last[2].startswith(f"next     python ray_jobs/{job} {settings}--run small-1f3a --storage /data/runs")
 
 
 def test_a_tracking_server_is_linked_and_a_missing_one_is_said() -> None:
