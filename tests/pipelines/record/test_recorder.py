@@ -87,6 +87,29 @@ def test_entries_that_cannot_be_read_are_said_and_harm_nobody(record: MakeRecord
     assert recorder.receive("rank0", []) == 1  # it counts as recorded, so that it is not offered for ever
 
 
+def test_the_log_of_a_run_grows_and_tells_begin_figures_warnings_and_end(record: MakeRecorder, folder: Folder) -> None:
+    def lines() -> list[list[str]]:
+        text = (Path(folder.uri) / "log.txt").read_text()
+        return [line.split(maxsplit=2)[2].split() for line in text.splitlines()]
+
+    for attempt in ("a1", "a2"):
+        recorder = record(attempt)
+        sender = Sender(recorder.receive, "rank0")
+        sender.put("metrics", {"learning_rate": 0.5, "train_loss": 2.0}, step=3)
+        sender.put("event", {"name": "warning", "text": f"{attempt} runs hot"})
+        sender.put("checkpoint", {"path": "/there"}, step=3)
+        assert sender.close()
+        grown = lines()
+        recorder.finish("stopped")
+    begun = [f"attempt attempt {attempt} of {folder.uri.rpartition('/')[2]} begins" for attempt in ("a1", "a2")]
+    said = [" ".join(line) for line in lines()]
+    assert [line for line in said if line.startswith("attempt")] == begun
+    assert said.count("step 3 metrics train_loss 2 learning_rate 0.5") == 2
+    assert {"warning a1 runs hot", "warning a2 runs hot", "step 3 checkpoint path /there"} <= set(said)
+    assert said[-1] == "step 3 end attempt a2 ends: stopped"
+    assert grown == lines()[:-1]  # before the end it had all but the end
+
+
 def test_a_storage_that_fails_for_a_while_loses_nothing(record: MakeRecorder, folder: Folder) -> None:
     recorder = record()
     Path(folder.uri).mkdir(parents=True, exist_ok=True)
