@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 from pipelines.config.section import Section, setting
 
 LEAST_HANG_S = 5
+"""A shorter `launch.hang_s` would end trainings that merely wait for a busy machine."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(900)
 ENOUGH = 100_000
 """Steps that no test comes to, however fast the machine."""
 HANG_S = 10
-WARM_S = 4.0
+WARM_S = 3.0
 """In which the first steps of a group are over, for who looks at it twice a second."""
 
 
