@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.optimize import least_squares  # type: ignore[import-untyped]
 
 from pipelines.sweep.described import ClusterDescription
 from pipelines.sweep.observation import Observation
@@ -24,9 +25,18 @@ from pipelines.sweep.terms import Table, seconds_of, table
 
 FREEDOM = 4.0
 """Degrees of freedom of the errors' distribution."""
-CANDIDATES = 50
-"""Places looked at for each walker to start from."""
-REDUCE_ERROR = (0.2, 0.02)
+WALKERS = 200
+"""Of the sampler."""
+CANDIDATES = 2000
+"""Places drawn from the priors, of which the likeliest are climbed from."""
+CLIMBED = 6
+CLIMBS = 40
+"""Steps of a climb at most: the sampler goes on from where it ends."""
+COMPARABLE = 8.0
+"""Places whose log densities differ by less are all kept."""
+NUDGE = 1e-5
+"""Of an unknown's logarithm, for slopes."""
+REDUCE_ERROR = (0.1, 0.02)
 """How well the host's clock tells the wait for gradients: this share of the wait, and of the step."""
 
 
@@ -44,16 +54,18 @@ class Prior:
 PRIORS: Mapping[str, Prior] = {
     "fixed": Prior(2e-3, 5, "s a step"),
     "micro-batch": Prior(1e-3, 5, "s a micro-batch"),
-    "overlap": Prior(0.7, 1.6, "of compute", most=1.0),
+    "overlap": Prior(0.6, 2, "of compute", most=1.0),
     "slowest": Prior(0.01, 2.5, "of compute"),
-    "crowding": Prior(0.01, 5, "of compute and worker"),
+    "crowding": Prior(0.02, 6, "of compute and worker"),
     "intra bandwidth": Prior(2e10, 10, "bytes/s"),
     "intra latency": Prior(1e-5, 5, "s a hop"),
     "inter bandwidth": Prior(1e10, 10, "bytes/s"),
     "inter latency": Prior(2e-5, 4, "s a hop"),
     "noise": Prior(0.02, 2, "of a step"),
 }
-"""Besides them, each group has seconds a token, of which nothing is believed."""
+"""Besides them, each group has its seconds a token:"""
+COMPUTE = Prior(0.8, 2, "of the fastest trial's")
+"""Of a group's seconds a token, what is computing."""
 REACHED = Prior(0.8, 1.25, "of the stated bandwidth")
 """Collectives reach 65 to 95 % of what a data sheet states; NCCL's own tests call it bus bandwidth."""
 DELAYED = Prior(1.5, 1.6, "of the stated latency")
@@ -71,17 +83,20 @@ def priors(cluster: ClusterDescription | None) -> dict[str, Prior]:
 
 
 class Posterior:
-    """What is believed of the unknowns after some trials: a density over their logarithms."""
+    """What is believed of the unknowns after some trials: a density over their logarithms, a column each."""
 
     def __init__(self, observations: Sequence[Observation], believed: Mapping[str, Prior]) -> None:
-        self.observations, self.believed = observations, believed
         self.table: Table = table([one.work for one in observations])
         self.groups = sorted(set(self.table.groups))
         self.names = [*believed, *(f"compute {group}" for group in self.groups)]
-        self._middle = np.log([one.middle for one in believed.values()])
-        self._width = np.log([one.factor for one in believed.values()])
-        self._most = np.log([one.most for one in believed.values()])
         self._seconds = np.array([one.seconds - one.data_seconds for one in observations])
+        a_token = self._seconds / self.table["tokens"]
+        fastest = [min(a_token[row] for row, own in enumerate(self.table.groups) if own == name) for name in self.groups]
+        computing = [Prior(COMPUTE.middle * seconds, COMPUTE.factor, "s a token") for seconds in fastest]
+        beliefs = [*believed.values(), *computing]
+        self._middle = np.log([one.middle for one in beliefs])
+        self._width = np.log([one.factor for one in beliefs])
+        self._most = np.log([one.most for one in beliefs])
         self._window_error = np.array([one.relative_error for one in observations])
         self._reduce = np.array([math.nan if one.reduce_seconds is None else one.reduce_seconds for one in observations])
         self._timed = np.flatnonzero(~np.isnan(self._reduce))
@@ -92,33 +107,62 @@ class Posterior:
 
     def density(self, logarithms: Array) -> Array:
         """Logarithm of the density of each row, up to a constant."""
-        known = logarithms[:, : len(self._middle)]
+        errors, scale, surprises = self._misses(logarithms)
+        height = _student(errors) - np.log(scale).sum(axis=1) - 0.5 * (surprises**2).sum(axis=1)
+        return np.where((logarithms > self._most).any(axis=1), -np.inf, height)
+
+    def _misses(self, logarithms: Array) -> tuple[Array, Array, Array]:
+        """Of each row: errors in units of what they should be, that unit for steps, and how far from the priors' middles."""
         values = self.values(logarithms)
         parts = seconds_of(self.table, values)
         scale = np.hypot(values["noise"], self._window_error)
-        height = _student((np.log(parts.total / self._seconds)) / scale) - np.log(scale).sum(axis=1)
-        if len(self._timed):
-            waited, step = self._reduce[self._timed], self._seconds[self._timed]
-            scale = np.hypot(REDUCE_ERROR[0] * waited, REDUCE_ERROR[1] * step)
-            height += _student(((parts.exposed + parts.waiting)[:, self._timed] - waited) / scale)
-        height -= 0.5 * (((known - self._middle) / self._width) ** 2).sum(axis=1)
-        return np.where((known > self._most).any(axis=1), -np.inf, height)
+        of_steps = np.log(parts.total / self._seconds) / scale
+        waited, step = self._reduce[self._timed], self._seconds[self._timed]
+        of_waits = (parts.exposed + parts.waiting)[:, self._timed] - waited
+        errors = np.hstack([of_steps, of_waits / np.hypot(REDUCE_ERROR[0] * waited, REDUCE_ERROR[1] * step)])
+        return errors, scale, (logarithms - self._middle) / self._width
 
     def start(self, walkers: int, rng: np.random.Generator) -> Array:
-        """The likeliest of many walkers from the priors, each with computing as fast as fits its group's trials best.
+        """Walkers around the likeliest places, as far as a normal density through each would reach."""
+        found = [self._climb(place) for place in self._candidates(rng)]
+        heights = [self.density(place[None])[0] for place, _ in found]
+        best = [pair for pair, height in zip(found, heights, strict=True) if height > max(heights) - COMPARABLE]
+        around = [
+            rng.multivariate_normal(place, spread, size=walkers // len(best) + 1, method="eigh") for place, spread in best
+        ]
+        return np.minimum(np.concatenate(around), self._most - 1e-3)[:walkers]
 
-        Walkers in places that are all but impossible would stay there: few lines between two of them lead out.
-        """
-        known = self._middle + self._width * rng.standard_normal((CANDIDATES * walkers, len(self._middle)))
-        known = np.minimum(known, self._most - 0.01)
-        rows = [[row for row, group in enumerate(self.table.groups) if group == name] for name in self.groups]
-        a_token = self._seconds / self.table["tokens"]
-        speeds = np.tile([np.log(np.median(a_token[own])) for own in rows], (len(known), 1))
+    def _candidates(self, rng: np.random.Generator) -> Array:
+        """The likeliest of many draws from the priors, each with computing as fast as fits its group's trials best."""
+        found = self._middle + self._width * rng.standard_normal((CANDIDATES, len(self._middle)))
+        found = np.minimum(found, self._most - 1e-3)
+        first = len(self.names) - len(self.groups)
         for _ in range(5):
-            missed = np.log(self._seconds / seconds_of(self.table, self.values(np.hstack([known, speeds]))).total)
-            speeds += np.stack([np.median(missed[:, own], axis=1) for own in rows], axis=1)
-        found = np.hstack([known, speeds + 0.01 * rng.standard_normal(speeds.shape)])
-        return found[np.argsort(self.density(found))[-walkers:]]
+            missed = np.log(self._seconds / seconds_of(self.table, self.values(found)).total)
+            for column, name in enumerate(self.groups, first):
+                own = [row for row, group in enumerate(self.table.groups) if group == name]
+                found[:, column] += np.median(missed[:, own], axis=1)
+        return found[np.argsort(self.density(found))[-CLIMBED:]]
+
+    def _climb(self, place: Array) -> tuple[Array, Array]:
+        """The likeliest place near one, by least squares with soft bounds on errors, and the covariance there."""
+        noise = self.names.index("noise")
+
+        def residuals(at: Array) -> Array:
+            errors, _, surprises = self._misses(np.atleast_2d(at))
+            return np.hstack([errors, surprises]).squeeze()
+
+        def slopes(at: Array) -> Array:
+            return (residuals(at + NUDGE * np.eye(len(at))) - residuals(at)).T / NUDGE
+
+        for _ in range(2):
+            # Least squares would raise the noise without end: it is set to what is left of the errors.
+            free = np.where(np.arange(len(place)) == noise, 1e-9, 10 * self._width)
+            bounds = (place - free, np.maximum(np.minimum(place + free, self._most), place - 0.5 * free))
+            place = least_squares(residuals, place, slopes, bounds, loss="soft_l1", max_nfev=CLIMBS).x
+            left = np.median(np.abs(self._misses(place[None])[0])) * np.exp(place[noise])
+            place[noise] = np.clip(np.log(left), *(self._middle[noise] + self._width[noise] * np.array([-3, 3])))
+        return place, np.asarray(np.linalg.inv(slopes(place).T @ slopes(place)), dtype=np.float64)
 
 
 def draw(
@@ -127,9 +171,7 @@ def draw(
     """Draws of all unknowns, by name, a column each; the same for the same arguments."""
     rng = np.random.default_rng(seed)
     posterior = Posterior(observations, priors(cluster))
-    walkers = max(48, 4 * len(posterior.names))
-    draws = sample(posterior.density, posterior.start(walkers, rng), steps=steps, rng=rng)
-    return posterior.values(draws)
+    return posterior.values(sample(posterior.density, posterior.start(WALKERS, rng), steps=steps, rng=rng))
 
 
 def _student(errors: Array) -> Array:

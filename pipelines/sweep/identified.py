@@ -63,14 +63,14 @@ def identify(
             continue
         narrowed = math.log(value.factor) < NARROWED * math.log(_prior_factor(prior)) and value.factor < KNOWN_TO
         what, seen, needed = counts.get(name, ("", 1, 1))
-        is_link = "bandwidth" in name or "latency" in name
+        is_link = name.startswith(("intra", "inter"))
         if seen >= needed and narrowed:
             terms.append(Term(name, value, prior.unit, "measured"))
         elif cluster is not None and is_link:
             terms.append(Term(name, value, prior.unit, "described"))
         else:
-            few = f"trials with {seen} {what}, of {needed} needed" if seen < needed else ""
-            remedy = few or REMEDIES.get(name, f"what goes over these links takes too little of these {what}")
+            few = f"needs trials on {needed} different {what}, these have {seen}" if seen < needed else ""
+            remedy = few or REMEDIES.get(name, "what crosses these links takes too little of a step to tell")
             terms.append(Term(name, value, prior.unit, "not identified", remedy + ", or sweep.cluster" * is_link))
     return terms
 
@@ -81,7 +81,7 @@ def _counts(observations: Sequence[Observation]) -> dict[str, tuple[str, int, in
     local = len({work.neighbours for work in works})
     nodes = len({work.nodes for work in works})
     return {
-        "intra bandwidth": ("numbers of workers on a node", local if max(w.neighbours for w in works) > 1 else 0, 1),
+        "intra bandwidth": ("numbers of workers on a node", local, 2),
         "intra latency": ("numbers of workers on a node", local, 3),
         "inter bandwidth": ("numbers of nodes", nodes, 2),
         "inter latency": ("numbers of nodes", nodes, 3),

@@ -26,8 +26,10 @@ from pipelines.sweep.terms import Parts, seconds_of, table
 
 WORKERS = (8, 64, 512, 4096)
 """Group sizes that are predicted unless others are asked for."""
-WIDEST = 2.0
+WIDEST = 1.5
 """An interval whose high bound is more than so many times the low one is no prediction."""
+MATTERS = 0.2
+"""The correlation from which on an unknown counts among those that a prediction rests on."""
 STEPS = 1000
 """Of the sampler; eight times as many moved middles of predictions by less than 1 %."""
 FOLDS = 5
@@ -55,7 +57,7 @@ class Prediction:
     shares: Mapping[str, float]
     """Of a step, by part."""
     assumed: tuple[str, ...]
-    """Unknowns that neither trials nor description tell: their whole believed range is in the intervals."""
+    """Unknowns that matter here and that neither trials nor description tell: the intervals hold all that is possible."""
 
     @property
     def limit(self) -> str:
@@ -122,9 +124,10 @@ class ScalingModel:
         self, work: Work, *, target_tokens: float, workers: Sequence[int] = WORKERS
     ) -> list[Prediction | NotPredicted]:
         """`work` on so many workers of the described cluster, which get the same share each: batches grow with them."""
-        return [self._predict(work, count, target_tokens) for count in workers]
+        open_terms = [term for term in self.terms() if term.source != "measured"]
+        return [self._predict(work, count, target_tokens, open_terms) for count in workers]
 
-    def _predict(self, work: Work, workers: int, target: float) -> Prediction | NotPredicted:
+    def _predict(self, work: Work, workers: int, target: float, open_terms: Sequence[Term]) -> Prediction | NotPredicted:
         cluster, found = self.cluster, self._refuse(work)
         if cluster is None or found:
             return NotPredicted(workers, found)
@@ -135,10 +138,9 @@ class ScalingModel:
         parts = self._parts(there)
         seconds = self._noisy(parts)
         step = Interval.of(seconds)
-        open_terms = [term for term in self.terms() if term.source == "not identified" and term.name != "noise"]
+        moving = [term for term in open_terms if _moves(self.draws[term.name], parts.total)]
         if step.factor > WIDEST:
-            reasons = tuple(str(term) for term in open_terms)
-            return NotPredicted(workers, (f"a step may take {step.low:.3g} to {step.high:.3g} s", *reasons))
+            return NotPredicted(workers, (f"a step may take {step.low:.3g} to {step.high:.3g} s", *map(str, moving)))
         price, power = cluster.price_per_gpu_hour, Power.of(self.observations, self._compute_share)
         duration = seconds * target / there.tokens
         busy = _median(parts.compute / seconds)
@@ -154,7 +156,7 @@ class ScalingModel:
             joules=None if power is None else Interval.of(duration * workers * power.watts(busy)),
             utilisation=Interval.of(there.tokens / workers * peak / seconds) if peak else None,
             shares=self._shares(parts),
-            assumed=tuple(term.name for term in open_terms),
+            assumed=tuple(term.name for term in moving if term.source == "not identified"),
         )
 
     def _refuse(self, work: Work) -> tuple[str, ...]:
@@ -225,7 +227,7 @@ class HeldBack:
     def inside(self) -> float:
         """The share of trials that lie in their intervals; 80 % should."""
         hits = [predicted.low <= measured <= predicted.high for _, predicted, measured in self.trials]
-        return statistics.mean(hits) if hits else float("nan")
+        return sum(hits) / len(hits) if hits else float("nan")
 
     def __str__(self) -> str:
         if not self.trials:
@@ -259,6 +261,11 @@ def held_back(
             model = ScalingModel.fit(seen, cluster, steps=steps)
             trials += [(one.work, model.step_seconds(one.work), one.seconds) for one in tested]
     return HeldBack(tuple(trials), tuple(skipped))
+
+
+def _moves(unknown: Array, seconds: Array) -> bool:
+    """Whether a step's time depends on an unknown, where the others are as uncertain as they are."""
+    return bool(abs(np.corrcoef(np.log(unknown[:, 0]), np.log(seconds[:, 0]))[0, 1]) > MATTERS)
 
 
 def _median(values: Array) -> float:

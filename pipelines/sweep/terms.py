@@ -5,23 +5,24 @@ Work of the busiest worker, seconds:
     compute   = tokens x (seconds a token) x (1 + crowding x other workers on the node)
     waiting   = compute x slowest x E(workers)
     exposed   = max(sent - overlap x what it may hide behind, tail x sent)
-    sent      = bytes / bandwidth + hops x latency, on the links inside a node and on those between nodes
+    sent      = bytes over the slower link + hops x latency, inside nodes and between them
     overhead  = micro-batches x (seconds a micro-batch) + seconds a step
 
 E(n) is the expected largest of n standard normal numbers, by Blom's approximation (1958): a group waits for its slowest.
 
-Bytes and hops of a collective over n workers of b bytes (Thakur, Rabenseifner and Gropp, 2005; Patarasuk and Yuan, 2009):
-a ring's all-gather or reduce-scatter sends (n - 1)/n b in n - 1 hops, its all-reduce both. A double binary tree (Sanders,
-Speck and Träff, 2009; in NCCL since 2.4) sends 2 b in 2 log2(n) hops. Over several nodes a collective is taken to be done
-inside the nodes and then between them, where a node's workers share its bandwidth, by the faster of ring and tree.
+Bytes and hops of a collective of b bytes over n workers (Thakur, Rabenseifner and Gropp, 2005; Patarasuk and Yuan, 2009): a
+ring's all-gather or reduce-scatter sends (n - 1)/n b over every link of the ring in n - 1 hops, its all-reduce does both.
+Over several nodes the ring passes each node once, as NCCL's do, so that a node sends as much as each of its workers does.
+Double binary trees over the nodes (Sanders, Speck and Träff, 2009; in NCCL since 2.4) send 2 b in 2 log2(nodes) hops between
+nodes; the faster of the two is taken.
 
     traffic = traffic_of(work)
-    parts = seconds_of(table([work, ...]), quantities)          # arrays, draws x works
+    parts = seconds_of(table([work, ...]), values)             # arrays, draws x works
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, replace
 from statistics import NormalDist
 
 import numpy as np
@@ -33,55 +34,59 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """What a step sends. Inside a node bytes are a worker's, between nodes those of all workers of a node."""
+class Route:
+    """Bytes and hops of a step on the links inside a node, each worker's, and between nodes, those of a whole node."""
 
     intra_bytes: float = 0.0
     intra_hops: float = 0.0
     inter_bytes: float = 0.0
-    """By gathers and scatters, which only go around rings."""
     inter_hops: float = 0.0
-    ring_bytes: float = 0.0
-    """By all-reduces between nodes, if these go around rings ..."""
-    ring_hops: float = 0.0
-    tree_bytes: float = 0.0
-    """... and if along trees."""
-    tree_hops: float = 0.0
 
-    def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
+    def __add__(self, other: "Route") -> "Route":
+        return Route(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
-    def times(self, count: float) -> "Traffic":
+    def times(self, count: float) -> "Route":
         """As often as that."""
-        return Traffic(*(count * getattr(self, item.name) for item in fields(self)))
+        return Route(*(count * value for value in astuple(self)))
 
 
-def gather(size: float, messages: int, local: int, nodes: int, abreast: int = 1) -> Traffic:
+@dataclass(frozen=True)
+class Traffic:
+    """What a step sends: gathers and scatters, which go around rings, and sums, which go around rings or along trees."""
+
+    gathers: Route = Route()
+    ring: Route = Route()
+    tree: Route = Route()
+
+
+def gather(size: float, messages: int, local: int, nodes: int, abreast: int = 1) -> Route:
     """An all-gather or a reduce-scatter of `size` bytes in all, in so many messages, over `nodes` with `local` workers each.
 
     `abreast`: groups that do the same at once, and share a node's link.
     """
-    return Traffic(
-        intra_bytes=(local - 1) / local * size,
-        intra_hops=messages * (local - 1),
-        inter_bytes=(nodes - 1) / nodes * size * abreast,
-        inter_hops=messages * (nodes - 1),
+    workers = local * nodes
+    sent = (workers - 1) / workers * size
+    between = nodes if nodes > 1 else 0
+    return Route(
+        intra_bytes=sent if local > 1 else 0.0,
+        intra_hops=messages * max(0, workers - 1 - between),
+        inter_bytes=sent * abreast if between else 0.0,
+        inter_hops=messages * min(between, workers - 1),
     )
 
 
 def all_reduce(size: float, messages: int, local: int, nodes: int, *, trees: bool, abreast: int = 1) -> Traffic:
-    """An all-reduce of `size` bytes: reduce-scatter in the nodes, all-reduce between them, all-gather in the nodes."""
-    one_way = gather(size, messages, local, nodes, abreast)
-    ring_bytes, ring_hops = 2 * one_way.inter_bytes, 2 * one_way.inter_hops
-    by_tree = trees and nodes > 1
-    return Traffic(
-        intra_bytes=2 * one_way.intra_bytes,
-        intra_hops=2 * one_way.intra_hops,
-        ring_bytes=ring_bytes,
-        ring_hops=ring_hops,
-        tree_bytes=2 * size * abreast if by_tree else ring_bytes,
-        tree_hops=2 * messages * math.log2(nodes) if by_tree else ring_hops,
+    """A sum of `size` bytes by a ring, and where `trees` are to be had, by a chain in each node and trees over the nodes."""
+    ring = gather(size, messages, local, nodes, abreast).times(2)
+    if not trees or nodes == 1:
+        return Traffic(ring=ring, tree=ring)
+    tree = Route(
+        intra_bytes=2 * size if local > 1 else 0.0,
+        intra_hops=2 * messages * (local - 1),
+        inter_bytes=2 * size * abreast,
+        inter_hops=2 * messages * math.log2(nodes),
     )
+    return Traffic(ring=ring, tree=tree)
 
 
 def traffic_of(work: Work) -> Traffic:
@@ -95,33 +100,29 @@ def traffic_of(work: Work) -> Traffic:
     gradients, weights = work.parameters * work.gradient_bytes, work.parameters * work.gather_bytes
     trees, messages, local = work.backend == "nccl", work.messages, min(work.shards, work.neighbours)
     everybody = all_reduce(gradients, messages, work.neighbours, work.nodes, trees=trees)
+    gathered = gather(weights, messages, local, work.shards // local)
+    scattered = gather(gradients, messages, local, work.shards // local)
     match work.strategy, work.zero:
         case "single", _:
             return Traffic()
         case "ddp", _:
             return everybody
         case "fsdp", _:
-            of_weights = gather(weights, messages, local, work.shards // local)
             passes = (2 if work.reshard else 1) * work.micro_batches
-            sent = of_weights.times(passes) + gather(gradients, messages, local, work.shards // local)
-            return sent + _between_copies(work, gradients, trees)
+            return replace(_between_copies(work, gradients, trees), gathers=gathered.times(passes) + scattered)
         case _, 3:
-            whole = gather(weights, messages, work.neighbours, work.nodes).times(2)
-            return (whole + gather(gradients, messages, work.neighbours, work.nodes)).times(work.micro_batches)
+            return Traffic(gathers=(gathered.times(2) + scattered).times(work.micro_batches))
         case _, stage:
-            passes = work.micro_batches if stage == 2 else 1
-            return everybody.times(passes) + gather(weights, messages, work.neighbours, work.nodes)
+            sums = work.micro_batches if stage == 2 else 1
+            return Traffic(gathered, everybody.ring.times(sums), everybody.tree.times(sums))
 
 
 def _between_copies(work: Work, gradients: float, trees: bool) -> Traffic:
     """A hybrid's copies sum their shards: groups of workers that hold the same shard, side by side on every node."""
-    copies = work.workers // work.shards
-    if copies == 1:
-        return Traffic()
     abreast = min(work.shards, work.neighbours)
     local = work.neighbours // abreast
-    each = gradients / work.shards
-    return all_reduce(each, work.messages, local, copies // local, trees=trees, abreast=abreast)
+    nodes = work.workers // work.shards // local
+    return all_reduce(gradients / work.shards, work.messages, local, nodes, trees=trees, abreast=abreast)
 
 
 def hideable_of(work: Work) -> float:
@@ -158,18 +159,20 @@ class Table:
 
 def table(works: Sequence[Work]) -> Table:
     """What the formulas need of each."""
-    rows = [
-        {
-            **vars(traffic_of(work)),
-            "tokens": work.tokens_per_worker,
-            "micro_batches": work.micro_batches,
-            "others": work.neighbours - 1,
-            "slowest": slowest_of(work.workers),
-            "hideable": hideable_of(work),
-            "tail": tail_of(work),
-        }
-        for work in works
-    ]
+    rows = []
+    for work in works:
+        sent = traffic_of(work)
+        rows.append(
+            {
+                **{f"{way} {name}": value for way, route in vars(sent).items() for name, value in vars(route).items()},
+                "tokens": work.tokens_per_worker,
+                "micro_batches": work.micro_batches,
+                "others": work.neighbours - 1,
+                "slowest": slowest_of(work.workers),
+                "hideable": hideable_of(work),
+                "tail": tail_of(work),
+            }
+        )
     columns = {name: np.array([row[name] for row in rows], dtype=float) for name in rows[0]}
     return Table([work.group for work in works], columns)
 
@@ -195,11 +198,7 @@ def seconds_of(works: Table, values: Mapping[str, Array]) -> Parts:
     """The formulas above; `values` holds columns of draws, by the names in `quantities`."""
     a_token = np.concatenate([values[f"compute {group}"] for group in works.groups], axis=1)
     compute = works["tokens"] * a_token * (1 + values["crowding"] * works["others"])
-    a_byte, a_hop = 1 / values["inter bandwidth"], values["inter latency"]
-    by_ring = works["ring_bytes"] * a_byte + works["ring_hops"] * a_hop
-    by_tree = works["tree_bytes"] * a_byte + works["tree_hops"] * a_hop
-    inside = works["intra_bytes"] / values["intra bandwidth"] + works["intra_hops"] * values["intra latency"]
-    sent = inside + works["inter_bytes"] * a_byte + works["inter_hops"] * a_hop + np.minimum(by_ring, by_tree)
+    sent = _sent(works, values, "gathers") + np.minimum(_sent(works, values, "ring"), _sent(works, values, "tree"))
     hidden = values["overlap"] * works["hideable"] * compute
     return Parts(
         compute=compute,
@@ -207,3 +206,11 @@ def seconds_of(works: Table, values: Mapping[str, Array]) -> Parts:
         exposed=np.maximum(sent - hidden, works["tail"] * sent),
         overhead=works["micro_batches"] * values["micro-batch"] + values["fixed"],
     )
+
+
+def _sent(works: Table, values: Mapping[str, Array], way: str) -> Array:
+    """Seconds of a route's bytes, which pass both kinds of link at once, and of its hops."""
+    inside = works[f"{way} intra_bytes"] / values["intra bandwidth"]
+    between = works[f"{way} inter_bytes"] / values["inter bandwidth"]
+    hops = works[f"{way} intra_hops"] * values["intra latency"] + works[f"{way} inter_hops"] * values["inter latency"]
+    return np.maximum(inside, between) + hops

@@ -1,0 +1,162 @@
+"""The formulas against collectives played out message by message, and against what the strategies send."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelines.sweep import TrialError, Work
+from pipelines.sweep.terms import all_reduce, gather, slowest_of, tail_of, traffic_of
+from tests.pipelines.sweep.synthetic import LARGE, SMALL, TRUTH, parts, seconds
+
+sizes = st.integers(1, 6)
+
+
+def play_ring(local: int, nodes: int, size: float) -> tuple[Counter[str], Counter[str]]:
+    """An all-gather around a ring that passes each node once: the most that a link carries, and its rounds, by kind."""
+    workers = local * nodes
+    held = [{rank} for rank in range(workers)]
+    carried: Counter[tuple[str, int]] = Counter()
+    rounds = 0
+    while any(len(chunks) < workers for chunks in held):
+        sent = [(rank, (rank - rounds) % workers) for rank in range(workers)]
+        for rank, chunk in sent:
+            assert chunk in held[rank]
+            held[(rank + 1) % workers].add(chunk)
+            crosses = rank // local != (rank + 1) % workers // local
+            carried["inter" if crosses else "intra", rank] += 1
+        rounds += 1
+    most: Counter[str] = Counter()
+    for (kind, _), chunks in carried.items():
+        most[kind] = max(most[kind], chunks)
+    bytes_by_kind = Counter({kind: chunks * size / workers for kind, chunks in most.items()})
+    return bytes_by_kind, Counter(rounds=rounds)
+
+
+@given(local=sizes, nodes=sizes)
+def test_a_gather_is_what_a_ring_sends(local: int, nodes: int) -> None:
+    carried, counted = play_ring(local, nodes, size=1e6)
+    route = gather(1e6, 1, local, nodes)
+    assert route.intra_bytes == pytest.approx(carried["intra"])
+    assert route.inter_bytes == pytest.approx(carried["inter"])
+    assert route.intra_hops + route.inter_hops == counted["rounds"]
+
+
+@given(local=sizes, nodes=sizes, messages=st.integers(1, 9))
+def test_a_sum_is_a_scatter_and_a_gather(local: int, nodes: int, messages: int) -> None:
+    assert all_reduce(1e6, messages, local, nodes, trees=False).ring == gather(1e6, messages, local, nodes).times(2)
+
+
+def test_trees_have_few_hops_and_rings_fewer_bytes() -> None:
+    sent = all_reduce(1e6, 1, 8, 512, trees=True)
+    assert sent.tree.inter_hops == 18
+    assert sent.ring.inter_hops == 1024
+    assert sent.ring.inter_bytes < sent.tree.inter_bytes
+
+
+def test_the_faster_of_ring_and_tree_is_taken() -> None:
+    work = replace(SMALL, workers=4096, slots=4096)
+    far, near = TRUTH | {"inter latency": 1e-2}, TRUTH | {"inter latency": 1e-9, "intra latency": 1e-9}
+    rings = replace(work, backend="gloo")
+    assert seconds(work, far) < 0.1 * seconds(rings, far)
+    assert seconds(work, near) == pytest.approx(seconds(rings, near), rel=0.01)
+
+
+def test_fsdp_gathers_in_every_micro_batch_and_scatters_once() -> None:
+    work = replace(LARGE, strategy="fsdp", workers=8, slots=24)
+    one = gather(4e9, work.messages, 8, 1)
+    assert traffic_of(work).gathers.intra_bytes == pytest.approx(7 * one.intra_bytes)
+    assert traffic_of(replace(work, reshard=False)).gathers.intra_bytes == pytest.approx(4 * one.intra_bytes)
+    assert traffic_of(replace(work, gather_bytes=2)).gathers.intra_bytes == pytest.approx(4 * one.intra_bytes)
+
+
+def test_a_hybrid_sends_only_sums_of_shards_between_nodes() -> None:
+    whole = replace(LARGE, strategy="fsdp", workers=32, slots=32)
+    hybrid = replace(whole, shard_workers=8)
+    sent = traffic_of(hybrid)
+    assert sent.gathers.inter_bytes == 0
+    assert sent.ring.inter_bytes == pytest.approx(2 * 3 / 4 * 4e9)
+    assert sent.ring.inter_bytes < traffic_of(whole).gathers.inter_bytes
+
+
+def test_zero_sends_what_its_stage_says() -> None:
+    ddp = replace(LARGE, workers=8, slots=32)
+    first, second, third = (traffic_of(replace(ddp, strategy="deepspeed", zero=stage)) for stage in (1, 2, 3))
+    sum_once = traffic_of(ddp).ring
+    assert first.ring == sum_once
+    assert second.ring == sum_once.times(4)
+    assert first.gathers == second.gathers == gather(4e9, LARGE.messages, 8, 1)
+    assert third.ring.intra_bytes == 0
+    assert third.gathers.intra_bytes == pytest.approx(12 * first.gathers.intra_bytes)
+
+
+@given(st.sampled_from(["ddp", "fsdp", "deepspeed"]), st.integers(1, 3), st.integers(1, 4), st.booleans())
+def test_one_worker_sends_nothing(strategy: str, zero: int, slots: int, reshard: bool) -> None:
+    work = replace(LARGE, strategy=strategy, zero=zero, slots=slots, reshard=reshard)
+    assert traffic_of(work) == traffic_of(replace(work, strategy="single"))
+    assert seconds(work, TRUTH) == seconds(replace(work, strategy="single"), TRUTH)
+
+
+@given(
+    st.sampled_from(["ddp", "fsdp", "deepspeed"]),
+    st.sampled_from(sorted(name for name in TRUTH if name != "overlap")),
+    st.sampled_from([1, 2, 8, 64, 512]),
+    st.floats(1.01, 10),
+)
+def test_a_worse_cluster_is_never_faster(strategy: str, name: str, workers: int, factor: float) -> None:
+    work = replace(LARGE, strategy=strategy, workers=workers, slots=2 * workers)
+    worse = TRUTH | {name: TRUTH[name] / factor if "bandwidth" in name else TRUTH[name] * factor}
+    assert seconds(work, worse) >= seconds(work, TRUTH) or math.isclose(seconds(work, worse), seconds(work, TRUTH))
+
+
+def test_something_is_always_exposed() -> None:
+    """However much is hidden, the last message is not."""
+    work = replace(LARGE, workers=2, slots=2)
+    sent = 4e9 / TRUTH["intra bandwidth"] + 2 * work.messages * TRUTH["intra latency"]
+    assert parts(work, TRUTH | {"overlap": 1.0}).exposed[0, 0] == pytest.approx(tail_of(work) * sent)
+
+
+def test_the_slowest_of_many_is_slower() -> None:
+    """Blom's approximation against the mean of draws."""
+    assert slowest_of(1) == 0
+    assert all(few < many for few, many in pairwise(map(slowest_of, (1, 2, 8, 64, 512, 4096))))
+    drawn = np.random.default_rng(0).standard_normal((20_000, 64)).max(axis=1).mean()
+    assert slowest_of(64) == pytest.approx(drawn, rel=0.01)
+
+
+def test_the_busiest_worker_counts() -> None:
+    work = Work(
+        device="V100",
+        model="small",
+        parameters=1,
+        workers=3,
+        workers_per_node=4,
+        strategy="ddp",
+        slots=8,
+        tokens_per_slot=10,
+        messages=1,
+        slots_per_micro_batch=2,
+    )
+    assert (work.tokens_per_worker, work.micro_batches, work.nodes, work.neighbours) == (30, 2, 1, 3)
+    larger = work.at(8, 4)
+    assert (larger.slots, larger.tokens_per_worker, larger.nodes) == (24, 30, 2)
+    assert work.at(1, 1).group == work.group
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"workers": 0}, "workers is 0: it must be at least 1"),
+        ({"workers": 12, "slots": 12}, "workers is 12: it must be a multiple of workers_per_node, 8"),
+        ({"workers": 2}, "workers is 2: it must be at most slots, 1"),
+        ({"workers": 8, "slots": 8, "shard_workers": 3}, "shard_workers is 3: it must divide workers, 8"),
+    ],
+)
+def test_work_that_cannot_be_is_named(change: dict[str, int], message: str) -> None:
+    with pytest.raises(TrialError, match=message):
+        replace(SMALL, **change)
