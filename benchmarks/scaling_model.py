@@ -3,7 +3,7 @@
 The peer is what one would guess without a model: that each GPU does as many tokens a second as in the largest group that the
 fit saw of the same model. Tables, with their sources, are in benchmarks/published_scaling.yaml.
 
-    python -m benchmarks.scaling_model                        # half a minute
+    python -m benchmarks.scaling_model                        # ten seconds
     python -m benchmarks.scaling_model --each                 # every prediction, and every unknown
 """
 

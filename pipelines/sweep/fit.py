@@ -156,9 +156,9 @@ class Posterior:
             return (residuals(at + NUDGE * np.eye(len(at))) - residuals(at)).T / NUDGE
 
         for _ in range(2):
-            # Least squares would raise the noise without end: it is set to what is left of the errors.
+            # Least squares would raise the noise without end: it stays, and is then set to what is left of the errors.
             free = np.where(np.arange(len(place)) == noise, 1e-9, 10 * self._width)
-            bounds = (place - free, np.maximum(np.minimum(place + free, self._most), place - 0.5 * free))
+            bounds = (place - free, np.minimum(place + free, self._most))
             place = least_squares(residuals, place, slopes, bounds, loss="soft_l1", max_nfev=CLIMBS).x
             left = np.median(np.abs(self._misses(place[None])[0])) * np.exp(place[noise])
             place[noise] = np.clip(np.log(left), *(self._middle[noise] + self._width[noise] * np.array([-3, 3])))

@@ -123,11 +123,20 @@ class Work:
     def at(self, workers: int, workers_per_node: int) -> "Work":
         """The same on another number of workers, each with as much to do as now, so that the batch grows with them.
 
-        A hybrid's groups stay as large as they are. Raises TrialError where `workers` cannot be cut into nodes or groups.
+        A hybrid's groups stay as large, where there are as many workers. Raises TrialError where `workers` cannot be cut
+        into nodes or groups.
         """
         slots = math.ceil(self.slots / self.workers) * workers
         strategy: Strategy = "ddp" if self.strategy == "single" and workers > 1 else self.strategy
-        return replace(self, workers=workers, workers_per_node=workers_per_node, slots=slots, strategy=strategy)
+        shards = min(self.shard_workers, workers)
+        return replace(
+            self,
+            workers=workers,
+            workers_per_node=workers_per_node,
+            slots=slots,
+            strategy=strategy,
+            shard_workers=shards,
+        )
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,8 @@ def traffic_of(work: Work) -> Traffic:
     trees, messages, local = work.backend == "nccl", work.messages, min(work.shards, work.neighbours)
     everybody = all_reduce(gradients, messages, work.neighbours, work.nodes, trees=trees)
     gathered = gather(weights, messages, local, work.shards // local)
-    scattered = gather(gradients, messages, local, work.shards // local)
+    # Gloo scatters by summing everywhere.
+    scattered = gather(gradients, messages, local, work.shards // local).times(1 if trees else 2)
     match work.strategy, work.zero:
         case "single", _:
             return Traffic()

@@ -154,6 +154,9 @@ def test_cost_time_and_utilisation_follow_from_the_step(model: ScalingModel) -> 
     assert answer.utilisation.middle == pytest.approx(2048 / answer.step_seconds.middle * 1.5e9 / 125e12, rel=1e-3)
     assert sum(answer.shares.values()) == pytest.approx(1, abs=0.05)
     assert answer.joules is None
+    assert str(answer).startswith("64 workers: ")
+    assert "costs" in str(answer)
+    assert answer.limit in str(answer)
 
 
 def test_energy_follows_from_computing_and_waiting() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.sweep import TrialError, Work
-from pipelines.sweep.terms import all_reduce, gather, slowest_of, tail_of, traffic_of
+from pipelines.sweep.terms import Traffic, all_reduce, gather, slowest_of, tail_of, traffic_of
 from tests.pipelines.sweep.synthetic import LARGE, SMALL, TRUTH, parts, seconds
 
 sizes = st.integers(1, 6)
@@ -73,6 +73,7 @@ def test_fsdp_gathers_in_every_micro_batch_and_scatters_once() -> None:
     assert traffic_of(work).gathers.intra_bytes == pytest.approx(7 * one.intra_bytes)
     assert traffic_of(replace(work, reshard=False)).gathers.intra_bytes == pytest.approx(4 * one.intra_bytes)
     assert traffic_of(replace(work, gather_bytes=2)).gathers.intra_bytes == pytest.approx(4 * one.intra_bytes)
+    assert traffic_of(replace(work, backend="gloo")).gathers.intra_bytes == pytest.approx(8 * one.intra_bytes)
 
 
 def test_a_hybrid_sends_only_sums_of_shards_between_nodes() -> None:
@@ -82,6 +83,8 @@ def test_a_hybrid_sends_only_sums_of_shards_between_nodes() -> None:
     assert sent.gathers.inter_bytes == 0
     assert sent.ring.inter_bytes == pytest.approx(2 * 3 / 4 * 4e9)
     assert sent.ring.inter_bytes < traffic_of(whole).gathers.inter_bytes
+    assert traffic_of(hybrid.at(1, 1)) == Traffic()
+    assert hybrid.at(64, 8).shard_workers == 8
 
 
 def test_zero_sends_what_its_stage_says() -> None:
