@@ -67,7 +67,16 @@ class Work:
     """Of forward and backward, for the utilisation."""
 
     def __post_init__(self) -> None:
-        for name in ("parameters", "workers", "workers_per_node", "slots", "tokens_per_slot", "messages"):
+        counts = (
+            "parameters",
+            "workers",
+            "workers_per_node",
+            "slots",
+            "tokens_per_slot",
+            "messages",
+            "slots_per_micro_batch",
+        )
+        for name in counts:
             if getattr(self, name) < 1:
                 raise TrialError(f"{name} is {getattr(self, name)}: it must be at least 1")
         if self.workers > self.workers_per_node and self.workers % self.workers_per_node:

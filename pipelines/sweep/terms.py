@@ -196,7 +196,7 @@ class Parts:
 
 
 def seconds_of(works: Table, values: Mapping[str, Array]) -> Parts:
-    """The formulas above; `values` holds columns of draws, by the names in `quantities`."""
+    """The formulas above; `values` holds a column of draws for each unknown of `fit.PRIORS` and `compute` of each group."""
     a_token = np.concatenate([values[f"compute {group}"] for group in works.groups], axis=1)
     compute = works["tokens"] * a_token * (1 + values["crowding"] * works["others"])
     sent = _sent(works, values, "gathers") + np.minimum(_sent(works, values, "ring"), _sent(works, values, "tree"))
