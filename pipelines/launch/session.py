@@ -89,7 +89,7 @@ def _watch(train: Train, wire: Recording, phase: str, watcher: Watcher) -> dict[
     with _stop_signals(wire.request_stop) as told, Progress() as progress:
         progress.update({"phase": phase})
         thread.start()
-        said = False
+        said, linked = False, ""
         while thread.is_alive():
             try:
                 thread.join(POLL_S)
@@ -100,6 +100,8 @@ def _watch(train: Train, wire: Recording, phase: str, watcher: Watcher) -> dict[
             except Exception:  # the recorder may be starting again; the training does not depend on it
                 continue
             progress.update(state | {"phase": state.get("phase") or (phase if not state.get("step") else None)})
+            if not linked and (linked := state.get("mlflow") or ""):
+                progress.note(f"mlflow   {linked}")
             if told and not said:
                 said = True
                 progress.note("stopping: all workers save and end at the same step (once more to end at once)")

@@ -63,7 +63,7 @@ def trainer_settings(job: Job, share: Share, wire: Wire, most: int, number: int)
             elastic_resize_monitor_interval_s=NEVER_S,
         ),
         "run_config": RunConfig(
-            name=f"{job.attempt}-{number}" if number else job.attempt,
+            name=f"{job.run}-{job.attempt}" + (f"-{number}" if number else ""),
             storage_path=(job.folder / ".ray").uri,
             failure_config=FailureConfig(max_failures=job.config.launch.restarts),
             logging_config=LoggingConfig(log_level="CRITICAL"),

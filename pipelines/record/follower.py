@@ -52,7 +52,7 @@ class Follower:
 
     @property
     def link(self) -> str | None:
-        """Where a browser shows the run, None before it was made."""
+        """The run's page on its server; None before it was made, and for a database."""
         return self._log.link
 
     def add(self, segment: Segment, entries: list[Entry]) -> None:

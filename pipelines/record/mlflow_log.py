@@ -24,7 +24,7 @@ from pipelines.config.run import Record
 from pipelines.files import Folder
 from pipelines.record import note
 from pipelines.record.journal import Segment, read_segment, segments
-from pipelines.record.links import VIEW_TAG, run_link, view
+from pipelines.record.links import VIEW_TAG, on_a_server, run_link, view
 from pipelines.record.sender import Entry
 from pipelines.record.summary import STATUSES
 
@@ -87,8 +87,8 @@ class MlflowLog:
 
     @property
     def link(self) -> str | None:
-        """Where a browser shows the run: on the server, or for a database on a UI started at the usual port."""
-        return run_link(self.mark)
+        """The run's page on its server; None where it is in a database, whose pages need `pipelines.record.ui`."""
+        return run_link(self.mark) if on_a_server(self.mark) else None
 
     def connect(self) -> "tuple[MlflowClient, str]":
         """The client and the run's id. The first call makes or reopens the run; after a failure it may be called again."""

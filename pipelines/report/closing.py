@@ -37,7 +37,7 @@ def _last_lines(summary: dict[str, Any], run_folder: Folder, link: str | None, n
     place = f"--run {run} --storage {storage}"
     if summary.get("mlflow_run_id") is None:
         tracking = "not logged there"
-    elif link and not link.startswith("http://127.0.0.1"):
+    elif link:
         tracking = link
     else:
         tracking = f"python -m pipelines.record.ui --storage {storage}"
