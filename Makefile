@@ -28,7 +28,7 @@ train: install
 
 test: install
 	@echo "running the tests: some minutes on two cores"
-	@$(RUN) -m pytest
+	@$(RUN) -m pytest -n 2 --dist loadfile
 
 ui: install
 	@$(RUN) -m pipelines.record.ui --storage $(STORAGE)

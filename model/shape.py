@@ -46,7 +46,7 @@ def count_parameters(shape: DecoderShape, vocabulary_size: int) -> int:
     """Parameters of the decoder, tied ones once, without building it."""
     width, hidden, layers = shape.width, hidden_width(shape), shape.layers
     grouped = 2 * (shape.kv_heads or shape.heads) * (width // shape.heads)
-    attention = width * (width + grouped) + width * width
+    attention = _attention_weights(shape)
     embedding = vocabulary_size * width
     if shape.flavour == "llama":
         return layers * (attention + 3 * width * hidden + 2 * width) + width + 2 * embedding
@@ -54,3 +54,16 @@ def count_parameters(shape: DecoderShape, vocabulary_size: int) -> int:
     norms = 2 * width
     final = 2 * width if shape.bias else width
     return layers * (attention + 2 * width * hidden + norms + biases) + final + embedding + shape.context * width
+
+
+def flops_per_token(shape: DecoderShape, vocabulary_size: int) -> float:
+    """Operations to train on a token: 6 a matrix weight, 12 L C T for attention (Chowdhery et al., 2022, app. B)."""
+    feed_forward = (3 if shape.flavour == "llama" else 2) * shape.width * hidden_width(shape)
+    matrices = shape.layers * (_attention_weights(shape) + feed_forward) + vocabulary_size * shape.width
+    return 6.0 * matrices + 12.0 * shape.layers * shape.width * shape.context
+
+
+def _attention_weights(shape: DecoderShape) -> int:
+    """Weights of a block's attention: queries, keys, values, and the output."""
+    grouped = 2 * (shape.kv_heads or shape.heads) * (shape.width // shape.heads)
+    return shape.width * (shape.width + grouped) + shape.width * shape.width

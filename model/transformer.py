@@ -16,7 +16,7 @@ from model.attention import Attention, LayerCache, Rotation, rotation_table
 from model.feed_forward import GELU, SwiGLU
 from model.linear import Linear, linear, use_onednn
 from model.norm import LayerNorm, RMSNorm
-from model.shape import DecoderShape, hidden_width
+from model.shape import DecoderShape, flops_per_token, hidden_width
 from triton_kernels.linear_cross_entropy import linear_cross_entropy
 
 
@@ -106,11 +106,8 @@ class Decoder(nn.Module):
         return self.embedding.weight if self.head is None else self.head.weight
 
     def flops_per_token(self) -> float:
-        """Operations to train on a token: 6 a matrix weight, 12 L C T for attention (Chowdhery et al., 2022, app. B)."""
-        matrices = sum(p.numel() for name, p in self.named_parameters() if p.dim() == 2 and "embedding" not in name)
-        matrices -= self.positions.weight.numel() if self.positions is not None else 0
-        head = self.vocabulary_size * self.shape.width if self.head is None else 0
-        return 6.0 * (matrices + head) + 12.0 * self.shape.layers * self.shape.width * self.shape.context
+        """Operations to train on a token."""
+        return flops_per_token(self.shape, self.vocabulary_size)
 
 
 def _norm(shape: DecoderShape) -> LayerNorm | RMSNorm:

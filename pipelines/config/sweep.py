@@ -64,6 +64,8 @@ class Sweep(Section):
     """One trial at a time: two that shared a node would measure each other."""
     concurrent: int = setting(2, at_least=1)
     """Trials at a time when they are not isolated."""
+    retry: bool = setting(False)
+    """When a sweep is started again, measure again what failed, hung or ran out of memory."""
     timeout_s: float = setting(900.0, above=0)
     """Seconds after which a trial is given up as hung."""
 

@@ -36,7 +36,7 @@ def nvtx_listener() -> Listener:
         return _cuda_range
     if find_spec("nvtx") is None:
         raise ProfileError("Nsight sees our phases only by the package nvtx, where PyTorch has no CUDA: pip install nvtx")
-    import nvtx  # type: ignore[import-not-found]
+    import nvtx
 
     def annotate(name: str) -> AbstractContextManager[Any]:
         made: AbstractContextManager[Any] = nvtx.annotate(name)

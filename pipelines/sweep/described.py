@@ -1,6 +1,6 @@
 """A cluster described in YAML: what no trial on a few workers can measure, and what it costs.
 
-device: H100                     # as the trials name it
+device: H100                     # as the trials name it, or a part of that
 gpus_per_node: 8                 # workers of a node
 intra: {gb_per_s: 450, latency_us: 3}        # inside a node: bytes a second of each worker, one way
 inter: {gb_per_s: 400, latency_us: 8}        # between nodes: of a whole node, one way

@@ -22,6 +22,8 @@ Status = Literal["measured", "stopped_early", "out_of_memory", "failed", "hung",
 started; `stopped_early`: the scheduler found others better."""
 MEASURED = ("measured", "stopped_early")
 """Those with figures."""
+WITHOUT_FIGURES = ("out_of_memory", "failed", "hung")
+"""Those that might have figures if they were measured again."""
 PLACE = "trials"
 FIGURES = (
     "joules_per_token",
@@ -67,6 +69,7 @@ class Result:
     """Why there are no figures, or not all."""
     workers: int = 0
     device: str = ""
+    """`cpu`, or the GPU by name."""
     threads: int = 0
     tokens_per_step: float = 0.0
     speeds: tuple[float, ...] = ()
@@ -105,7 +108,7 @@ class Result:
 
 def windows_of(entries: Iterable[Mapping[str, Any]], tokens_per_step: float) -> list[Window]:
     """The windows of a journal's newest attempt, from its first step."""
-    attempt, found, previous = None, [], 0
+    attempt, found, previous = None, list[Window](), 0
     for entry in entries:
         if entry["attempt"] != attempt:
             attempt, found, previous = entry["attempt"], [], 0
@@ -150,12 +153,22 @@ def keep(sweep: Folder, result: Result) -> None:
     sweep.put_json(f"{PLACE}/{result.key}.json", asdict(result))
 
 
+def forget(sweep: Folder, key: str) -> None:
+    """Removes a trial's result, if there is one, so that it is measured again."""
+    if (sweep / PLACE).exists(f"{key}.json"):
+        (sweep / PLACE).remove(f"{key}.json")
+
+
 def results(sweep: Folder) -> dict[str, Result]:
     """The results so far, by key. What this version does not know of them is left out."""
     place, known = sweep / PLACE, {item.name for item in fields(Result)}
     names = [name for name in place.names() if name.endswith(".json")] if place.exists() else []
     found = {}
     for name in sorted(names):
-        content = {key: tuple(value) if isinstance(value, list) else value for key, value in place.read_json(name).items()}
-        found[content["key"]] = Result(**{key: value for key, value in content.items() if key in known})
+        read: dict[str, Any] = place.read_json(name)
+        given: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in read.items() if key in known
+        }
+        result = Result(**given)
+        found[result.key] = result
     return found

@@ -164,7 +164,7 @@ class ScalingModel:
         if self.cluster is None:
             return ("no cluster is described: name a YAML file by sweep.cluster",)
         measured = {one.work.group for one in self.observations}
-        if work.device != self.cluster.device:
+        if self.cluster.device.casefold() not in work.device.casefold():
             return (f"trials ran on {work.device}, described is {self.cluster.device}: run one trial there",)
         if work.group not in measured:
             return (f"no trial computed like {work.group}: run one",)

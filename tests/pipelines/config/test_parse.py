@@ -6,6 +6,7 @@ import pytest
 
 from pipelines.config import Config, Model, Sample, SettingError
 from pipelines.config.parse import from_yaml, parse, to_yaml
+from pipelines.config.sweep import SweepConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 PRESETS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -71,7 +72,8 @@ def test_settings_survive_yaml() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
 def test_presets_are_valid(preset: Path) -> None:
-    parsed = parse(Config, ["--config", str(preset)], program="train.py")
+    cls = SweepConfig if preset.stem.startswith("sweep") else Config
+    parsed = parse(cls, ["--config", str(preset)], program="train.py")
     assert parsed.preset == preset.stem
 
 

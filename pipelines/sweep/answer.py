@@ -1,0 +1,140 @@
+"""The answer of a sweep: the best settings, what else is as good, what the scaling model makes of the trials.
+
+found = answer(base, results(folder).values(), Resources.of_cluster(), price_per_hour=2.5)
+found.text                                                # in plain words, for the terminal and the report
+found.recommended                                         # YAML for train.py, None where no trial has a figure
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipelines.config.sweep import SweepConfig
+from pipelines.launch.resources import Resources
+from pipelines.sweep.choice import UNITS, best_of, by_settings, recommendation, score
+from pipelines.sweep.described import ClusterDescription
+from pipelines.sweep.observation import Observation, TrialError
+from pipelines.sweep.observed import observation_of, places_per_node
+from pipelines.sweep.result import Result
+from pipelines.sweep.scaling import HeldBack, NotPredicted, Prediction, ScalingModel, held_back
+from pipelines.sweep.space import Candidate
+
+AIM = 0.1
+"""The median error on trials held back that we aim for."""
+LEAST_TRIALS = 4
+"""Below that many measured trials no model is fitted: nothing could be held back."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a sweep found."""
+
+    base: SweepConfig
+    results: Sequence[Result]
+    """Every trial, in the order of their keys' files."""
+    merged: Sequence[Result]
+    """One for each combination of settings."""
+    best: Result | None
+    alike: Sequence[Result]
+    """Those that the spread does not tell from the best, the best first."""
+    price_per_hour: float
+    """Of a worker; 0: unknown."""
+    observed: Mapping[str, Observation]
+    """What the scaling model was told, by the trial's key."""
+    model: ScalingModel | None
+    held: HeldBack | None
+    """Its errors on trials that it did not see."""
+    predictions: Sequence[Prediction | NotPredicted]
+    remarks: Sequence[str]
+    """What the model cannot say, and why."""
+    text: str
+    recommended: str | None
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """For programs: `summary.json`."""
+        best = self.best
+        found = best and {"run": best.run, "settings": best.settings, "tokens_per_second": best.speed, "spread": best.spread}
+        return {
+            "run": self.base.run,
+            "status": "finished" if best else "failed",
+            "objective": self.base.sweep.objective,
+            "trials": len(self.results),
+            "measured": sum(result.measured for result in self.results),
+            "best": found,
+            "as_good": [result.run for result in self.alike],
+            "held_back_median_error": self.held.median if self.held and self.held.trials else None,
+        }
+
+
+def answer(base: SweepConfig, results: Iterable[Result], there: Resources, price_per_hour: float = 0.0) -> Answer:
+    """What the results say. Raises ClusterError where `sweep.cluster` is no description of a cluster."""
+    every = list(results)
+    described = ClusterDescription.load(base.sweep.cluster) if base.sweep.cluster else None
+    price = price_per_hour or (described.price_per_gpu_hour if described and described.price_per_gpu_hour else 0.0)
+    merged = by_settings(every)
+    best, alike = best_of(merged, base.sweep, price)
+    observed, remarks = _observed(base, merged, there)
+    model = ScalingModel.fit(list(observed.values()), described) if len(observed) >= LEAST_TRIALS else None
+    if model is None:
+        remarks.append(f"{len(observed)} measured trials are too few for a scaling model: it takes {LEAST_TRIALS}")
+    predictions = _predictions(base, model, best, observed)
+    text = _in_words(base, merged, best, alike, price)
+    recommended = recommendation(Candidate(base, best.settings), text) if best else None
+    held = held_back(list(observed.values()), described) if model else None
+    return Answer(base, every, merged, best, alike, price, observed, model, held, predictions, remarks, text, recommended)
+
+
+def _observed(base: SweepConfig, merged: Sequence[Result], there: Resources) -> tuple[dict[str, Observation], list[str]]:
+    found, remarks = {}, []
+    for result in merged:
+        config = Candidate(base, result.settings).config
+        if not result.measured or config is None:
+            continue
+        try:
+            places = places_per_node(there, result.device, result.threads)
+            found[result.key] = observation_of(config, result, places)
+        except TrialError as error:
+            remarks.append(f"{result.label}: not described by the scaling model: {error}")
+    return found, remarks
+
+
+def _predictions(
+    base: SweepConfig, model: ScalingModel | None, best: Result | None, observed: Mapping[str, Observation]
+) -> list[Prediction | NotPredicted]:
+    """On more workers, from the best trial on."""
+    if not (model and best and best.key in observed):
+        return []
+    tokens = base.sweep.target_tokens or base.train.steps * best.tokens_per_step
+    return model.predict(observed[best.key].work, target_tokens=tokens)
+
+
+def _in_words(
+    base: SweepConfig, merged: Sequence[Result], best: Result | None, alike: Sequence[Result], price: float
+) -> str:
+    """What to use and why, in a paragraph."""
+    objective = base.sweep.objective
+    failed = sum(not result.measured for result in merged)
+    if best is None:
+        return f"None of {len(merged)} combinations has a figure for {objective}: there is nothing to recommend."
+    lines = [f"Use {best.label}."]
+    measured = [result for result in merged if result.measured]
+    others = [result for result in measured if result not in alike]
+    spread = f" ± {best.spread:.1%}" if len(best.speeds) > 1 else ""
+    lines.append(f"It trains {best.speed:,.0f}{spread} tokens a second with {best.workers} worker(s).")
+    if objective != "throughput":
+        value = score(best, base.sweep, price)
+        lines.append(f"Of all trials it has the best score for {objective}: {value:.3g} {UNITS[objective]}.")
+    if len(alike) > 1:
+        lines.append(f"As good within the spread: {'; '.join(result.label for result in alike[1:4])}.")
+    if others:
+        worst = max(others, key=lambda result: score(result, base.sweep, price))
+        lines.append(f"The slowest that ran, {worst.label}, reaches {worst.speed / best.speed:.0%} of its speed.")
+    if failed:
+        lines.append(f"{failed} of {len(merged)} combinations have no figure; the report says why.")
+    batch = Candidate(base, best.settings).recommended.train.batch
+    if batch != base.train.batch:
+        lines.append(
+            f"Its batch is {batch} samples a step, not the configured {base.train.batch}: the learning rate may not fit it."
+        )
+    return " ".join(lines)

@@ -1,0 +1,86 @@
+"""What is best among the trials, by the objective, and the settings to train with.
+
+merged = by_settings(results)                             # the rounds of each combination together
+best, as_good = best_of(merged, sweep)                    # those that the spread does not tell from the best
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from pipelines.config.parse import to_yaml
+from pipelines.config.sweep import Sweep
+from pipelines.sweep.result import Result
+from pipelines.sweep.space import Candidate
+
+HOUR_S = 3600
+UNITS = {
+    "throughput": "seconds a token",
+    "cost": "price a token",
+    "energy": "joules a token",
+    "time_to_loss": "seconds to the target loss",
+}
+"""What the score of each objective is."""
+
+
+def score(result: Result, sweep: Sweep, price_per_hour: float) -> float:
+    """The objective as a figure of which less is better, in `UNITS`; infinite where the trial has none."""
+    if not result.speed:
+        return math.inf
+    if sweep.objective == "energy":
+        return float(result.figures.get("joules_per_token") or math.inf)
+    if sweep.objective == "time_to_loss":
+        return math.inf if result.seconds_to_loss is None else result.seconds_to_loss
+    return token_score(result.speed, result.workers, sweep, price_per_hour)
+
+
+def token_score(speed: float, workers: int, sweep: Sweep, price_per_hour: float) -> float:
+    """Seconds a token, or its price, at so many tokens a second."""
+    return workers * price_per_hour / HOUR_S / speed if sweep.objective == "cost" else 1 / speed
+
+
+def by_settings(results: Iterable[Result]) -> list[Result]:
+    """One result for each combination: the windows of its rounds together, or its failure where no round has any."""
+    rounds: dict[str, list[Result]] = {}
+    for result in results:
+        rounds.setdefault(repr(sorted(result.settings.items())), []).append(result)
+    return [_together(each) for each in rounds.values()]
+
+
+def _together(rounds: Sequence[Result]) -> Result:
+    measured = [result for result in rounds if result.measured]
+    if len(measured) < 2:
+        return (measured or list(rounds))[0]
+    times = [result.seconds_to_loss for result in measured]
+    arrived = [seconds for seconds in times if seconds is not None]
+    return replace(
+        measured[0],
+        speeds=tuple(speed for result in measured for speed in result.speeds),
+        step_seconds=tuple(seconds for result in measured for seconds in result.step_seconds),
+        seconds_to_loss=sum(arrived) / len(arrived) if len(arrived) == len(times) else None,
+        cause=next((result.cause for result in rounds if not result.measured), ""),
+    )
+
+
+def best_of(results: Iterable[Result], sweep: Sweep, price_per_hour: float) -> tuple[Result | None, list[Result]]:
+    """The result with the best score, and all that its spread and theirs do not tell from it, itself the first.
+
+    Trials that the scheduler stopped early are not the best. (None, []) where no trial has a score.
+    """
+    scored = [(score(result, sweep, price_per_hour), result) for result in results if result.status == "measured"]
+    finite = sorted(((value, index, result) for index, (value, result) in enumerate(scored) if math.isfinite(value)))
+    if not finite:
+        return None, []
+    least, _, best = finite[0]
+    alike = [result for value, _, result in finite if value * (1 - _known(result)) <= least * (1 + _known(best))]
+    return best, alike
+
+
+def _known(result: Result) -> float:
+    return min(1.0, result.spread)
+
+
+def recommendation(candidate: Candidate, why: str) -> str:
+    """The settings to train with, as YAML that `train.py --config` takes, under the reason as a comment."""
+    comment = "".join(f"# {line}\n" for line in why.splitlines())
+    return comment + to_yaml(candidate.recommended)

@@ -1,0 +1,196 @@
+"""One trial: a real training under Ray Train, watched until it is measured precisely enough.
+
+    result = run_trial(candidate, storage, sweep_folder, tags, tell=lambda window: tune.report({"score": ...}))
+
+This runs in the process that drives the trial; what computes are Ray Train's workers, which are new for each trial. What the
+training prints goes to `trial.txt` in its own folder.
+"""
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from pipelines.config import Config, SettingError
+from pipelines.config.sweep import Sweep
+from pipelines.files import Folder
+from pipelines.launch.driver import CannotRun, train
+from pipelines.launch.failure import first_cause
+from pipelines.launch.preflight import checks_of_settings
+from pipelines.launch.resources import Resources, resolve
+from pipelines.launch.session import Watcher
+from pipelines.record import read_entries
+from pipelines.sweep.result import (
+    FIGURES,
+    Result,
+    Status,
+    Window,
+    mean_shares,
+    relative_half_width,
+    seconds_to_loss,
+    windows_of,
+)
+from pipelines.sweep.space import Candidate
+
+OUT_OF_MEMORY = re.compile(r"out ?of ?memory|Cannot allocate memory|OutOfMemory|\bOOM\b", re.IGNORECASE)
+HUNG = re.compile(r"Hung|stands still", re.IGNORECASE)
+
+
+class Measuring(Watcher):
+    """Looks at a trial's windows as they come, and says when there are enough of them."""
+
+    def __init__(self, candidate: Candidate, folder: Folder, tell: Callable[[Window], None]) -> None:
+        assert candidate.config
+        self._sweep, self._folder, self._tell = candidate.base.sweep, folder, tell
+        self._tokens = tokens_per_step(candidate.config)
+        self._deadline = time.monotonic() + self._sweep.timeout_s
+        self._told = self._step = 0
+        self.error: BaseException | None = None
+
+    def on_state(self, state: dict[str, Any], request_stop: Callable[[], None]) -> None:
+        """Reads what is new in the journal. Raises TimeoutError where the trial has taken too long."""
+        if time.monotonic() > self._deadline:
+            raise TimeoutError(f"the trial took longer than sweep.timeout_s, {self._sweep.timeout_s:g} s")
+        step = state.get("step") or 0
+        if step == self._step:
+            return
+        self._step = step
+        windows = windows_of(read_entries(self._folder), self._tokens)
+        for window in windows[self._told :]:
+            self._tell(window)
+        self._told = len(windows)
+        if enough(windows, self._sweep):
+            request_stop()
+
+    def on_failure(self, error: BaseException) -> None:
+        """Keeps what ended the training."""
+        self.error = error
+
+
+def refusal(candidate: Candidate, there: Resources) -> Result | None:
+    """The result of a candidate that is not started: refused by a rule, or by the preflight's estimate of its memory."""
+    if candidate.config is None:
+        return ended(candidate, "refused", candidate.refusal)
+    try:
+        share = resolve(candidate.config, there)
+    except SettingError as error:
+        return ended(candidate, "refused", str(error))
+    *others, memory = checks_of_settings(candidate.config, share, there, candidate.config.tokenizer.vocabulary_size)
+    for check in others:
+        if not check.passed:
+            return ended(candidate, "refused", f"{check.name}: {check.found}")
+    return None if memory.passed else ended(candidate, "too_large", memory.found)
+
+
+def run_trial(candidate: Candidate, storage: Folder, tags: Mapping[str, str], tell: Callable[[Window], None]) -> Result:
+    """Trains the candidate's settings to the end of their windows; what became of it. Needs Ray."""
+    config = candidate.config
+    assert config
+    began = time.monotonic()
+    folder = storage / candidate.run
+    watcher = Measuring(candidate, folder, tell)
+    refused = ""
+    with TemporaryDirectory() as scratch:
+        path = Path(scratch) / "trial.txt"
+        with path.open("w") as file, redirect_stdout(file), redirect_stderr(file):
+            try:
+                train(config, storage, watcher=watcher, tags=tags)
+            except (CannotRun, ValueError) as error:
+                refused = str(error)
+        folder.upload(path, path.name)
+    seconds = time.monotonic() - began
+    if refused:
+        return ended(candidate, "refused", refused, seconds=seconds)
+    if watcher.error:
+        return result_of(candidate, folder, *why(watcher.error), seconds=seconds)
+    return result_of(candidate, folder, "measured", seconds=seconds)
+
+
+def why(error: BaseException) -> tuple[Status, str]:
+    """What kind of end this was, and its cause in a line."""
+    rank, cause = first_cause(error)
+    text = f"{type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause).strip() else ''}"
+    where = f"rank {rank}: " if rank is not None else ""
+    if OUT_OF_MEMORY.search(text):
+        return "out_of_memory", where + text
+    if isinstance(cause, TimeoutError) or HUNG.search(text):
+        return "hung", where + text
+    return "failed", where + text
+
+
+def ended(candidate: Candidate, status: Status, cause: str, seconds: float = 0.0) -> Result:
+    """The result of a trial without figures."""
+    return Result(
+        key=candidate.key,
+        run=candidate.run,
+        settings=dict(candidate.settings),
+        label=candidate.label,
+        round=candidate.round,
+        status=status,
+        cause=cause,
+        seconds=seconds,
+    )
+
+
+def result_of(candidate: Candidate, folder: Folder, status: Status, cause: str = "", seconds: float = 0.0) -> Result:
+    """The result from what the trial left in its folder; failed where that has no window after the warm-up."""
+    assert candidate.config
+    sweep = candidate.base.sweep
+    tokens = tokens_per_step(candidate.config)
+    windows = windows_of(read_entries(folder), tokens)
+    kept = [window for window in windows if window.begin >= sweep.warmup_steps]
+    if not kept:
+        without = "it ended before the first window after the warm-up"
+        return ended(candidate, "failed" if status in ("measured", "stopped_early") else status, cause or without, seconds)
+    summary = folder.read_json("summary.json") if folder.exists("summary.json") else {}
+    trained = sum(window.step_seconds * (window.end - window.begin) for window in windows)
+    parameters = _parameters(folder)
+    return Result(
+        key=candidate.key,
+        run=candidate.run,
+        settings=dict(candidate.settings),
+        label=candidate.label,
+        round=candidate.round,
+        status=status,
+        cause=cause,
+        workers=int(parameters.get("workers", 0)),
+        device=_device(folder, str(parameters.get("device", ""))),
+        threads=int(parameters.get("threads", 0)),
+        tokens_per_step=tokens,
+        speeds=tuple(window.tokens_per_second for window in kept),
+        step_seconds=tuple(window.step_seconds for window in kept),
+        shares=mean_shares(kept),
+        figures={name: summary[name] for name in FIGURES if summary.get(name) is not None},
+        seconds_to_loss=seconds_to_loss(windows, sweep.target_loss) if sweep.target_loss else None,
+        loss=kept[-1].loss,
+        seconds=seconds,
+        overhead_s=max(0.0, seconds - trained),
+    )
+
+
+def enough(windows: list[Window], sweep: Sweep) -> bool:
+    """Whether a trial may end: the loss is reached where that is the aim, else the speed is known well enough."""
+    if sweep.objective == "time_to_loss":
+        return seconds_to_loss(windows, sweep.target_loss) is not None
+    speeds = [window.tokens_per_second for window in windows if window.begin >= sweep.warmup_steps]
+    return len(speeds) >= sweep.least_windows and relative_half_width(speeds) <= sweep.precision
+
+
+def tokens_per_step(config: Config) -> float:
+    """Nominal tokens of an update."""
+    return float(config.train.batch * config.model.context)
+
+
+def _parameters(folder: Folder) -> Mapping[str, Any]:
+    """What the newest attempt was told of its workers."""
+    found = [entry["values"] for entry in read_entries(folder) if entry["kind"] == "parameters"]
+    return found[-1] if found else {}
+
+
+def _device(folder: Folder, kind: str) -> str:
+    """What a worker computed on, by name: `cpu`, or the GPUs' of the head node."""
+    gpus = folder.read_json("environment.json").get("gpus") if kind == "cuda" else None
+    return str(gpus[0]["name"]) if gpus else kind
