@@ -60,6 +60,11 @@ class Candidate:
         """Why there are none."""
         return "" if isinstance(self._made, Config) else str(self._made)
 
+    @property
+    def recommended(self) -> Config:
+        """The settings to train with: those of the sweep's training, with this combination. Raises SettingError."""
+        return replace(with_settings(self.base.training(), self._spread_out()), run=None)
+
     @cached_property
     def key(self) -> str:
         """Eight hexadecimal digits of all that the figures depend on."""
