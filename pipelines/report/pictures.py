@@ -1,35 +1,18 @@
 """The pictures of a run's page, as SVG that stands in the page itself.
 
-    text = losses(entries)                                    # "<svg ...>", or "" where there is nothing to draw
+    text = losses(entries)                                    # SVG, or "" where there is nothing to draw
 
 Entries are those of the journal; steps are the x-axis of all but `step_parts`.
 """
 
-import io
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipelines.phases import PARTS
 from pipelines.report.curve import Points, series
+from pipelines.report.drawing import COLOURS, bare, empty_figure, spoken, svg
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-COLOURS = {
-    "data": "#937860",
-    "forward": "#4c72b0",
-    "backward": "#8172b3",
-    "reduce": "#c44e52",
-    "update": "#55a868",
-    "validation": "#ccb974",
-    "checkpoint": "#64b5cd",
-    "rest": "#cccccc",
-}
-"""Of the parts of a step."""
-WORDS = {"reduce": "communication", "update": "optimiser"}
-"""What parts are called where people read them."""
 STRIPS = {
     "utilization_percentage": "utilisation, %",
     "power_usage_watts": "power, W",
@@ -62,16 +45,16 @@ def step_parts(shares: dict[str, float]) -> str:
     """One bar: what share of the host's time each part of a step took, and the rest."""
     if not shares:
         return ""
-    figure = _figure(1.3)
+    figure = empty_figure(1.3)
     axes = figure.subplots()
     left = 0.0
     for name, share in shares.items():
-        axes.barh(0, share, left=left, color=COLOURS[name], label=f"{WORDS.get(name, name)} {share:.1%}")
+        axes.barh(0, share, left=left, color=COLOURS[name], label=f"{spoken(name)} {share:.1%}")
         left += share
     axes.set_xlim(0, 1)
     axes.set_axis_off()
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.05), ncols=4, frameon=False)
-    return _svg(figure)
+    return svg(figure)
 
 
 def parts_over_time(entries: Entries) -> str:
@@ -80,14 +63,14 @@ def parts_over_time(entries: Entries) -> str:
     steps = sorted(set.intersection(*(set(line) for line in lines.values())))
     if len(steps) < 2:
         return ""
-    figure = _figure(2.6)
+    figure = empty_figure(2.6)
     axes = figure.subplots()
     heights = [[lines[name][step] for step in steps] for name in PARTS]
     axes.stackplot(steps, heights, colors=[COLOURS[name] for name in PARTS])
     axes.set_ylim(0, 1)
     axes.set_ylabel("share of a step")
     axes.set_xlabel("step")
-    return _svg(figure)
+    return svg(figure)
 
 
 def rank_heat(entries: Entries) -> str:
@@ -96,7 +79,7 @@ def rank_heat(entries: Entries) -> str:
     ranks, steps = sorted({rank for rank, _ in cells}), sorted({step for _, step in cells})
     if len(ranks) < 2 or not steps:
         return ""
-    figure = _figure(1.0 + 0.35 * min(len(ranks), 24))
+    figure = empty_figure(1.0 + 0.35 * min(len(ranks), 24))
     axes = figure.subplots()
     grid = [[_own_seconds(cells.get((rank, step))) for step in steps] for rank in ranks]
     picture = axes.imshow(grid, aspect="auto", interpolation="nearest", cmap="viridis")
@@ -106,7 +89,7 @@ def rank_heat(entries: Entries) -> str:
     axes.set_yticks(range(len(ranks)), [str(rank) for rank in ranks])
     axes.set_ylabel("rank")
     axes.set_xlabel("step")
-    return _svg(figure)
+    return svg(figure)
 
 
 def _own_seconds(values: dict[str, Any] | None) -> float:
@@ -125,7 +108,7 @@ def strips(entries: Entries) -> str:
                 found.setdefault(ending, {}).setdefault(device, []).append((entry["time"] - begin, float(value)))
     if not found:
         return ""
-    figure = _figure(1.1 * len(found) + 0.4)
+    figure = empty_figure(1.1 * len(found) + 0.4)
     rows = figure.subplots(len(found), 1, sharex=True, squeeze=False)[:, 0]
     for axes, ending in zip(rows, [each for each in STRIPS if each in found], strict=True):
         for device, points in sorted(found[ending].items()):
@@ -134,13 +117,13 @@ def strips(entries: Entries) -> str:
         axes.set_ylim(bottom=0)
     rows[0].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
     rows[-1].set_xlabel("seconds")
-    return _svg(figure)
+    return svg(figure)
 
 
 def _lines(lines: dict[str, Points], label: str, *, marks: Sequence[str] = (), from_zero: bool = False) -> str:
     if not any(lines.values()):
         return ""
-    figure = _figure(2.6)
+    figure = empty_figure(2.6)
     axes = figure.subplots()
     for name, points in lines.items():
         if points:
@@ -153,31 +136,5 @@ def _lines(lines: dict[str, Points], label: str, *, marks: Sequence[str] = (), f
         axes.legend(frameon=False)
     axes.set_ylabel(label)
     axes.set_xlabel("step")
-    _bare(axes)
-    return _svg(figure)
-
-
-def _bare(axes: "Axes") -> None:
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _figure(height: float) -> "Figure":
-    # The object interface, since pyplot would look for a display and keep every figure.
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.6, height), layout="constrained")
-    FigureCanvasSVG(figure)
-    return figure
-
-
-def _svg(figure: "Figure") -> str:
-    """The figure without the XML head, which has no place inside a page; text stays text, in the reader's font."""
-    import matplotlib
-
-    stream = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        figure.savefig(stream, format="svg", metadata={"Date": None})
-    text = stream.getvalue()
-    return text[text.index("<svg") :]
+    bare(axes)
+    return svg(figure)

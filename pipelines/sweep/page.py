@@ -1,0 +1,251 @@
+"""A sweep's page: one self-contained HTML file that says what to use here and why, and what the scaling model expects.
+
+    write_report(folder, base, answer(base, results(folder).values(), there))         # as `report.html`
+
+No script, font or picture is fetched from elsewhere; links lead to the trials' own pages, whose folders lie beside it.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from statistics import fmean
+from urllib.parse import quote
+
+from pipelines.config.sweep import SweepConfig
+from pipelines.files import Folder
+from pipelines.pages import Link, heading, items, missing, page, paragraph, table
+from pipelines.report.drawing import spoken
+from pipelines.sweep import pictures, views
+from pipelines.sweep.answer import AIM, Answer
+from pipelines.sweep.choice import HOUR_S
+from pipelines.sweep.interval import Interval
+from pipelines.sweep.result import Result
+from pipelines.sweep.scaling import NotPredicted, Prediction
+from pipelines.sweep.views import plain
+
+JOULES_PER_KWH = 3.6e6
+NOT_STARTED = ("refused", "too_large")
+"""How trials ended that have no page of their own."""
+
+
+def write_report(folder: Folder, base: SweepConfig, answer: Answer) -> None:
+    """Puts the page of the sweep in this folder there, as `report.html`. Raises OSError."""
+    folder.put("report.html", sweep_page(answer))
+
+
+def sweep_page(answer: Answer) -> str:
+    """The page as HTML."""
+    families = views.families(answer)
+    sections = [
+        ("Speed-up and efficiency", _scaling(answer, families)),
+        ("Time against price, energy or workers", _tradeoffs(answer)),
+        ("Where a step's time goes", _step_parts(families)),
+        ("Speed over two settings", _heat(answer)),
+        ("The scaling model", _model(answer)),
+        ("All trials", _trials(answer.results)),
+        ("Failures", _failures(answer.results)),
+    ]
+    body = [part for title, parts in sections for part in (heading(title), *parts)]
+    return page(f"Sweep {answer.base.run}", paragraph(answer.text), *_best(answer), *body)
+
+
+def _best(answer: Answer) -> Iterator[str]:
+    """Key figures of the best."""
+    best = answer.best
+    if best is None:
+        return
+    rows = [["settings", best.label], *([name, text] for name, text in _figures(answer, best) if text)]
+    yield table((), rows, texts=2)
+    yield paragraph("Train with them: train.py --config recommended.yaml, which lies beside this page.")
+
+
+def _figures(answer: Answer, result: Result) -> list[tuple[str, str]]:
+    price, figure = answer.price_per_hour, result.figures.get
+    return [
+        ("tokens/s", _speed(result)),
+        ("workers", str(result.workers)),
+        ("device", result.device),
+        ("step, ms", plain(1e3 * fmean(result.step_seconds))),
+        ("model FLOP utilisation", _shown(figure("mfu"), "{:.1%}")),
+        ("price of a million tokens", f"{result.workers * price / HOUR_S / result.speed * 1e6:,.3g}" if price else ""),
+        ("joules a token", _shown(figure("joules_per_token"), "{:.3g}")),
+        ("energy covers", _shown(figure("energy_covers"), "{}")),
+        ("peak memory, MiB", _shown(figure("peak_memory_bytes"), "{:,.0f}", 2**-20)),
+        ("target loss after, s", plain(result.seconds_to_loss) if result.seconds_to_loss else ""),
+    ]
+
+
+def _scaling(answer: Answer, families: Sequence[views.Family]) -> Iterator[str]:
+    modelled = views.modelled(answer, families[0]) if families else []
+    picture = pictures.speed_up(families, modelled, views.predicted(answer)) if families else ""
+    if not picture:
+        yield missing("No two measured trials differ in their number of workers alone, so there is no speed-up to show.")
+        return
+    yield picture
+    text = (
+        "Lines join trials that differ in workers alone; each counts from its own fewest workers, as if those scaled "
+        "perfectly. Bars are 95 % intervals of the windows' mean; a trial of one window has none."
+    )
+    more = " Where the model predicts, each worker has as much to do as in the best trial, so the batch grows with workers."
+    yield paragraph(text + more * bool(views.predicted(answer)))
+
+
+def _tradeoffs(answer: Answer) -> Iterator[str]:
+    found, tokens = views.tradeoffs(answer), views.tokens_of(answer)
+    if not found:
+        yield missing("No trial has a speed.")
+        return
+    kinds = " and ".join(each.cost for each in found)
+    known = "" if answer.price_per_hour or "joules" in kinds else " Neither a price nor energy is known."
+    yield paragraph(f"For {tokens:,.0f} tokens: seconds against {kinds}.{known} No trial beats one on the front in both.")
+    for each in found:
+        yield pictures.tradeoff(each, answer.best, f"seconds for {tokens:,.0f} tokens")
+        rows = [[one.label, f"{one.workers}", plain(seconds), plain(cost)] for one, seconds, cost in each.best]
+        yield table(["on the front", "workers", "seconds", each.cost], rows)
+
+
+def _step_parts(families: Sequence[views.Family]) -> Iterator[str]:
+    if not families:
+        yield missing("No step was measured.")
+        return
+    family = families[0]
+    yield pictures.step_parts(family)
+    first, last = family.results[0], family.results[-1]
+    text = f"These trials: {family.label}."
+    if last.workers > first.workers:
+        text += " " + _what_stops(views.beyond_ideal(family), first.workers, last)
+    note = "Parts are the host's time; on GPUs forward, backward and optimiser are that of launching them."
+    yield paragraph(f"{text} {note}")
+
+
+def _what_stops(beyond: dict[str, float], fewest: int, last: Result) -> str:
+    took = 1e3 * fmean(last.step_seconds)
+    name = max(beyond, key=lambda part: beyond[part])
+    text = f"On {last.workers} workers a step takes {plain(took)} ms; perfect scaling from {fewest} would take "
+    text += f"{plain(took - sum(beyond.values()))} ms."
+    if beyond[name] <= 0:
+        return f"{text} No part takes longer than that."
+    return f"{text} What grew most is {spoken(name)}: {plain(beyond[name])} ms more than it would be then."
+
+
+def _heat(answer: Answer) -> Iterator[str]:
+    grid = views.grid_of(answer)
+    if grid is None:
+        yield missing("Fewer than two settings vary.")
+        return
+    yield pictures.heat(grid)
+    yield paragraph("Tokens a second of the best combination in each cell; cells that nothing was tried in are empty.")
+
+
+def _model(answer: Answer) -> Iterator[str]:
+    """Its terms, its error on trials held back, what it predicts and what not."""
+    if answer.model:
+        held = answer.held
+        if held and held.trials:
+            yield pictures.errors(held)
+            verdict = "within" if held.median <= AIM else "above"
+            yield paragraph(f"{held}. The aim is a median of at most {AIM:.0%}: it is {verdict} that.")
+        elif held:
+            yield missing(f"{held}: how far its predictions are off is not known.")
+        terms = answer.model.terms()
+        rows = [[term.name, term.source, _interval(term.value), term.unit] for term in terms]
+        yield table(["unknown", "known from", "value (80 % interval)", "unit"], rows, texts=2)
+        yield items(str(term) for term in terms if term.remedy)
+    yield from _predictions(answer)
+    if answer.remarks:
+        yield items(answer.remarks)
+
+
+def _predictions(answer: Answer) -> Iterator[str]:
+    found = [each for each in answer.predictions if isinstance(each, Prediction)]
+    if found:
+        rows = [[name, *map(figure, found)] for name, figure in PREDICTED if any(map(figure, found))]
+        yield paragraph("With as much to do for each worker as in the best trial; in brackets, 80 % intervals.")
+        yield table(["", *(f"{each.workers:,} workers" for each in found)], rows)
+        yield items(f"{each.workers:,} workers: {each.limit}{_assumed(each)}" for each in found)
+    reasons: dict[tuple[str, ...], list[str]] = {}
+    for each in answer.predictions:
+        if isinstance(each, NotPredicted):
+            reasons.setdefault(each.reasons, []).append(f"{each.workers:,}")
+    yield from (
+        missing(f"Not predicted for {', '.join(counts)} workers: {'; '.join(why)}.") for why, counts in reasons.items()
+    )
+    if not answer.predictions:
+        yield missing("Nothing is predicted: there is no model, or it does not describe the best trial.")
+
+
+def _assumed(found: Prediction) -> str:
+    names = ", ".join(found.assumed)
+    return f" Neither measured nor described, so all that is possible is in the intervals: {names}." if names else ""
+
+
+def _interval(value: Interval | None, form: str = ".3g", factor: float = 1.0) -> str:
+    return value.times(factor).text(form) if value else ""
+
+
+PREDICTED: list[tuple[str, Callable[[Prediction], str]]] = [
+    ("nodes", lambda each: f"{each.nodes:,}"),
+    ("ms a step", lambda each: _interval(each.step_seconds, ",.3g", 1e3)),
+    ("tokens/s", lambda each: _interval(each.tokens_per_second, ",.0f")),
+    ("efficiency", lambda each: _interval(each.efficiency, ".0%")),
+    ("hours", lambda each: _interval(each.seconds, ",.3g", 1 / HOUR_S)),
+    ("price", lambda each: _interval(each.cost, ",.3g")),
+    ("kWh", lambda each: _interval(each.joules, ",.3g", 1 / JOULES_PER_KWH)),
+    ("utilisation", lambda each: _interval(each.utilisation, ".0%")),
+]
+"""Figures of a prediction; one that none has is left out."""
+
+
+def _trials(results: Sequence[Result]) -> Iterator[str]:
+    if not results:
+        yield missing("None has ended.")
+        return
+    head = ["settings", "status", "tokens/s", "workers", "ms a step", "data", "communication", "J/token", "MiB", "trial, s"]
+    fastest_first = sorted(results, key=lambda result: -result.speed)
+    told = any(result.mlflow_run_id for result in results)
+    yield table([*head, "outside steps, s", *["MLflow run"] * told], [_trial(one, told) for one in fastest_first], texts=2)
+    yield paragraph("data, communication: shares of a step that the host waits for them. MiB: peak memory of a worker.")
+
+
+def _trial(result: Result, told: bool) -> list[str | Link]:
+    label = f"{result.label} (round {result.round + 1})" if result.round else result.label
+    named = label if result.status in NOT_STARTED else Link(label, f"../{quote(result.run)}/report.html")
+    status = result.status.replace("_", " ")
+    seconds = [f"{result.seconds:,.1f}", f"{result.overhead_s:,.1f}"]
+    run = [result.mlflow_run_id or ""] * told
+    if not result.measured:
+        return [named, status, *[""] * 7, *seconds, *run]
+    return [
+        named,
+        status,
+        _speed(result),
+        str(result.workers),
+        plain(1e3 * fmean(result.step_seconds)),
+        _shown(result.shares.get("data"), "{:.1%}"),
+        _shown(result.shares.get("reduce"), "{:.1%}"),
+        _shown(result.figures.get("joules_per_token"), "{:.3g}"),
+        _shown(result.figures.get("peak_memory_bytes"), "{:,.0f}", 2**-20),
+        *seconds,
+        *run,
+    ]
+
+
+def _failures(results: Sequence[Result]) -> Iterator[str]:
+    without = sorted((result for result in results if not result.measured), key=lambda result: result.status)
+    if not without:
+        yield missing("None: every trial has figures.")
+        return
+    kinds = Counter(result.status.replace("_", " ") for result in without)
+    yield paragraph(", ".join(f"{count} {kind}" for kind, count in kinds.most_common()) + ".")
+    rows = [[result.label, result.status.replace("_", " "), result.cause] for result in without]
+    yield table(["settings", "status", "cause"], rows, texts=3)
+
+
+def _speed(result: Result) -> str:
+    return f"{result.speed:,.0f}" + f" ± {result.spread:.1%}" * (len(result.speeds) > 1)
+
+
+def _shown(value: float | str | None, form: str, factor: float = 1) -> str:
+    """A figure, or nothing where it is not known."""
+    if value is None:
+        return ""
+    return form.format(value * factor if isinstance(value, int | float) else value)
