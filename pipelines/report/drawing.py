@@ -53,11 +53,14 @@ def bare(axes: "Axes") -> None:
 
 
 def svg(figure: "Figure") -> str:
-    """The figure without the XML head, which has no place inside a page; text stays text, in the reader's font."""
+    """The figure without the XML head, which has no place inside a page; text stays text, in the reader's font.
+
+    The same figure gives the same text.
+    """
     import matplotlib
 
     stream = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "page"}):
         figure.savefig(stream, format="svg", metadata={"Date": None})
     text = stream.getvalue()
     return picture(text[text.index("<svg") :])

@@ -6,23 +6,22 @@ No script, font or picture is fetched from elsewhere; links lead to the trials' 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 from urllib.parse import quote
 
 from pipelines.config.sweep import SweepConfig
 from pipelines.files import Folder
-from pipelines.pages import Link, heading, items, missing, page, paragraph, table
+from pipelines.pages import Link, heading, missing, page, paragraph, table
 from pipelines.report.drawing import spoken
 from pipelines.sweep import pictures, views
-from pipelines.sweep.answer import AIM, Answer
+from pipelines.sweep.answer import Answer
 from pipelines.sweep.choice import HOUR_S
-from pipelines.sweep.interval import Interval
+from pipelines.sweep.expectations import expectations
 from pipelines.sweep.result import Result
-from pipelines.sweep.scaling import NotPredicted, Prediction
 from pipelines.sweep.views import plain
 
-JOULES_PER_KWH = 3.6e6
+MIB = 2**20
 NOT_STARTED = ("refused", "too_large")
 """How trials ended that have no page of their own."""
 
@@ -40,7 +39,7 @@ def sweep_page(answer: Answer) -> str:
         ("Time against price, energy or workers", _tradeoffs(answer)),
         ("Where a step's time goes", _step_parts(families)),
         ("Speed over two settings", _heat(answer)),
-        ("The scaling model", _model(answer)),
+        ("The scaling model", expectations(answer)),
         ("All trials", _trials(answer.results)),
         ("Failures", _failures(answer.results)),
     ]
@@ -69,7 +68,7 @@ def _figures(answer: Answer, result: Result) -> list[tuple[str, str]]:
         ("price of a million tokens", f"{result.workers * price / HOUR_S / result.speed * 1e6:,.3g}" if price else ""),
         ("joules a token", _shown(figure("joules_per_token"), "{:.3g}")),
         ("energy covers", _shown(figure("energy_covers"), "{}")),
-        ("peak memory, MiB", _shown(figure("peak_memory_bytes"), "{:,.0f}", 2**-20)),
+        ("peak memory, MiB", _peak_memory(result)),
         ("target loss after, s", plain(result.seconds_to_loss) if result.seconds_to_loss else ""),
     ]
 
@@ -81,7 +80,8 @@ def _scaling(answer: Answer, families: Sequence[views.Family]) -> Iterator[str]:
         yield missing("No two measured trials differ in their number of workers alone, so there is no speed-up to show.")
         return
     yield picture
-    text = (
+    text = "The first of the lines is that of the best trial. " * bool(answer.best)
+    text += (
         "Lines join trials that differ in workers alone; each counts from its own fewest workers, as if those scaled "
         "perfectly. Bars are 95 % intervals of the windows' mean; a trial of one window has none."
     )
@@ -95,11 +95,11 @@ def _tradeoffs(answer: Answer) -> Iterator[str]:
         yield missing("No trial has a speed.")
         return
     kinds = " and ".join(each.cost for each in found)
-    known = "" if answer.price_per_hour or "joules" in kinds else " Neither a price nor energy is known."
+    known = " Neither a price nor energy is known." if kinds == views.WORKER_SECONDS else ""
     yield paragraph(f"For {tokens:,.0f} tokens: seconds against {kinds}.{known} No trial beats one on the front in both.")
     for each in found:
         yield pictures.tradeoff(each, answer.best, f"seconds for {tokens:,.0f} tokens")
-        rows = [[one.label, f"{one.workers}", plain(seconds), plain(cost)] for one, seconds, cost in each.best]
+        rows = [[one.label, f"{one.workers}", plain(seconds), plain(cost)] for one, seconds, cost in each.front]
         yield table(["on the front", "workers", "seconds", each.cost], rows)
 
 
@@ -133,66 +133,9 @@ def _heat(answer: Answer) -> Iterator[str]:
         yield missing("Fewer than two settings vary.")
         return
     yield pictures.heat(grid)
-    yield paragraph("Tokens a second of the best combination in each cell; cells that nothing was tried in are empty.")
-
-
-def _model(answer: Answer) -> Iterator[str]:
-    """Its terms, its error on trials held back, what it predicts and what not."""
-    if answer.model:
-        held = answer.held
-        if held and held.trials:
-            yield pictures.errors(held)
-            verdict = "within" if held.median <= AIM else "above"
-            yield paragraph(f"{held}. The aim is a median of at most {AIM:.0%}: it is {verdict} that.")
-        elif held:
-            yield missing(f"{held}: how far its predictions are off is not known.")
-        terms = answer.model.terms()
-        rows = [[term.name, term.source, _interval(term.value), term.unit] for term in terms]
-        yield table(["unknown", "known from", "value (80 % interval)", "unit"], rows, texts=2)
-        yield items(str(term) for term in terms if term.remedy)
-    yield from _predictions(answer)
-    if answer.remarks:
-        yield items(answer.remarks)
-
-
-def _predictions(answer: Answer) -> Iterator[str]:
-    found = [each for each in answer.predictions if isinstance(each, Prediction)]
-    if found:
-        rows = [[name, *map(figure, found)] for name, figure in PREDICTED if any(map(figure, found))]
-        yield paragraph("With as much to do for each worker as in the best trial; in brackets, 80 % intervals.")
-        yield table(["", *(f"{each.workers:,} workers" for each in found)], rows)
-        yield items(f"{each.workers:,} workers: {each.limit}{_assumed(each)}" for each in found)
-    reasons: dict[tuple[str, ...], list[str]] = {}
-    for each in answer.predictions:
-        if isinstance(each, NotPredicted):
-            reasons.setdefault(each.reasons, []).append(f"{each.workers:,}")
-    yield from (
-        missing(f"Not predicted for {', '.join(counts)} workers: {'; '.join(why)}.") for why, counts in reasons.items()
+    yield paragraph(
+        "Tokens a second of the fastest combination in each cell. Hatched: none has a figure; empty: none was tried."
     )
-    if not answer.predictions:
-        yield missing("Nothing is predicted: there is no model, or it does not describe the best trial.")
-
-
-def _assumed(found: Prediction) -> str:
-    names = ", ".join(found.assumed)
-    return f" Neither measured nor described, so all that is possible is in the intervals: {names}." if names else ""
-
-
-def _interval(value: Interval | None, form: str = ".3g", factor: float = 1.0) -> str:
-    return value.times(factor).text(form) if value else ""
-
-
-PREDICTED: list[tuple[str, Callable[[Prediction], str]]] = [
-    ("nodes", lambda each: f"{each.nodes:,}"),
-    ("ms a step", lambda each: _interval(each.step_seconds, ",.3g", 1e3)),
-    ("tokens/s", lambda each: _interval(each.tokens_per_second, ",.0f")),
-    ("efficiency", lambda each: _interval(each.efficiency, ".0%")),
-    ("hours", lambda each: _interval(each.seconds, ",.3g", 1 / HOUR_S)),
-    ("price", lambda each: _interval(each.cost, ",.3g")),
-    ("kWh", lambda each: _interval(each.joules, ",.3g", 1 / JOULES_PER_KWH)),
-    ("utilisation", lambda each: _interval(each.utilisation, ".0%")),
-]
-"""Figures of a prediction; one that none has is left out."""
 
 
 def _trials(results: Sequence[Result]) -> Iterator[str]:
@@ -203,7 +146,10 @@ def _trials(results: Sequence[Result]) -> Iterator[str]:
     fastest_first = sorted(results, key=lambda result: -result.speed)
     told = any(result.mlflow_run_id for result in results)
     yield table([*head, "outside steps, s", *["MLflow run"] * told], [_trial(one, told) for one in fastest_first], texts=2)
-    yield paragraph("data, communication: shares of a step that the host waits for them. MiB: peak memory of a worker.")
+    yield paragraph(
+        "Links lead to the trials' own pages, whose folders lie beside this one. "
+        "data, communication: shares of a step that the host waits for them. MiB: peak memory of a worker."
+    )
 
 
 def _trial(result: Result, told: bool) -> list[str | Link]:
@@ -223,7 +169,7 @@ def _trial(result: Result, told: bool) -> list[str | Link]:
         _shown(result.shares.get("data"), "{:.1%}"),
         _shown(result.shares.get("reduce"), "{:.1%}"),
         _shown(result.figures.get("joules_per_token"), "{:.3g}"),
-        _shown(result.figures.get("peak_memory_bytes"), "{:,.0f}", 2**-20),
+        _peak_memory(result),
         *seconds,
         *run,
     ]
@@ -244,8 +190,11 @@ def _speed(result: Result) -> str:
     return f"{result.speed:,.0f}" + f" ± {result.spread:.1%}" * (len(result.speeds) > 1)
 
 
-def _shown(value: float | str | None, form: str, factor: float = 1) -> str:
+def _peak_memory(result: Result) -> str:
+    """In MiB."""
+    return f"{result.figures['peak_memory_bytes'] / MIB:,.0f}" if result.figures.get("peak_memory_bytes") else ""
+
+
+def _shown(value: float | str | None, form: str) -> str:
     """A figure, or nothing where it is not known."""
-    if value is None:
-        return ""
-    return form.format(value * factor if isinstance(value, int | float) else value)
+    return "" if value is None else form.format(value)

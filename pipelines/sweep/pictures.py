@@ -64,7 +64,7 @@ def _family(axes: "Axes", family: Family, number: int, efficiency: bool) -> None
     spreads = [
         0.0 if math.isinf(one.spread) else one.spread * ratio for one, ratio in zip(family.results, ratios, strict=True)
     ]
-    label = cut(family.label, LABEL) + " (of the best)" * (number == 0) if named else None
+    label = cut(family.label, LABEL) if named else None
     marker = MARKERS[number] if named else "."
     axes.errorbar(workers, ratios, spreads, color=colour, label=label, marker=marker, markersize=5, capsize=3, linewidth=1.3)
 
@@ -120,7 +120,7 @@ def tradeoff(given: Tradeoff, best: Result | None, time: str) -> str:
     axes = figure.subplots()
     times, costs = [seconds for _, seconds, _ in given.points], [cost for _, _, cost in given.points]
     axes.scatter(times, costs, s=18, color=FAINT, label="trials")
-    front = list(zip(*(point[1:] for point in given.best), strict=True))
+    front = list(zip(*(point[1:] for point in given.front), strict=True))
     axes.step(*front, where="post", color=OTHERS[0], linewidth=1.2, marker="D", markersize=5, label="front")
     for result, seconds, cost in given.points:
         if result is best:
@@ -223,7 +223,7 @@ def errors(held: HeldBack) -> str:
     _by_size(left.xaxis)
     _by_size(left.yaxis)
     left.set_xlabel("measured, ms a step")
-    left.set_ylabel("predicted, 80 %")
+    left.set_ylabel("predicted, ms (80 %)")
     workers = sorted({work.workers for work, _, _ in held.trials})
     right.axhspan(-100 * AIM, 100 * AIM, color=FAINT, alpha=0.3, linewidth=0)
     right.scatter([work.workers for work, _, _ in held.trials], [100 * error for error in held.errors], s=20, color=BEST)

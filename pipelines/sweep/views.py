@@ -19,6 +19,7 @@ from pipelines.sweep.space import Candidate
 
 WORKERS = "scaling.workers"
 MILLION = 1e6
+WORKER_SECONDS = "workers × seconds"
 MOST_LEVELS = 12
 """Of a setting in a grid; where it has more, neighbouring values share a level."""
 GROUPS = 8
@@ -54,8 +55,8 @@ class Tradeoff:
     """Results, their seconds, and their cost."""
 
     @property
-    def best(self) -> list[tuple[Result, float, float]]:
-        """The front, the fastest first."""
+    def front(self) -> list[tuple[Result, float, float]]:
+        """What no other result beats in both, the fastest first."""
         chosen = front([(seconds, cost) for _, seconds, cost in self.points])
         return sorted((self.points[index] for index in chosen), key=lambda point: point[1])
 
@@ -114,7 +115,7 @@ def tradeoffs(answer: Answer) -> list[Tradeoff]:
     energies = [(one, s, float(one.figures["joules_per_token"])) for one, s in times if one.figures.get("joules_per_token")]
     if energies:
         found.append(Tradeoff("joules a token", tuple(energies)))
-    return found or [Tradeoff("workers × seconds", tuple((one, s, s * one.workers) for one, s in times))] * bool(times)
+    return found or [Tradeoff(WORKER_SECONDS, tuple((one, s, s * one.workers) for one, s in times))] * bool(times)
 
 
 def tokens_of(answer: Answer) -> float:

@@ -1,0 +1,264 @@
+"""A sweep's page: whole, self-contained, with the figures of the results, and sensible where there are few or none."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelines.config import Model, Scaling, Tokenizer, Train
+from pipelines.config.sweep import Sweep, SweepConfig
+from pipelines.files import Folder
+from pipelines.launch.resources import Resources
+from pipelines.sweep.answer import Answer, answer
+from pipelines.sweep.page import sweep_page, write_report
+from pipelines.sweep.result import Result, Status
+from pipelines.sweep.scaling import NotPredicted, Prediction
+from pipelines.sweep.views import GROUPS, beyond_ideal, families, front, grid_of, modelled, tradeoffs
+from tests.pipelines.report.test_page import Reader
+
+SHARES = {"data": 0.05, "forward": 0.2, "backward": 0.4, "update": 0.1, "validation": 0.0, "checkpoint": 0.0}
+TOKENS = 4 * 4 * 64
+MACHINE = Resources(cpus=4, gpus=0, memory_bytes=2**34, gpu_memory_bytes=None)
+CLUSTER = """
+device: cpu
+gpus_per_node: 4
+intra: {gb_per_s: 10, latency_us: 10}
+inter: {gb_per_s: 5, latency_us: 30}
+price_per_gpu_hour: 0.5
+"""
+
+
+def sweep(**settings: Any) -> SweepConfig:
+    space = {"scaling.workers": [1, 2, 4], "train.precision": ["fp32", "bf16"]}
+    return SweepConfig(
+        run="s",
+        tokenizer=Tokenizer(kind="bytes"),
+        model=Model(layers=2, heads=2, width=64, context=64),
+        train=Train(slots=4, slot_size=4),
+        scaling=Scaling(workers=1),
+        sweep=Sweep(**{"space": space} | settings),
+    )
+
+
+def trial(speed: float, workers: int = 1, precision: str = "fp32", windows: int = 4, **settings: Any) -> Result:
+    """A measured trial whose windows differ by a thousandth, and whose workers wait the longer the more there are."""
+    every = {"scaling.workers": workers, "train.precision": precision}
+    every |= {name.replace("__", "."): value for name, value in settings.items()}
+    label = ", ".join(f"{name.split('.')[1]} {value}" for name, value in every.items())
+    speeds = tuple(speed * (1 + 0.001 * number) for number in range(windows))
+    reduce = 0.2 * (1 - 1 / workers)
+    return Result(
+        key=label,
+        run=f"s-{label}",
+        settings=every,
+        label=label,
+        round=0,
+        status="measured",
+        workers=workers,
+        device="cpu",
+        threads=1,
+        tokens_per_step=TOKENS,
+        speeds=speeds,
+        step_seconds=tuple(TOKENS / each for each in speeds),
+        shares=SHARES | {"reduce": reduce, "rest": 0.25 - reduce},
+        figures={"joules_per_token": 0.002 / workers, "peak_memory_bytes": 2**30, "mfu": None},
+        seconds=12.5,
+        overhead_s=7.25,
+    )
+
+
+def without(status: Status, cause: str, workers: int, precision: str = "fp32") -> Result:
+    """A trial without figures."""
+    return replace(
+        trial(1, workers, precision), status=status, cause=cause, speeds=(), step_seconds=(), shares={}, figures={}
+    )
+
+
+EVERY = [trial(1e4 * n**0.8 * faster, n, name) for n in (1, 2, 4) for name, faster in (("fp32", 1), ("bf16", 1.3))]
+FAILED = [
+    without("out_of_memory", "rank 1: OutOfMemoryError: <script>alert(1)</script>", 4, "fp16"),
+    without("refused", "scaling.workers is 16: it must be at most train.slots, 4", 16),
+    without("refused", "scaling.workers is 32: it must be at most train.slots, 4", 32),
+]
+
+
+@pytest.fixture(scope="module")
+def described(tmp_path_factory: pytest.TempPathFactory) -> Answer:
+    """With a scaling model, for a described cluster."""
+    cluster = tmp_path_factory.mktemp("described") / "cluster.yaml"
+    cluster.write_text(CLUSTER)
+    return answer(sweep(cluster=str(cluster)), EVERY + FAILED, MACHINE)
+
+
+class Cells(Reader):
+    """The rows of tables, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        super().handle_starttag(tag, attributes)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_data(self, data: str) -> None:
+        super().handle_data(data)
+        if {"td", "th"} & set(self.open):
+            self.rows[-1][-1] += data
+
+
+def read(page: str) -> Cells:
+    reader = Cells()
+    reader.feed(page)
+    assert not reader.open
+    return reader
+
+
+@pytest.fixture(scope="module")
+def page(described: Answer) -> str:
+    """Of that answer."""
+    return sweep_page(described)
+
+
+def test_it_is_whole_and_needs_nothing_from_elsewhere(page: str) -> None:
+    found = read(page)
+    assert found.counts["svg"] == 6, "speed-up, two fronts, parts of a step, two settings, errors"
+    assert "script" not in found.counts
+    pages = [address for address in found.addresses if not address.startswith(("#", "data:"))]
+    assert len(pages) == len(EVERY) + 1, "those that were refused never had a page"
+    assert "../s-workers%204%2C%20precision%20bf16/report.html" in pages
+    assert not re.search(
+        r"@import|url\((?!#)|https?://(?!www\.w3\.org|purl\.org|creativecommons\.org|matplotlib\.org)", page
+    )
+
+
+def test_every_trial_is_in_the_table_with_its_figures(page: str) -> None:
+    found = read(page)
+    rows = {row[0]: row for row in found.rows if len(row) == 11}
+    for one in EVERY:
+        milliseconds = f"{1e3 * sum(one.step_seconds) / 4:.4g}"
+        assert rows[one.label][1:5] == ["measured", f"{one.speed:,.0f} ± {one.spread:.1%}", str(one.workers), milliseconds]
+        share = f"{one.shares['reduce']:.1%}"
+        assert rows[one.label][5:] == ["5.0%", share, f"{0.002 / one.workers:.3g}", "1,024", "12.5", "7.2"]
+    for one in FAILED:
+        assert rows[one.label][1:3] == [one.status.replace("_", " "), ""]
+        assert [one.label, one.status.replace("_", " "), one.cause] in found.rows
+    assert "2 refused, 1 out of memory." in found.text
+
+
+def test_the_best_comes_first_and_says_what_stops_it(described: Answer, page: str) -> None:
+    text = read(page).text
+    assert described.text in text
+    assert described.best
+    assert described.best.label == "workers 4, precision bf16"
+    assert "What grew most is communication" in text
+    beyond = beyond_ideal(families(described)[0])
+    assert max(beyond, key=lambda part: beyond[part]) == "reduce"
+    alone, four = EVERY[1], EVERY[5]
+    ideal = sum(alone.step_seconds) / 4 / 4
+    assert sum(beyond.values()) == pytest.approx(1e3 * (sum(four.step_seconds) / 4 - ideal))
+
+
+def test_what_the_model_expects_stands_with_its_intervals_or_its_reasons(described: Answer, page: str) -> None:
+    found = read(page)
+    assert described.held
+    assert str(described.held) in found.text
+    assert {type(each) for each in described.predictions} >= {Prediction}
+    for each in described.predictions:
+        if isinstance(each, Prediction):
+            assert each.efficiency.text(".0%") in [cell for row in found.rows for cell in row]
+            assert each.limit in found.text
+        else:
+            assert "; ".join(each.reasons) in found.text
+    band = modelled(described, families(described)[0])
+    assert [workers for workers, _ in band] == [1, 2, 4]
+    for (_, speed), one in zip(band, EVERY[1::2], strict=True):
+        assert speed.low < speed.middle < speed.high
+        assert speed.middle == pytest.approx(one.speed, rel=0.1)
+    assert "predicted, 80 %" in found.text
+
+
+def test_without_a_described_cluster_it_says_so_once(described: Answer) -> None:
+    reason = "no cluster is described: name a YAML file by sweep.cluster"
+    predictions = [NotPredicted(workers, (reason,)) for workers in (8, 64)]
+    text = read(sweep_page(replace(described, predictions=predictions))).text
+    assert f"Not predicted for 8, 64 workers: {reason}." in text
+    assert "predicted, 80 %" not in text
+
+
+@pytest.mark.parametrize(
+    ("results", "pictures", "said"),
+    [
+        ([], 0, ["None has ended.", "No step was measured."]),
+        (FAILED[1:2], 0, ["there is nothing to recommend", "1 refused.", "No trial has a speed."]),
+        (FAILED, 1, ["2 refused, 1 out of memory."]),
+        (EVERY[:1], 1, ["there is no speed-up to show", "1 measured trials are too few", "None: every trial has figures."]),
+        ([trial(100, n, windows=1) for n in (1, 2)], 3, ["Fewer than two settings vary.", "joules a token"]),
+    ],
+    ids=["nothing", "refused", "failed", "one", "windows-of-one"],
+)
+def test_pictures_are_there_only_where_there_is_something_to_see(
+    results: list[Result], pictures: int, said: list[str]
+) -> None:
+    found = read(sweep_page(answer(sweep(), results, MACHINE)))
+    assert found.counts.get("svg", 0) == pictures
+    for text in said:
+        assert text in found.text
+
+
+def test_what_time_is_weighed_against_is_what_is_known() -> None:
+    """Without a price and energy, the time of all workers."""
+    poor = [replace(one, figures={}) for one in EVERY[::2]]
+    (only,) = tradeoffs(answer(sweep(target_tokens=2e6), poor, MACHINE))
+    assert only.cost == "workers × seconds"
+    for one, seconds, cost in only.points:
+        assert seconds == pytest.approx(2e6 / one.speed)
+        assert cost == pytest.approx(one.workers * 2e6 / one.speed)
+    priced = tradeoffs(answer(sweep(), EVERY[::2], MACHINE, price_per_hour=3.6))
+    assert [each.cost for each in priced] == ["price", "joules a token"]
+    assert priced[0].points[1][2] == pytest.approx(2 * 3.6 / 3600 * 1e6 / EVERY[2].speed)
+    assert [point[0].workers for point in priced[0].front] == [4, 2, 1]
+
+
+@given(points=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=30))
+def test_nothing_on_the_front_is_dominated_and_all_else_is_by_what_is_there(points: list[tuple[int, int]]) -> None:
+    def beats(one: tuple[float, float], other: tuple[float, float]) -> bool:
+        return one[0] <= other[0] and one[1] <= other[1] and one != other
+
+    chosen = front(points)
+    assert not any(beats(other, points[index]) for index in chosen for other in points)
+    others = set(range(len(points))) - set(chosen)
+    assert all(any(beats(points[index], points[other]) for index in chosen) for other in others)
+
+
+def test_a_grid_has_the_fastest_of_each_cell_and_groups_what_are_many() -> None:
+    """Two hundred trials, with labels so long that pictures cut them."""
+    long = "s3://a-bucket/with/a/very/long/path/" * 4
+    many = [trial(100 + number, 1 + number % 2, f"p{number % 3}", optimizer__eps=number / 1e4) for number in range(1, 200)]
+    many = [replace(one, label=f"{one.label}, {long}") for one in many]
+    few = [replace(one, settings={k: v for k, v in one.settings.items() if k != "optimizer.eps"}) for one in many]
+    found = grid_of(replace(answer(sweep(), [], MACHINE), merged=[*few, without("failed", "", 3, "p0")]))
+    assert found
+    assert (found.rows, found.columns) == (("p1", "p2", "p0"), ("1", "2", "3"))
+    assert found.cells[2, 2] == 0
+    assert (1, 2) not in found.cells
+    assert found.cells[0, 1] == max(one.speed for one in few if (one.workers, one.settings["train.precision"]) == (2, "p1"))
+    whole = replace(answer(sweep(), [], MACHINE), merged=many, results=many, best=many[-1])
+    grouped = grid_of(whole)
+    assert grouped
+    assert (grouped.across, len(grouped.columns)) == ("optimizer.eps", GROUPS)
+    assert grouped.columns[0] == "0.0001 to 0.0025"
+    assert read(sweep_page(whole)).counts["tr"] > 200
+
+
+def test_it_lies_in_the_sweeps_folder(tmp_path: Path) -> None:
+    found = answer(sweep(), EVERY[:1], MACHINE)
+    write_report(Folder.at(str(tmp_path)), found.base, found)
+    assert (tmp_path / "report.html").read_text() == sweep_page(found)
