@@ -11,12 +11,12 @@ from html import escape
 
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
 h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem}svg{width:100%;min-width:34rem;height:auto}pre{overflow-x:auto}
-.none{color:#777}.scroll{overflow-x:auto;margin:.7rem 0}table{border-collapse:collapse;font-variant-numeric:tabular-nums}
-td,th{padding:.15rem .6rem;border-bottom:1px solid #ddd;text-align:right}td{vertical-align:top;white-space:nowrap}
-th{font-weight:600;vertical-align:bottom}.text{text-align:left;white-space:normal}
+.none{color:#777}.scroll{overflow-x:auto;margin:.7rem 0}table{border-collapse:collapse;font-size:.93em}
+td,th{padding:.15rem .6rem;border-bottom:1px solid #ddd;text-align:right}th{font-weight:600;vertical-align:bottom}
+td{vertical-align:top;white-space:nowrap;font-variant-numeric:tabular-nums}.text{text-align:left;white-space:normal}
 .text:first-child{overflow-wrap:anywhere;min-width:min(10rem,40vw)}
 @media print{body{max-width:none;margin:0;font-size:11px}svg{min-width:0}.scroll{overflow:visible}td,th{padding:.1rem .3rem}
-td{white-space:normal}.text:first-child{min-width:0}tr,svg{break-inside:avoid}h2{break-after:avoid}}"""
+td{white-space:normal}.text:first-child{min-width:8rem}tr,svg{break-inside:avoid}h2{break-after:avoid}}"""
 
 
 @dataclass(frozen=True)

@@ -64,10 +64,15 @@ def _interval(value: Interval | None, form: str = ".3g", factor: float = 1.0) ->
     return value.times(factor).text(form) if value else ""
 
 
+def _briefly(value: Interval) -> str:
+    low, middle, high = map(pictures.brief, (value.low, value.middle, value.high))
+    return f"{middle} ({low} to {high})"
+
+
 PREDICTED: list[tuple[str, Callable[[Prediction], str]]] = [
     ("nodes", lambda each: f"{each.nodes:,}"),
     ("ms a step", lambda each: _interval(each.step_seconds, ",.3g", 1e3)),
-    ("tokens/s", lambda each: _interval(each.tokens_per_second, ",.0f")),
+    ("tokens/s", lambda each: _briefly(each.tokens_per_second)),
     ("efficiency", lambda each: _interval(each.efficiency, ".0%")),
     ("hours", lambda each: _interval(each.seconds, ",.3g", 1 / HOUR_S)),
     ("price", lambda each: _interval(each.cost, ",.3g")),

@@ -79,7 +79,7 @@ def _model(axes: "Axes", a_worker: float, modelled: Speeds, predicted: Speeds, e
         return [n for n, _ in found], [ratio for _, ratio in found]
 
     workers, band = ratios(modelled)
-    if band:
+    if len(band) > 1:
         low, high = [each.low for each in band], [each.high for each in band]
         axes.fill_between(workers, low, high, color=BEST, alpha=0.2, linewidth=0, label="scaling model, 80 %")
     workers, bars = ratios(predicted)
@@ -149,7 +149,7 @@ def step_parts(family: Family) -> str:
     for place, height in zip(places, below, strict=True):
         axes.annotate(plain(height), (place, height), (0, 2), textcoords="offset points", ha="center", fontsize=8)
     axes.set_xticks(places, [str(result.workers) for result in family.results])
-    axes.set_xlim(-0.8, max(1.8, len(steps) - 0.2))
+    axes.set_xlim(-1, len(steps))
     axes.set_xlabel("workers")
     axes.set_ylabel("ms a step")
     bare(axes)
