@@ -121,7 +121,7 @@ def _in_words(
     measured = [result for result in merged if result.measured]
     others = [result for result in measured if result not in alike]
     spread = f" ± {best.spread:.1%}" if len(best.speeds) > 1 else ""
-    lines.append(f"It trains {best.speed:,.0f}{spread} tokens a second with {best.workers} worker(s).")
+    lines.append(f"It trains {best.speed:,.0f}{spread} tokens a second on {best.workers} worker{'s' * (best.workers > 1)}.")
     if objective != "throughput":
         value = score(best, base.sweep, price)
         lines.append(f"Of all trials it has the best score for {objective}: {value:.3g} {UNITS[objective]}.")

@@ -59,7 +59,7 @@ def _sweep(base: SweepConfig, storage: Folder) -> int:
             _prepare_all(base, storage, candidates)
             plan = Plan(base, storage, base.sweep.price_per_hour, partial(refusal, there=there))
             missing = _missing(plan, candidates)
-            board = Board(total=len(missing) if candidates else base.sweep.trials)
+            board = Board(base.sweep.space, total=len(missing) if candidates else base.sweep.trials)
             tracking = Tracking(folder, base, storage, warn=board.warn)
             with board:
                 measure(plan, missing, partial(_on_end, plan, tracking, board))

@@ -1,26 +1,31 @@
-"""A sweep on the terminal: a line for each trial that ended, and below them how many are left.
+"""A sweep on the terminal: one table, a line for each trial that ended, and below it how many are left.
 
-with Board(total=16) as board:
+with Board({"scaling.workers": [1, 2]}, total=16) as board:
     board.ended(result)
 """
 
 import time
+from collections.abc import Mapping
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pipelines.sweep.result import Result
 
-WIDTH = 46
-"""Of the column with the settings."""
+CAUSE = 100
+"""Characters of a cause at most."""
+NUMBER = 10
+"""Width of a column whose values are drawn from a range."""
 
 
 class Board:
-    """Writes to standard output; without a terminal, lines only."""
+    """Writes to standard output; without a terminal, lines only. `space` tells the columns."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, space: Mapping[str, Any], total: int) -> None:
         self._total, self._ended, self._began = total, 0, time.monotonic()
+        self._widths = {key: _width(key, choices) for key, choices in space.items()}
         self._console = Console(highlight=False, soft_wrap=True)
         columns = (
             TextColumn("trials"),
@@ -34,7 +39,8 @@ class Board:
 
     def __enter__(self) -> "Board":
         if self._total:
-            self._console.print(f"{'settings':<{WIDTH}}  {'tokens/s':>9}  {'±':>6}  {'seconds':>7}")
+            names = (f"{_short(key):<{width}}" for key, width in self._widths.items())
+            self._console.print("  ".join([*names, f"{'tokens/s':>9}  {'±':>6}  {'seconds':>7}"]))
         self._progress.start()
         return self
 
@@ -42,24 +48,37 @@ class Board:
         self._progress.stop()
 
     def ended(self, result: Result) -> None:
-        """A line for a trial."""
+        """A line for a trial: its speed, how well that is known, and how long it took; or why it has none."""
         self._ended += 1
         left = (time.monotonic() - self._began) / self._ended * (self._total - self._ended)
         self._progress.update(
             self._task, completed=self._ended, description=f"about {left / 60:.0f} min left" if left > 0 else ""
         )
-        self._console.print(line_of(result), markup=False)
+        values = (f"{_shown(result.settings.get(key)):<{width}}" for key, width in self._widths.items())
+        self._console.print("  ".join([*values, figures_of(result)]), markup=False)
 
     def warn(self, text: str) -> None:
         """A line that is no trial's."""
         self._console.print(f"warning: {text}", markup=False)
 
 
-def line_of(result: Result) -> str:
-    """A trial in a line: its speed, how well that is known, and how long the trial took; or why it has none."""
-    label = result.label if len(result.label) <= WIDTH else result.label[: WIDTH - 1] + "…"
+def figures_of(result: Result) -> str:
+    """Tokens a second, half the 95 % interval, seconds of the trial; or the status and its cause."""
     if not result.measured:
-        return f"{label:<{WIDTH}}  {result.status.replace('_', ' ')}: {result.cause[:120]}"
+        return f"{result.status.replace('_', ' ')}: {result.cause[:CAUSE]}"
     spread = f"{result.spread:.1%}" if len(result.speeds) > 1 else "-"
     end = "  stopped early" if result.status == "stopped_early" else ""
-    return f"{label:<{WIDTH}}  {result.speed:>9,.0f}  {spread:>6}  {result.seconds:>7.1f}{end}"
+    return f"{result.speed:>9,.0f}  {spread:>6}  {result.seconds:>7.1f}{end}"
+
+
+def _short(key: str) -> str:
+    return key.rsplit(".", 1)[-1]
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _width(key: str, choices: Any) -> int:
+    values = [NUMBER * " "] if isinstance(choices, Mapping) else map(_shown, choices)
+    return max(len(_short(key)), *map(len, values))

@@ -102,7 +102,7 @@ class Candidate:
             config,
             run=self.run,
             train=replace(train, log_every=sweep.window_steps),
-            validation=replace(config.validation, every=0),
+            validation=replace(config.validation, every=0, samples=1),  # one at the end, as small as can be
             checkpoint=replace(config.checkpoint, every=0),
             sample=replace(config.sample, tokens=0),
             record=replace(config.record, mlflow=False),
