@@ -77,7 +77,9 @@ def answer(base: SweepConfig, results: Iterable[Result], there: Resources, price
     observed, remarks = _observed(base, merged, there)
     model = ScalingModel.fit(list(observed.values()), described) if len(observed) >= LEAST_TRIALS else None
     if model is None:
-        remarks.append(f"{len(observed)} measured trials are too few for a scaling model: it takes {LEAST_TRIALS}")
+        remarks.append(
+            f"No scaling model was fitted: that takes {LEAST_TRIALS} measured trials, and there are {len(observed)}."
+        )
     predictions = _predictions(base, model, best, observed)
     text = _in_words(base, merged, best, alike, price)
     recommended = recommendation(Candidate(base, best.settings), text) if best else None

@@ -122,12 +122,12 @@ def _conclude(plan: Plan, candidates: Sequence[Candidate], tracking: Tracking, t
     found = [result for result in found if not wanted or result.key in wanted]
     unfinished = len(wanted - {result.key for result in found})
     outcome = answer(plan.base, found, there, plan.price_per_hour)
-    write_report(plan.folder, plan.base, outcome)
+    write_report(plan.folder, outcome)
     if outcome.recommended:
         plan.folder.put("recommended.yaml", outcome.recommended)
     plan.folder.put_json("summary.json", outcome.summary | {"mlflow_run_id": tracking.run_id, "unfinished": unfinished})
-    for name in ("recommended.yaml",) if outcome.recommended else ():
-        tracking.artifact(name)
+    if outcome.recommended:
+        tracking.artifact("recommended.yaml")
     tracking.end("finished" if outcome.best and not unfinished else "stopped" if unfinished else "failed")
     _say(plan, outcome, tracking, unfinished)
     return DONE if outcome.best else FAILED

@@ -1,6 +1,6 @@
 """A sweep's page: one self-contained HTML file that says what to use here and why, and what the scaling model expects.
 
-    write_report(folder, base, answer(base, results(folder).values(), there))         # as `report.html`
+    write_report(folder, answer(base, results(folder).values(), there))               # as `report.html`
 
 No script, font or picture is fetched from elsewhere; links lead to the trials' own pages, whose folders lie beside it.
 """
@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 from urllib.parse import quote
 
-from pipelines.config.sweep import SweepConfig
 from pipelines.files import Folder
 from pipelines.pages import Link, heading, missing, page, paragraph, table
 from pipelines.report.drawing import spoken
@@ -26,7 +25,7 @@ NOT_STARTED = ("refused", "too_large")
 """How trials ended that have no page of their own."""
 
 
-def write_report(folder: Folder, base: SweepConfig, answer: Answer) -> None:
+def write_report(folder: Folder, answer: Answer) -> None:
     """Puts the page of the sweep in this folder there, as `report.html`. Raises OSError."""
     folder.put("report.html", sweep_page(answer))
 

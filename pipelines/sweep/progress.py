@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pipelines.sweep.result import Result
+from pipelines.sweep.space import short, shown
 
 CAUSE = 100
 """Characters of a cause at most."""
@@ -39,7 +40,7 @@ class Board:
 
     def __enter__(self) -> "Board":
         if self._total:
-            names = (f"{_short(key):<{width}}" for key, width in self._widths.items())
+            names = (f"{short(key):<{width}}" for key, width in self._widths.items())
             self._console.print("  ".join([*names, f"{'tokens/s':>9}  {'±':>6}  {'seconds':>7}"]))
         self._progress.start()
         return self
@@ -54,7 +55,7 @@ class Board:
         self._progress.update(
             self._task, completed=self._ended, description=f"about {left / 60:.0f} min left" if left > 0 else ""
         )
-        values = (f"{_shown(result.settings.get(key)):<{width}}" for key, width in self._widths.items())
+        values = (f"{shown(result.settings.get(key)):<{width}}" for key, width in self._widths.items())
         self._console.print("  ".join([*values, figures_of(result)]), markup=False)
 
     def warn(self, text: str) -> None:
@@ -71,14 +72,6 @@ def figures_of(result: Result) -> str:
     return f"{result.speed:>9,.0f}  {spread:>6}  {result.seconds:>7.1f}{end}"
 
 
-def _short(key: str) -> str:
-    return key.rsplit(".", 1)[-1]
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def _width(key: str, choices: Any) -> int:
-    values = [NUMBER * " "] if isinstance(choices, Mapping) else map(_shown, choices)
-    return max(len(_short(key)), *map(len, values))
+    values = [NUMBER * " "] if isinstance(choices, Mapping) else map(shown, choices)
+    return max(len(short(key)), *map(len, values))

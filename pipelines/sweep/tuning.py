@@ -10,6 +10,7 @@ while their workers are new processes each time. A result is kept in the sweep's
 import logging
 import math
 import os
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,14 +89,16 @@ def candidate_of(parameters: Mapping[str, Any], base: SweepConfig) -> Candidate:
 def _trial(parameters: dict[str, Any], plan: Plan) -> None:
     """What Tune runs. Raises where the trial hung, so that its process, and with it all that it started, is ended."""
     candidate = candidate_of(parameters, plan.base)
-    result = results(plan.folder).get(candidate.key) or plan.refusal(candidate)
+    result = results(plan.folder).get(candidate.key) or breaks_a_condition(candidate) or plan.refusal(candidate)
     if result is None:
         told = _Told(plan, candidate)
         result = run_trial(candidate, plan.storage, {"raystride.sweep": str(plan.base.run)}, told)
     keep(plan.folder, result)
     if result.status == "hung":
         raise TimeoutError(result.cause)
-    tune.report({SCORE: score(result, plan.base.sweep, plan.price_per_hour), WINDOW: plan.base.sweep.windows})
+    value = score(result, plan.base.sweep, plan.price_per_hour)
+    # Not a number, which both Optuna and ASHA leave out, where infinite would spoil their quantiles.
+    tune.report({SCORE: value if math.isfinite(value) else math.nan, WINDOW: plan.base.sweep.windows + 1})
 
 
 class _Told:
@@ -106,20 +109,17 @@ class _Told:
         self._plan, self._asked = plan, plan.base.sweep.stop_bad != "none"
         workers = candidate.config.scaling.workers
         self._workers = workers if isinstance(workers, int) else 1
-        self._number = 0
+        self._speeds: list[float] = []
 
     def __call__(self, window: Window) -> None:
         sweep = self._plan.base.sweep
         if not self._asked or window.begin < sweep.warmup_steps:
             return
-        self._number += 1
+        self._speeds.append(window.tokens_per_second)
+        speed = statistics.fmean(self._speeds)
         by_loss = sweep.objective == "time_to_loss"
-        value = (
-            window.loss
-            if by_loss
-            else token_score(window.tokens_per_second, self._workers, sweep, self._plan.price_per_hour)
-        )
-        tune.report({SCORE: value, WINDOW: self._number})
+        value = window.loss if by_loss else token_score(speed, self._workers, sweep, self._plan.price_per_hour)
+        tune.report({SCORE: value, WINDOW: len(self._speeds)})
 
 
 class _Ends(tune.Callback):  # type: ignore[misc]
@@ -132,7 +132,8 @@ class _Ends(tune.Callback):  # type: ignore[misc]
         return {}  # Tune keeps its callbacks for a restore of its own; ours reads the results
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._tell(trial, lambda candidate, folder: result_of(candidate, folder, "stopped_early"))
+        lasted = float(trial.last_result.get("time_total_s", 0.0))
+        self._tell(trial, lambda candidate, folder: result_of(candidate, folder, "stopped_early", seconds=lasted))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         cause = "the process that drove the trial ended; its trial.txt and Ray's logs may say why"
@@ -156,7 +157,7 @@ def _scheduler(base: SweepConfig) -> Any:
     if sweep.stop_bad == "none":
         return None
     return ASHAScheduler(
-        time_attr=WINDOW, max_t=sweep.windows, grace_period=sweep.least_windows, reduction_factor=sweep.keep
+        time_attr=WINDOW, max_t=sweep.windows + 1, grace_period=sweep.least_windows, reduction_factor=sweep.keep
     )
 
 
@@ -179,8 +180,10 @@ def _distributions(base: SweepConfig) -> dict[str, Any]:
 
 def _optuna(plan: Plan) -> Any:
     """Optuna's TPE, told of what was measured before."""
+    import optuna
     from ray.tune.search.optuna import OptunaSearch
 
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     base = plan.base
     known = [result for result in results(plan.folder).values() if set(result.settings) == set(base.sweep.space)]
     scores = [score(result, base.sweep, plan.price_per_hour) for result in known]

@@ -260,5 +260,5 @@ def test_a_grid_has_the_fastest_of_each_cell_and_groups_what_are_many() -> None:
 
 def test_it_lies_in_the_sweeps_folder(tmp_path: Path) -> None:
     found = answer(sweep(), EVERY[:1], MACHINE)
-    write_report(Folder.at(str(tmp_path)), found.base, found)
+    write_report(Folder.at(str(tmp_path)), found)
     assert (tmp_path / "report.html").read_text() == sweep_page(found)
