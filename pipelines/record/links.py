@@ -3,7 +3,7 @@
 A mark is what a run's `mlflow.json` holds. A run in a tracking server has its page there; for one in a database the address
 is that of MLflow's UI as `python -m pipelines.record.ui` starts it: on loopback, at port 5000 unless it was given another.
 
-    run_link({"uri": "http://host:5000", "experiment_id": "1", "run_id": "9c"})      # http://host:5000/#/experiments/1/runs/9c
+    run_link({"uri": "http://host:5000", "experiment_id": "1", "run_id": "9c"})   # http://host:5000/#/experiments/1/runs/9c?...
     comparison_link([one, other])                                # http://host:5000/#/compare-runs?runs=[...]&experiments=[...]
     job_link("http://127.0.0.1:8265", "raysubmit_x")             # http://127.0.0.1:8265/#/jobs/raysubmit_x
 """
@@ -14,6 +14,8 @@ from typing import Any
 from urllib.parse import quote
 
 UI_PORT = 5000
+SIDE = "workflowType=machine_learning"
+"""Which side of MLflow's UI opens: without it that for language models' traces, where a run is called an evaluation."""
 VIEW = "raystride"
 VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
 """The tag of an experiment in which MLflow's UI looks for the view that an address names."""
@@ -38,12 +40,12 @@ def run_link(mark: Mapping[str, Any], port: int = UI_PORT) -> str | None:
     """The run's page; None where MLflow does not have it (yet)."""
     if "run_id" not in mark:
         return None
-    return f"{_server(mark, port)}/#/experiments/{mark['experiment_id']}/runs/{mark['run_id']}"
+    return f"{_server(mark, port)}/#/experiments/{mark['experiment_id']}/runs/{mark['run_id']}?{SIDE}"
 
 
 def runs_link(mark: Mapping[str, Any], port: int = UI_PORT) -> str:
     """The table of all runs of the run's experiment, with the columns of `view`."""
-    return f"{_server(mark, port)}/#/experiments/{mark['experiment_id']}/runs?viewStateShareKey={VIEW}"
+    return f"{_server(mark, port)}/#/experiments/{mark['experiment_id']}/runs?viewStateShareKey={VIEW}&{SIDE}"
 
 
 def comparison_link(marks: Iterable[Mapping[str, Any]], port: int = UI_PORT) -> str | None:
@@ -53,7 +55,7 @@ def comparison_link(marks: Iterable[Mapping[str, Any]], port: int = UI_PORT) -> 
         return None
     runs = _listed(mark["run_id"] for mark in known)
     experiments = _listed(dict.fromkeys(mark["experiment_id"] for mark in known))
-    return f"{_server(known[0], port)}/#/compare-runs?runs={runs}&experiments={experiments}"
+    return f"{_server(known[0], port)}/#/compare-runs?runs={runs}&experiments={experiments}&{SIDE}"
 
 
 def on_a_server(mark: Mapping[str, Any]) -> bool:

@@ -209,7 +209,9 @@ class MlflowLog:
 
         client, run_id = self.connect()
         known = client.get_run(run_id).data.params
-        texts = {metric_name(key): str(value)[:LONGEST_PARAMETER] for key, value in parameters.items()}
+        # As the journal gives lists back: a replay must not make a setting look changed, nor two runs look different.
+        listed = {key: list(value) if isinstance(value, tuple) else value for key, value in parameters.items()}
+        texts = {metric_name(key): str(value)[:LONGEST_PARAMETER] for key, value in listed.items()}
         fresh = [Param(key, text) for key, text in texts.items() if key not in known]
         for start in range(0, len(fresh), PARAMETERS_A_CALL):
             client.log_batch(run_id, params=fresh[start : start + PARAMETERS_A_CALL])

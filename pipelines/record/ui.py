@@ -2,7 +2,7 @@
 
 python -m pipelines.record.ui --storage runs --port 5000
 # MLflow shows the newest run, gpt2-1f3a: http://127.0.0.1:5000/#/experiments/1/runs/9c...
-# and all runs: http://127.0.0.1:5000/#/experiments/1/runs?viewStateShareKey=raystride
+# and all runs: http://127.0.0.1:5000/#/experiments/1/runs?viewStateShareKey=raystride...
 """
 
 import argparse

@@ -38,7 +38,7 @@ def record(storage: Folder, name: str, rate: float) -> str:
 
 
 def test_links_name_servers_or_the_ui_on_this_machine() -> None:
-    assert run_link(mark("a")) == "https://tracking.example/#/experiments/1/runs/a"
+    assert run_link(mark("a")) == "https://tracking.example/#/experiments/1/runs/a?workflowType=machine_learning"
     assert run_link({"uri": "https://tracking.example"}) is None
     assert runs_link(mark("a", "sqlite:////d/mlflow.db"), 5077).startswith("http://127.0.0.1:5077/#/experiments/1/runs?")
     assert job_link("http://127.0.0.1:8265/", "raysubmit_x") == PAGE
@@ -46,7 +46,8 @@ def test_links_name_servers_or_the_ui_on_this_machine() -> None:
 
 def test_a_comparison_needs_two_runs_on_one_server() -> None:
     both = comparison_link([mark("a"), {}, mark("b", experiment="2")])
-    assert both == "https://tracking.example/#/compare-runs?runs=[%22a%22,%22b%22]&experiments=[%221%22,%222%22]"
+    page = "https://tracking.example/#/compare-runs?runs=[%22a%22,%22b%22]&experiments=[%221%22,%222%22]"
+    assert both == f"{page}&workflowType=machine_learning"
     assert comparison_link([mark("a"), {}]) is None
     assert comparison_link([mark("a"), mark("b", "https://other.example")]) is None
 

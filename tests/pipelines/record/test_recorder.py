@@ -145,7 +145,7 @@ def test_mlflow_gets_points_with_their_own_times_and_shows_what_broke(
     assert run.info.start_time == pytest.approx(began * 1000, abs=2)
     assert summary["mlflow_run_id"] == run.info.run_id
     assert run.info.status == "FINISHED"
-    assert run.data.params == {"train.steps": "100", "optimizer.betas": "(0.9, 0.99)"}
+    assert run.data.params == {"train.steps": "100", "optimizer.betas": "[0.9, 0.99]"}
     assert (run.data.tags["team"], run.data.tags["model"]) == ("us", "small")
     points = history(storage, run.info.run_id, "train_loss")
     assert [(step, stamp) for step, _, stamp in points[:30]] == [(i, round((1e9 + i / 8) * 1000)) for i in range(1, 31)]
