@@ -77,9 +77,7 @@ def answer(base: SweepConfig, results: Iterable[Result], there: Resources, price
     observed, remarks = _observed(base, merged, there)
     model = ScalingModel.fit(list(observed.values()), described) if len(observed) >= LEAST_TRIALS else None
     if model is None:
-        remarks.append(
-            f"No scaling model was fitted: that takes {LEAST_TRIALS} measured trials, and there are {len(observed)}."
-        )
+        remarks.append(f"No scaling model was fitted: that takes {LEAST_TRIALS} measured trials, here are {len(observed)}.")
     predictions = _predictions(base, model, best, observed)
     text = _in_words(base, merged, best, alike, price)
     recommended = recommendation(Candidate(base, best.settings), text) if best else None
@@ -120,8 +118,7 @@ def _in_words(
     if best is None:
         return f"None of {len(merged)} combinations has a figure for {objective}: there is nothing to recommend."
     lines = [f"Use {best.label}."]
-    measured = [result for result in merged if result.measured]
-    others = [result for result in measured if result not in alike]
+    others = [result for result in merged if result.status == "measured" and result not in alike]
     spread = f" ± {best.spread:.1%}" if len(best.speeds) > 1 else ""
     lines.append(f"It trains {best.speed:,.0f}{spread} tokens a second on {best.workers} worker{'s' * (best.workers > 1)}.")
     if objective != "throughput":
