@@ -2,6 +2,7 @@
 # make test     install, then run the tests
 # make install  make .venv and install Raystride and its tools into it
 # make ui       the MLflow UI over the runs in runs/
+# make pictures the README's pictures, from two trainings and a browser: some five minutes
 # make sanitize compute-sanitizer over the kernels, where there is an NVIDIA GPU
 # make lint     ruff and mypy, as in continuous integration
 
@@ -10,7 +11,7 @@ VENV := .venv
 STORAGE ?= runs
 RUN := $(VENV)/bin/python
 
-.PHONY: install train test ui sanitize lint
+.PHONY: install train test ui pictures sanitize lint
 .DEFAULT_GOAL := train
 
 install: $(VENV)/.installed
@@ -32,6 +33,9 @@ test: install
 
 ui: install
 	@$(RUN) -m pipelines.record.ui --storage $(STORAGE)
+
+pictures: install
+	@$(RUN) -m tests.browser.pictures
 
 sanitize: install
 	@$(RUN) -m triton_kernels.sanitize
