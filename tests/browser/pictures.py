@@ -24,6 +24,8 @@ PICTURES = ROOT / "docs" / "pictures"
 CURVES = ("train_loss", "val_loss", "tokens_per_second", "step_seconds_p50", "learning_rate", "gradient_norm")
 RATES = ("2.0e-3", "5.0e-4")
 SETTINGS = "--train.steps 400 --validation.every 100 --checkpoint.every 200 --scaling.workers 2"
+TALLEST = 1950
+"""Pixels of a report that are shown at most: of a run's, down to where a step's time goes."""
 TIDY = ".assistant-fab-label, :has(> .assistant-fab-label) {display: none !important}"
 """Hides the button of MLflow's chat."""
 
@@ -75,7 +77,7 @@ def of_mlflow(browser: Browser, storage: Path, runs: list[str], links: pages.Lin
     pages.open_curves(visit.page, *CURVES)
     save(visit.page, "run")
 
-    visit = Visit(browser, width=1300, height=1230)
+    visit = Visit(browser, width=1300, height=1195)
     pages.open_comparison(visit.page, str(comparison_link(marks, links.port)))
     pages.draw(visit.page, "optimizer.learning_rate", "val_loss")
     save(visit.page, "comparison")
@@ -83,10 +85,10 @@ def of_mlflow(browser: Browser, storage: Path, runs: list[str], links: pages.Lin
 
 def of_report(browser: Browser, path: Path, name: str) -> None:
     """The upper part of a report, up to a heading."""
-    visit = Visit(browser, width=1000, height=1500)
+    visit = Visit(browser, width=1000, height=TALLEST)
     visit.page.goto(path.resolve().as_uri())
     tops = visit.page.locator("h2").evaluate_all("all => all.map(h => h.getBoundingClientRect().top)")
-    visit.page.set_viewport_size({"width": 1000, "height": int(max(top for top in tops if top < 1500))})
+    visit.page.set_viewport_size({"width": 1000, "height": int(max(top for top in tops if top < TALLEST))})
     save(visit.page, name)
 
 
