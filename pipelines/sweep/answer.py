@@ -1,6 +1,6 @@
 """The answer of a sweep: the best settings, what else is as good, what the scaling model makes of the trials.
 
-found = answer(base, results(folder).values(), Resources.of_cluster(), price_per_hour=2.5)
+found = answer(base, results(folder).values(), described=None)
 found.text                                                # in plain words, for the terminal and the report
 found.recommended                                         # YAML for train.py, None where no trial has a figure
 """
@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipelines.config.sweep import SweepConfig
-from pipelines.launch.resources import Resources
-from pipelines.sweep.choice import UNITS, best_of, by_settings, recommendation, score
+from pipelines.sweep.choice import UNITS, best_of, by_settings, price_of, recommendation, score
 from pipelines.sweep.described import ClusterDescription
 from pipelines.sweep.observation import Observation, TrialError
-from pipelines.sweep.observed import observation_of, places_per_node
+from pipelines.sweep.observed import observation_of
 from pipelines.sweep.result import Result
 from pipelines.sweep.scaling import HeldBack, NotPredicted, Prediction, ScalingModel, held_back
 from pipelines.sweep.space import Candidate
@@ -67,14 +66,13 @@ class Answer:
         }
 
 
-def answer(base: SweepConfig, results: Iterable[Result], there: Resources, price_per_hour: float = 0.0) -> Answer:
-    """What the results say. Raises ClusterError where `sweep.cluster` is no description of a cluster."""
+def answer(base: SweepConfig, results: Iterable[Result], described: ClusterDescription | None) -> Answer:
+    """What the results say, with predictions where a cluster is described."""
     every = list(results)
-    described = ClusterDescription.load(base.sweep.cluster) if base.sweep.cluster else None
-    price = price_per_hour or (described.price_per_gpu_hour if described and described.price_per_gpu_hour else 0.0)
+    price = price_of(base, described)
     merged = by_settings(every)
     best, alike = best_of(merged, base.sweep, price)
-    observed, remarks = _observed(base, merged, there)
+    observed, remarks = _observed(base, merged)
     model = ScalingModel.fit(list(observed.values()), described) if len(observed) >= LEAST_TRIALS else None
     if model is None:
         remarks.append(f"No scaling model was fitted: that takes {LEAST_TRIALS} measured trials, here are {len(observed)}.")
@@ -85,15 +83,14 @@ def answer(base: SweepConfig, results: Iterable[Result], there: Resources, price
     return Answer(base, every, merged, best, alike, price, observed, model, held, predictions, remarks, text, recommended)
 
 
-def _observed(base: SweepConfig, merged: Sequence[Result], there: Resources) -> tuple[dict[str, Observation], list[str]]:
+def _observed(base: SweepConfig, merged: Sequence[Result]) -> tuple[dict[str, Observation], list[str]]:
     found, remarks = {}, []
     for result in merged:
         config = Candidate(base, result.settings).config
         if not result.measured or config is None:
             continue
         try:
-            places = places_per_node(there, result.device, result.threads)
-            found[result.key] = observation_of(config, result, places)
+            found[result.key] = observation_of(config, result)
         except TrialError as error:
             remarks.append(f"{result.label}: not described by the scaling model: {error}")
     return found, remarks

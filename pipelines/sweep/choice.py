@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from pipelines.config.parse import to_yaml
-from pipelines.config.sweep import Sweep
+from pipelines.config.sweep import Sweep, SweepConfig
+from pipelines.sweep.described import ClusterDescription
 from pipelines.sweep.result import Result
 from pipelines.sweep.space import Candidate
 
@@ -21,6 +22,11 @@ UNITS = {
     "time_to_loss": "seconds to the target loss",
 }
 """What the score of each objective is."""
+
+
+def price_of(base: SweepConfig, described: ClusterDescription | None) -> float:
+    """Price of a worker's hour, as set or else as described; 0 where neither tells."""
+    return base.sweep.price_per_hour or (described.price_per_gpu_hour if described else None) or 0.0
 
 
 def score(result: Result, sweep: Sweep, price_per_hour: float) -> float:

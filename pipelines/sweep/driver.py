@@ -6,7 +6,6 @@ Nothing is lost: every trial that ended is a file in the sweep's folder, with it
 same command again measures only what is missing.
 """
 
-import os
 import secrets
 import sys
 import time
@@ -14,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from pipelines.config import SettingError
 from pipelines.config.parse import Parsed, to_yaml
 from pipelines.config.sweep import SweepConfig
 from pipelines.files import Folder
@@ -24,12 +24,13 @@ from pipelines.launch.resources import Resources
 from pipelines.launch.session import DONE, FAILED
 from pipelines.prepare.prepare import prepare
 from pipelines.sweep.answer import Answer, answer
+from pipelines.sweep.choice import price_of
+from pipelines.sweep.described import ClusterDescription, ClusterError
 from pipelines.sweep.page import write_report
 from pipelines.sweep.progress import Board
 from pipelines.sweep.result import WITHOUT_FIGURES, Result, forget, keep, results
 from pipelines.sweep.space import Candidate, draw, grid
 from pipelines.sweep.tracking import Tracking
-from pipelines.sweep.trial import refusal
 from pipelines.sweep.tuning import Plan, measure
 from pipelines.tasks import build_task
 
@@ -49,21 +50,27 @@ def _located(parsed: Parsed[SweepConfig]) -> tuple[SweepConfig, Folder]:
 def _sweep(base: SweepConfig, storage: Folder) -> int:
     assert base.run
     folder = storage / base.run
-    candidates = candidates_of(base)
+    candidates, described = candidates_of(base), _described(base)
     attempt = time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(2)
     print(f"sweep {base.run} in {storage}", flush=True)
     with Ownership.take(folder, attempt):
         folder.put("config.yaml", to_yaml(base))
-        with cluster(base.launch):
-            there = Resources.of_cluster()
-            _prepare_all(base, storage, candidates)
-            plan = Plan(base, storage, base.sweep.price_per_hour, partial(refusal, there=there))
-            missing = _missing(plan, candidates)
-            board = Board(base.sweep.space, total=len(missing) if candidates else base.sweep.trials)
-            tracking = Tracking(folder, base, storage, warn=board.warn)
-            with board:
-                measure(plan, missing, partial(_on_end, plan, tracking, board))
-            return _conclude(plan, candidates, tracking, there)
+        tracking = Tracking(folder, base, storage)
+        missing = _missing(base, folder, candidates)
+        left = len(missing) if candidates else base.sweep.trials - len(results(folder))
+        if left > 0:
+            with cluster(base.launch), Board(base.sweep.space, left) as board:
+                _prepare_all(base, storage, missing)
+                plan = Plan(base, storage, price_of(base, described), Resources.of_cluster())
+                measure(plan, missing, left, partial(_on_end, folder, tracking, board))
+        return _conclude(base, folder, candidates, described, tracking)
+
+
+def _described(base: SweepConfig) -> ClusterDescription | None:
+    try:
+        return ClusterDescription.load(base.sweep.cluster) if base.sweep.cluster else None
+    except ClusterError as error:
+        raise SettingError(f"sweep.cluster: {error}") from None
 
 
 def candidates_of(base: SweepConfig) -> list[Candidate]:
@@ -92,59 +99,61 @@ def _prepare_all(base: SweepConfig, storage: Folder, candidates: Sequence[Candid
         prepare(config, storage, build_task(config), on_ray=joined(base.launch))
 
 
-def _missing(plan: Plan, candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Those that have no result yet; what is not started at all has one now."""
-    known, missing = results(plan.folder), []
-    for candidate in candidates:
-        if candidate.key in known and not (plan.base.sweep.retry and known[candidate.key].status in WITHOUT_FIGURES):
-            continue
-        forget(plan.folder, candidate.key)
-        if refused := plan.refusal(candidate):
-            keep(plan.folder, refused)
-        else:
-            missing.append(candidate)
-    return missing
+def _missing(base: SweepConfig, folder: Folder, candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Those that have no result yet, or with `sweep.retry` none with figures."""
+    known = results(folder)
+    if base.sweep.retry:
+        for result in (each for each in known.values() if each.status in WITHOUT_FIGURES):
+            forget(folder, result.key)
+            del known[result.key]
+    return [candidate for candidate in candidates if candidate.key not in known]
 
 
-def _on_end(plan: Plan, tracking: Tracking, board: Board, candidate: Candidate, result: Result) -> None:
+def _on_end(folder: Folder, tracking: Tracking, board: Board, result: Result) -> None:
     """Between two trials: tells people and MLflow of the one that ended."""
-    number = len(results(plan.folder))
+    board.ended(_logged(folder, tracking, result, number=len(results(folder))))
+
+
+def _logged(folder: Folder, tracking: Tracking, result: Result, number: int) -> Result:
     told = tracking.trial(result, number)
     if told is not result:
-        keep(plan.folder, told)
-    board.ended(told)
+        keep(folder, told)
+    return told
 
 
-def _conclude(plan: Plan, candidates: Sequence[Candidate], tracking: Tracking, there: Resources) -> int:
+def _conclude(
+    base: SweepConfig,
+    folder: Folder,
+    candidates: Sequence[Candidate],
+    described: ClusterDescription | None,
+    tracking: Tracking,
+) -> int:
     """Writes the report, the recommendation and the summary; prints the last screen; the exit code."""
-    found = list(results(plan.folder).values())
     wanted = {each.key for each in candidates}
-    found = [result for result in found if not wanted or result.key in wanted]
+    found = [result for result in results(folder).values() if not wanted or result.key in wanted]
+    # What a sweep that was killed, or a server that was away, left untold.
+    found = [result if result.mlflow_run_id else _logged(folder, tracking, result, len(found)) for result in found]
     unfinished = len(wanted - {result.key for result in found})
-    outcome = answer(plan.base, found, there, plan.price_per_hour)
-    write_report(plan.folder, outcome)
+    outcome = answer(base, found, described)
+    write_report(folder, outcome)
     if outcome.recommended:
-        plan.folder.put("recommended.yaml", outcome.recommended)
-    plan.folder.put_json("summary.json", outcome.summary | {"mlflow_run_id": tracking.run_id, "unfinished": unfinished})
-    if outcome.recommended:
+        folder.put("recommended.yaml", outcome.recommended)
         tracking.artifact("recommended.yaml")
+    folder.put_json("summary.json", outcome.summary | {"mlflow_run_id": tracking.run_id, "unfinished": unfinished})
     tracking.end("finished" if outcome.best and not unfinished else "stopped" if unfinished else "failed")
-    _say(plan, outcome, tracking, unfinished)
+    _say(folder, outcome, tracking, unfinished)
     return DONE if outcome.best else FAILED
 
 
-def _say(plan: Plan, outcome: Answer, tracking: Tracking, unfinished: int) -> None:
-    place = f"--storage {plan.storage}"
+def _say(folder: Folder, outcome: Answer, tracking: Tracking, unfinished: int) -> None:
+    storage = folder.uri.rpartition("/")[0]
     print(outcome.text)
     if unfinished:
-        print(
-            f"{unfinished} trials are missing: the same command with --run {plan.base.run} goes on with them",
-            file=sys.stderr,
-        )
-    measured = [result for result in outcome.results if result.measured]
-    if link := tracking.comparison(measured):
+        print(f"{unfinished} trials are missing: the same command again goes on with them", file=sys.stderr)
+    if link := tracking.comparison([result for result in outcome.results if result.measured]):
         print(f"compare  {link}")
-    print(f"results  {plan.folder}")
-    print(f"mlflow   {tracking.link or f'python -m pipelines.record.ui {place}' if tracking.run_id else 'not logged there'}")
-    next_job = f"python ray_jobs/train.py --config {os.path.join(plan.folder.uri, 'recommended.yaml')} {place}"
+    print(f"results  {folder}")
+    ui = f"python -m pipelines.record.ui --storage {storage}"
+    print(f"mlflow   {tracking.link or (ui if tracking.run_id else 'not logged there')}")
+    next_job = f"python ray_jobs/train.py --config {folder}/recommended.yaml --storage {storage}"
     print(f"next     {next_job if outcome.best else 'look at the causes in report.html, and change sweep.space'}")

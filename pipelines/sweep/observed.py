@@ -1,6 +1,6 @@
 """What the scaling model is told of a trial: the work that its settings mean, and what it measured.
 
-observation = observation_of(candidate.config, result, workers_per_node=8)
+observation = observation_of(candidate.config, result)
 """
 
 import math
@@ -9,7 +9,6 @@ import statistics
 from model.shape import count_parameters, flops_per_token
 from pipelines.config import Config
 from pipelines.config.combinations import SHARDED
-from pipelines.launch.resources import Resources
 from pipelines.sweep.observation import Observation, Strategy, Work
 from pipelines.sweep.result import Result
 
@@ -17,12 +16,12 @@ FP32_BYTES, HALF_BYTES = 4, 2
 MIB = 2**20
 
 
-def observation_of(config: Config, result: Result, workers_per_node: int) -> Observation:
+def observation_of(config: Config, result: Result) -> Observation:
     """A measured trial. Raises TrialError where its workers do not fill nodes evenly, which the model does not describe."""
     seconds = statistics.median(result.step_seconds)
     joules = result.figures.get("joules_per_token")
     return Observation(
-        work_of(config, result, workers_per_node),
+        work_of(config, result),
         step_seconds=result.step_seconds,
         data_seconds=result.shares.get("data", 0.0) * seconds,
         reduce_seconds=None if config.scaling.strategy in SHARDED else result.shares.get("reduce", 0.0) * seconds,
@@ -30,7 +29,7 @@ def observation_of(config: Config, result: Result, workers_per_node: int) -> Obs
     )
 
 
-def work_of(config: Config, result: Result, workers_per_node: int) -> Work:
+def work_of(config: Config, result: Result) -> Work:
     """What each step of the trial computed and sent."""
     scaling, train, model = config.scaling, config.train, config.model
     strategy: Strategy = scaling.strategy if scaling.strategy != "auto" else "ddp" if result.workers > 1 else "single"
@@ -42,7 +41,7 @@ def work_of(config: Config, result: Result, workers_per_node: int) -> Work:
         model=f"{model.flavour} {model.layers}x{model.width}, context {model.context}",
         parameters=parameters,
         workers=result.workers,
-        workers_per_node=min(workers_per_node, result.workers),
+        workers_per_node=min(result.places_per_node, result.workers),
         strategy=strategy,
         slots=train.slots,
         tokens_per_slot=train.slot_size * model.context,
@@ -60,13 +59,6 @@ def work_of(config: Config, result: Result, workers_per_node: int) -> Work:
         backend="gloo" if result.device == "cpu" else "nccl",
         flops_per_token=flops_per_token(model, config.tokenizer.vocabulary_size),
     )
-
-
-def places_per_node(there: Resources, device: str, threads: int) -> int:
-    """How many workers find a place on one node of the cluster."""
-    if device != "cpu":
-        return max(1, int(there.gpus // there.nodes))
-    return max(1, int(max(there.node_cpus, default=there.cpus) // max(1, threads)))
 
 
 def _messages(config: Config, strategy: Strategy, parameters: int) -> int:

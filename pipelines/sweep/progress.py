@@ -58,10 +58,6 @@ class Board:
         values = (f"{shown(result.settings.get(key)):<{width}}" for key, width in self._widths.items())
         self._console.print("  ".join([*values, figures_of(result)]), markup=False)
 
-    def warn(self, text: str) -> None:
-        """A line that is no trial's."""
-        self._console.print(f"warning: {text}", markup=False)
-
 
 def figures_of(result: Result) -> str:
     """Tokens a second, half the 95 % interval, seconds of the trial; or the status and its cause."""

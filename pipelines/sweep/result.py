@@ -71,6 +71,8 @@ class Result:
     device: str = ""
     """`cpu`, or the GPU by name."""
     threads: int = 0
+    places_per_node: int = 1
+    """Workers like these that one node has room for."""
     tokens_per_step: float = 0.0
     speeds: tuple[float, ...] = ()
     """Tokens a second of each window."""

@@ -1,13 +1,14 @@
 """A sweep in MLflow: a run for the sweep, and under it one for each trial.
 
-    tracking = Tracking(folder, base, storage, warn=print)
+    tracking = Tracking(folder, base, storage)
     tracking.trial(result, number=1)                          # between two trials, so that no measurement is disturbed
     tracking.end("finished")
 
 Trials write their journals only; what they measured comes to MLflow from there, once they ended. A server that is away costs
-a warning, and is caught up with at the end.
+a warning, and what it missed is told at the end.
 """
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,11 +27,10 @@ SUMMARY = "summary.json"
 class Tracking:
     """Logs to MLflow what a sweep does, where `record.mlflow` says so."""
 
-    def __init__(self, folder: Folder, base: SweepConfig, storage: Folder, warn: Callable[[str], None]) -> None:
+    def __init__(self, folder: Folder, base: SweepConfig, storage: Folder) -> None:
         assert base.run
-        self._storage, self._warn, self._settings = storage, warn, base.record
+        self._storage, self._settings = storage, base.record
         self._log = MlflowLog.at(folder, base.run, base.record, storage)
-        self._missing: list[Result] = []
         parameters = {name: value for name, value in base.flat().items() if name.startswith(("sweep.", "data.", "model."))}
         self._try(lambda: self._put("parameters", parameters))
         self._try(lambda: self._put("tags", {"raystride.kind": "sweep"}))
@@ -53,15 +53,11 @@ class Tracking:
         if not self._log or not folder.exists("journal"):
             return result
         if not self._try(lambda: self._log_trial(result, folder)):
-            self._missing.append(result)
             return result
         return replace(result, mlflow_run_id=folder.read_json(MARK).get("run_id"))
 
     def end(self, status: str) -> None:
-        """Logs what could not be logged before, and the sweep's files, and ends its run."""
-        for result in self._missing:
-            folder = self._storage / result.run
-            self._try(lambda result=result, folder=folder: self._log_trial(result, folder))  # type: ignore[misc]
+        """Logs the sweep's files, and ends its run."""
         if self._log:
             log = self._log
             self._try(lambda: log.finish(status, time.time()))
@@ -78,7 +74,7 @@ class Tracking:
     def _log_trial(self, result: Result, folder: Folder) -> None:
         log = MlflowLog.at(folder, result.run, self._settings, self._storage)
         assert log
-        Follower(folder, log, self._warn).catch_up()
+        Follower(folder, log, _warn).catch_up()
         told = {"raystride.trial": result.label, "raystride.outcome": result.status}
         log.log([_entry("tags", {"mlflow.parentRunId": self.run_id, **told})])
         status = folder.read_json(SUMMARY).get("status", "failed") if folder.exists(SUMMARY) else "failed"
@@ -87,17 +83,21 @@ class Tracking:
     def _put(self, kind: str, values: dict[str, Any], step: int | None = None) -> None:
         if self._log:
             for problem in self._log.log([_entry(kind, values, step)]):
-                self._warn(problem)
+                _warn(problem)
 
     def _try(self, action: Callable[[], object]) -> bool:
         """Whether it could be done."""
         try:
             action()
         except Exception as error:  # MLflow, its database and its server raise whatever they like
-            self._warn(f"MLflow cannot be told ({type(error).__name__}: {str(error)[:200]})")
+            _warn(f"MLflow cannot be told ({type(error).__name__}: {str(error)[:200]})")
             return False
         return True
 
 
 def _entry(kind: str, values: dict[str, Any], step: int | None = None) -> dict[str, Any]:
     return {"kind": kind, "values": values, "step": step, "time": time.time()}
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr)

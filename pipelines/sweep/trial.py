@@ -1,6 +1,6 @@
 """One trial: a real training under Ray Train, watched until it is measured precisely enough.
 
-    result = run_trial(candidate, storage, sweep_folder, tags, tell=lambda window: tune.report({"score": ...}))
+    result = run_trial(candidate, storage, Resources.of_cluster(), tags, tell=lambda window: tune.report({"score": ...}))
 
 This runs in the process that drives the trial; what computes are Ray Train's workers, which are new for each trial. What the
 training prints goes to `trial.txt` in its own folder.
@@ -85,7 +85,9 @@ def refusal(candidate: Candidate, there: Resources) -> Result | None:
     return None if memory.passed else ended(candidate, "too_large", memory.found)
 
 
-def run_trial(candidate: Candidate, storage: Folder, tags: Mapping[str, str], tell: Callable[[Window], None]) -> Result:
+def run_trial(
+    candidate: Candidate, storage: Folder, there: Resources, tags: Mapping[str, str], tell: Callable[[Window], None]
+) -> Result:
     """Trains the candidate's settings to the end of their windows; what became of it. Needs Ray."""
     config = candidate.config
     assert config
@@ -105,8 +107,8 @@ def run_trial(candidate: Candidate, storage: Folder, tags: Mapping[str, str], te
     if refused:
         return ended(candidate, "refused", refused, seconds=seconds)
     if watcher.error:
-        return result_of(candidate, folder, *why(watcher.error), seconds=seconds)
-    return result_of(candidate, folder, "measured", seconds=seconds)
+        return result_of(candidate, folder, there, *why(watcher.error), seconds=seconds)
+    return result_of(candidate, folder, there, "measured", seconds=seconds)
 
 
 def why(error: BaseException) -> tuple[Status, str]:
@@ -135,7 +137,9 @@ def ended(candidate: Candidate, status: Status, cause: str, seconds: float = 0.0
     )
 
 
-def result_of(candidate: Candidate, folder: Folder, status: Status, cause: str = "", seconds: float = 0.0) -> Result:
+def result_of(
+    candidate: Candidate, folder: Folder, there: Resources, status: Status, cause: str = "", seconds: float = 0.0
+) -> Result:
     """The result from what the trial left in its folder; failed where that has no window after the warm-up."""
     assert candidate.config
     sweep = candidate.base.sweep
@@ -148,6 +152,7 @@ def result_of(candidate: Candidate, folder: Folder, status: Status, cause: str =
     summary = folder.read_json("summary.json") if folder.exists("summary.json") else {}
     trained = sum(window.step_seconds * (window.end - window.begin) for window in windows)
     parameters = _parameters(folder)
+    device, threads = _device(folder, str(parameters.get("device", ""))), int(parameters.get("threads", 0))
     return Result(
         key=candidate.key,
         run=candidate.run,
@@ -157,8 +162,9 @@ def result_of(candidate: Candidate, folder: Folder, status: Status, cause: str =
         status=status,
         cause=cause,
         workers=int(parameters.get("workers", 0)),
-        device=_device(folder, str(parameters.get("device", ""))),
-        threads=int(parameters.get("threads", 0)),
+        device=device,
+        threads=threads,
+        places_per_node=_places_per_node(there, device, threads),
         tokens_per_step=tokens,
         speeds=tuple(window.tokens_per_second for window in kept),
         step_seconds=tuple(window.step_seconds for window in kept),
@@ -194,3 +200,10 @@ def _device(folder: Folder, kind: str) -> str:
     """What a worker computed on, by name: `cpu`, or the GPUs' of the head node."""
     gpus = folder.read_json("environment.json").get("gpus") if kind == "cuda" else None
     return str(gpus[0]["name"]) if gpus else kind
+
+
+def _places_per_node(there: Resources, device: str, threads: int) -> int:
+    """How many workers find a place on one node of the cluster."""
+    if device != "cpu":
+        return max(1, int(there.gpus // there.nodes))
+    return max(1, int(max(there.node_cpus, default=there.cpus) // max(1, threads)))

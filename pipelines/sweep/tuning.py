@@ -1,6 +1,6 @@
 """The trials of a sweep by Ray Tune: one after another, each a training of its own under Ray Train.
 
-    measure(plan, candidates, done=lambda result: print(result.label))
+    measure(plan, candidates, len(candidates), done=lambda result: print(result.label))
 
 Tune's function runs the trial's driver, in a process on the head node that holds no processor, so that all of them are left
 to the workers; two trials that each held some, and waited for the rest, would wait for ever. It serves trial after trial,
@@ -19,10 +19,11 @@ from ray import tune
 
 from pipelines.config.sweep import SweepConfig
 from pipelines.files import Folder
+from pipelines.launch.resources import Resources
 from pipelines.sweep.choice import score, token_score
 from pipelines.sweep.result import Result, Window, keep, results
 from pipelines.sweep.space import Candidate, meets
-from pipelines.sweep.trial import ended, result_of, run_trial
+from pipelines.sweep.trial import ended, refusal, result_of, run_trial
 
 HEAD = {"node:__internal_head__": 0.001}
 """What a trial's driver asks for: a place on the head node, and nothing that workers need."""
@@ -42,8 +43,9 @@ class Plan:
     base: SweepConfig
     storage: Folder
     price_per_hour: float
-    refusal: Callable[[Candidate], Result | None]
-    """Why a candidate is not tried, if so."""
+    """Of a worker; 0: unknown."""
+    there: Resources
+    """What the cluster has."""
 
     @property
     def folder(self) -> Folder:
@@ -52,14 +54,12 @@ class Plan:
         return self.storage / self.base.run
 
 
-def measure(plan: Plan, candidates: Sequence[Candidate], done: Callable[[Candidate, Result], None]) -> None:
+def measure(plan: Plan, candidates: Sequence[Candidate], left: int, done: Callable[[Result], None]) -> None:
     """Runs the candidates, or with `sweep.search` optuna those that it suggests; `done` hears of each that ended."""
     os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # what ended trials is told in their own lines
     sweep = plan.base.sweep
     chosen = sweep.search == "optuna"
-    if not chosen and not candidates:
-        return
     trials = [{"settings": dict(each.settings), "round": each.round} for each in candidates]
     function = tune.with_parameters(_trial, plan=plan)
     tune.Tuner(
@@ -68,7 +68,7 @@ def measure(plan: Plan, candidates: Sequence[Candidate], done: Callable[[Candida
         tune_config=tune.TuneConfig(
             metric=SCORE,
             mode="min",
-            num_samples=max(0, sweep.trials - len(results(plan.folder))) if chosen else 1,
+            num_samples=left if chosen else 1,
             max_concurrent_trials=1 if sweep.isolated else sweep.concurrent,
             search_alg=_optuna(plan) if chosen else None,
             scheduler=_scheduler(plan.base),
@@ -89,10 +89,10 @@ def candidate_of(parameters: Mapping[str, Any], base: SweepConfig) -> Candidate:
 def _trial(parameters: dict[str, Any], plan: Plan) -> None:
     """What Tune runs. Raises where the trial hung, so that its process, and with it all that it started, is ended."""
     candidate = candidate_of(parameters, plan.base)
-    result = results(plan.folder).get(candidate.key) or breaks_a_condition(candidate) or plan.refusal(candidate)
+    result = results(plan.folder).get(candidate.key) or _breaks_a_condition(candidate) or refusal(candidate, plan.there)
     if result is None:
         told = _Told(plan, candidate)
-        result = run_trial(candidate, plan.storage, {"raystride.sweep": str(plan.base.run)}, told)
+        result = run_trial(candidate, plan.storage, plan.there, {"raystride.sweep": str(plan.base.run)}, told)
     keep(plan.folder, result)
     if result.status == "hung":
         raise TimeoutError(result.cause)
@@ -125,7 +125,7 @@ class _Told:
 class _Ends(tune.Callback):  # type: ignore[misc]
     """Hears from Tune, in the sweep's own process, which trials ended."""
 
-    def __init__(self, plan: Plan, done: Callable[[Candidate, Result], None]) -> None:
+    def __init__(self, plan: Plan, done: Callable[[Result], None]) -> None:
         self._plan, self._done = plan, done
 
     def __getstate__(self) -> dict[str, Any]:
@@ -133,7 +133,9 @@ class _Ends(tune.Callback):  # type: ignore[misc]
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         lasted = float(trial.last_result.get("time_total_s", 0.0))
-        self._tell(trial, lambda candidate, folder: result_of(candidate, folder, "stopped_early", seconds=lasted))
+        self._tell(
+            trial, lambda candidate, folder: result_of(candidate, folder, self._plan.there, "stopped_early", seconds=lasted)
+        )
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         cause = "the process that drove the trial ended; its trial.txt and Ray's logs may say why"
@@ -146,7 +148,7 @@ class _Ends(tune.Callback):  # type: ignore[misc]
         if result is None:
             result = otherwise(candidate, self._plan.storage / candidate.run)
             keep(self._plan.folder, result)
-        self._done(candidate, result)
+        self._done(result)
 
 
 def _scheduler(base: SweepConfig) -> Any:
@@ -195,7 +197,7 @@ def _optuna(plan: Plan) -> Any:
     )
 
 
-def breaks_a_condition(candidate: Candidate) -> Result | None:
+def _breaks_a_condition(candidate: Candidate) -> Result | None:
     """For searches that do not know of `sweep.where`: the candidate as refused, where it breaks one."""
     if meets(candidate.base, candidate.settings):
         return None

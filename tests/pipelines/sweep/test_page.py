@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pipelines.config import Model, Scaling, Tokenizer, Train
 from pipelines.config.sweep import Sweep, SweepConfig
 from pipelines.files import Folder
-from pipelines.launch.resources import Resources
 from pipelines.sweep.answer import Answer, answer
+from pipelines.sweep.described import ClusterDescription
 from pipelines.sweep.page import sweep_page, write_report
 from pipelines.sweep.result import Result, Status
 from pipelines.sweep.scaling import NotPredicted, Prediction
@@ -22,7 +22,6 @@ from tests.pipelines.report.test_page import Reader
 
 SHARES = {"data": 0.05, "forward": 0.2, "backward": 0.4, "update": 0.1, "validation": 0.0, "checkpoint": 0.0}
 TOKENS = 4 * 4 * 64
-MACHINE = Resources(cpus=4, gpus=0, memory_bytes=2**34, gpu_memory_bytes=None)
 CLUSTER = """
 device: cpu
 gpus_per_node: 4
@@ -61,6 +60,7 @@ def trial(speed: float, workers: int = 1, precision: str = "fp32", windows: int 
         workers=workers,
         device="cpu",
         threads=1,
+        places_per_node=4,
         tokens_per_step=TOKENS,
         speeds=speeds,
         step_seconds=tuple(TOKENS / each for each in speeds),
@@ -91,7 +91,7 @@ def described(tmp_path_factory: pytest.TempPathFactory) -> Answer:
     """With a scaling model, for a described cluster."""
     cluster = tmp_path_factory.mktemp("described") / "cluster.yaml"
     cluster.write_text(CLUSTER)
-    return answer(sweep(cluster=str(cluster)), EVERY + FAILED, MACHINE)
+    return answer(sweep(), EVERY + FAILED, ClusterDescription.load(cluster))
 
 
 class Cells(Reader):
@@ -211,7 +211,7 @@ def test_without_a_described_cluster_it_says_so_once(described: Answer) -> None:
 def test_pictures_are_there_only_where_there_is_something_to_see(
     results: list[Result], pictures: int, said: list[str]
 ) -> None:
-    found = read(sweep_page(answer(sweep(), results, MACHINE)))
+    found = read(sweep_page(answer(sweep(), results, None)))
     assert found.counts.get("svg", 0) == pictures
     for text in said:
         assert text in found.text
@@ -220,12 +220,12 @@ def test_pictures_are_there_only_where_there_is_something_to_see(
 def test_what_time_is_weighed_against_is_what_is_known() -> None:
     """Without a price and energy, the time of all workers."""
     poor = [replace(one, figures={}) for one in EVERY[::2]]
-    (only,) = tradeoffs(answer(sweep(target_tokens=2e6), poor, MACHINE))
+    (only,) = tradeoffs(answer(sweep(target_tokens=2e6), poor, None))
     assert only.cost == "workers × seconds"
     for one, seconds, cost in only.points:
         assert seconds == pytest.approx(2e6 / one.speed)
         assert cost == pytest.approx(one.workers * 2e6 / one.speed)
-    priced = tradeoffs(answer(sweep(), EVERY[::2], MACHINE, price_per_hour=3.6))
+    priced = tradeoffs(answer(sweep(price_per_hour=3.6), EVERY[::2], None))
     assert [each.cost for each in priced] == ["price", "joules a token"]
     assert priced[0].points[1][2] == pytest.approx(2 * 3.6 / 3600 * 1e6 / EVERY[2].speed)
     assert [point[0].workers for point in priced[0].front] == [4, 2, 1]
@@ -248,13 +248,13 @@ def test_a_grid_has_the_fastest_of_each_cell_and_groups_what_are_many() -> None:
     many = [trial(100 + number, 1 + number % 2, f"p{number % 3}", optimizer__eps=number / 1e4) for number in range(1, 200)]
     many = [replace(one, label=f"{one.label}, {long}") for one in many]
     few = [replace(one, settings={k: v for k, v in one.settings.items() if k != "optimizer.eps"}) for one in many]
-    found = grid_of(replace(answer(sweep(), [], MACHINE), merged=[*few, without("failed", "", 3, "p0")]))
+    found = grid_of(replace(answer(sweep(), [], None), merged=[*few, without("failed", "", 3, "p0")]))
     assert found
     assert (found.rows, found.columns) == (("p1", "p2", "p0"), ("1", "2", "3"))
     assert found.cells[2, 2] == 0
     assert (1, 2) not in found.cells
     assert found.cells[0, 1] == max(one.speed for one in few if (one.workers, one.settings["train.precision"]) == (2, "p1"))
-    whole = replace(answer(sweep(), [], MACHINE), merged=many, results=many, best=many[-1])
+    whole = replace(answer(sweep(), [], None), merged=many, results=many, best=many[-1])
     grouped = grid_of(whole)
     assert grouped
     assert (grouped.across, len(grouped.columns)) == ("optimizer.eps", GROUPS)
@@ -263,6 +263,6 @@ def test_a_grid_has_the_fastest_of_each_cell_and_groups_what_are_many() -> None:
 
 
 def test_it_lies_in_the_sweeps_folder(tmp_path: Path) -> None:
-    found = answer(sweep(), EVERY[:1], MACHINE)
+    found = answer(sweep(), EVERY[:1], None)
     write_report(Folder.at(str(tmp_path)), found)
     assert (tmp_path / "report.html").read_text() == sweep_page(found)

@@ -1,0 +1,142 @@
+"""A sweep as a user starts it, killed in the middle: it goes on, loses nothing, and what it recommends is the fastest."""
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipelines.config import Record
+from pipelines.config.sweep import Sweep, SweepConfig
+from pipelines.files import Folder
+from pipelines.sweep.result import Result, results
+from tests.end_to_end.tracking import only_run
+from tests.ray_jobs.jobs import finish_job, run_well, start_job, start_script, summary, wait_for
+from tests.tiny import tiny, write_text
+
+NAME = "swept"
+PLAIN = {"scaling.workers": 1, "train.slot_size": 1, "optimizer.learning_rate": 1e-3, "model.width": 16}
+"""Of each combination at most one setting differs from these, but for the workers and slot sizes, which are all combined."""
+WHERE = (
+    "optimizer.learning_rate < 1 or (scaling.workers == 1 and train.slot_size == 1 and model.width == 16)",
+    "model.width < 100 or (scaling.workers == 1 and train.slot_size == 1)",
+    "scaling.workers < 3 or (train.slot_size == 1 and model.width == 16)",
+)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> SweepConfig:
+    folder = tmp_path_factory.mktemp("sweep")
+    space = {
+        "scaling.workers": [1, 2, 64],
+        "train.slot_size": [1, 64],
+        "optimizer.learning_rate": [1e-3, 1e30],
+        "model.width": [16, 2**20],
+    }
+    sweep = Sweep(space=space, where=WHERE, warmup_steps=4, window_steps=4, windows=3)
+    settings = tiny(write_text(folder), storage=str(folder / "runs"), record=Record(mlflow=True))
+    return SweepConfig(**vars(settings), sweep=sweep)
+
+
+@pytest.fixture(scope="module")
+def found(config: SweepConfig) -> dict[str, Result]:
+    """All results by what differs from the plain settings, of a sweep that was killed after two trials and started again."""
+    folder = Folder(config.storage) / NAME
+    driver = start_job("sweep", config, "--run", NAME)
+    wait_for(lambda: folder.exists("trials") and sum(each.measured for each in results(folder).values()) >= 2, driver)
+    driver.send_signal(signal.SIGKILL)
+    finish_job(driver)
+    place = Path(folder.uri) / "trials"
+    before = {file.name: file.stat().st_mtime_ns for file in place.iterdir() if results(folder)[file.stem].mlflow_run_id}
+    run_well("sweep", config, "--run", NAME)
+    assert before
+    assert before == {name: (place / name).stat().st_mtime_ns for name in before}
+    return {_difference(each): each for each in results(folder).values()}
+
+
+def _difference(result: Result) -> str:
+    return ", ".join(f"{key} {value}" for key, value in result.settings.items() if PLAIN[key] != value)
+
+
+def test_every_combination_has_a_result_and_each_failure_its_cause(found: dict[str, Result]) -> None:
+    ended = {name: result.status for name, result in found.items()}
+    assert ended == {
+        "": "measured",
+        "train.slot_size 64": "measured",
+        "scaling.workers 2": "measured",
+        "scaling.workers 2, train.slot_size 64": "measured",
+        "optimizer.learning_rate 1e+30": "failed",
+        "model.width 1048576": "too_large",
+        "scaling.workers 64": "refused",
+    }
+    assert "Diverged" in found["optimizer.learning_rate 1e+30"].cause
+    assert "GiB for 1 worker(s)" in found["model.width 1048576"].cause
+    assert "it must be at most train.slots, 4" in found["scaling.workers 64"].cause
+
+
+def test_windows_leave_out_the_warm_up(config: SweepConfig, found: dict[str, Result]) -> None:
+    for result in found.values():
+        if result.measured:
+            assert len(result.speeds) == 3
+            assert result.tokens_per_step == 4 * result.settings["train.slot_size"] * 16
+            assert sum(result.shares.values()) == pytest.approx(1.0, abs=1e-3)
+            assert 0 < result.overhead_s < result.seconds
+
+
+def test_mlflow_has_the_trials_under_the_sweep(config: SweepConfig, found: dict[str, Result]) -> None:
+    parent = only_run(config, NAME)
+    assert parent.info.status == "FINISHED"
+    for result in found.values():
+        if result.status in ("measured", "failed"):
+            child = only_run(config, result.run)
+            assert child.data.tags["mlflow.parentRunId"] == parent.info.run_id
+            assert child.data.tags["raystride.outcome"] == result.status
+
+
+def test_the_page_the_summary_and_the_last_screen_are_there(config: SweepConfig, found: dict[str, Result]) -> None:
+    folder = Folder(config.storage) / NAME
+    assert "Diverged" in folder.read("report.html").decode()
+    ended = summary(config, NAME)
+    assert (ended["trials"], ended["measured"], ended["unfinished"], ended["status"]) == (7, 4, 0, "finished")
+    again = run_well("sweep", config, "--run", NAME)  # nothing is missing, so nothing is run
+    assert again.lines[-3:] == [
+        f"results  {folder}",
+        f"mlflow   python -m pipelines.record.ui --storage {config.storage}",
+        f"next     python ray_jobs/train.py --config {folder}/recommended.yaml --storage {config.storage}",
+    ]
+    assert any(line.startswith("compare  http") for line in again.lines)
+
+
+def test_what_is_recommended_trains_as_it_is_and_is_the_fastest(config: SweepConfig, found: dict[str, Result]) -> None:
+    file = Path(config.storage) / NAME / "recommended.yaml"
+    settings: dict[str, Any] = yaml.safe_load(file.read_text())
+    best = found[f"{'scaling.workers 2, ' * (settings['scaling']['workers'] == 2)}train.slot_size 64"]
+    assert file.read_text().startswith(f"# Use {best.label}.")
+    assert "sweep" not in settings
+    flags = (
+        "--config",
+        str(file),
+        "--storage",
+        config.storage,
+        "--run",
+        "again",
+        "--train.steps",
+        "24",
+        "--launch",
+        "inline",
+    )
+    job = start_script("train", *flags, "--scaling.workers", "1")
+    outcome = finish_job(job)
+    assert outcome.code == 0, outcome.err
+    speed = summary(config, "again")["tokens_per_second"]
+    assert all(speed > each.speed for each in found.values() if each.measured and each.settings["train.slot_size"] == 1)
+
+
+def test_a_space_without_settings_is_refused_before_anything_starts(config: SweepConfig) -> None:
+    began = time.monotonic()
+    outcome = finish_job(start_script("sweep", "--storage", config.storage))
+    assert outcome.code == 2
+    assert "sweep.space is {}: it must name at least one setting to vary" in outcome.err
+    assert time.monotonic() - began < 60
