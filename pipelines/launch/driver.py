@@ -277,7 +277,7 @@ def _tags(environment: dict[str, Any], config: Config, share: Share) -> dict[str
 
 def _ray_tags(dashboard: str | None) -> dict[str, str]:
     """The job's name in Ray, and its page where there is a dashboard."""
-    if dashboard is None:
+    if not dashboard:
         return {}
     import ray
 

@@ -87,7 +87,7 @@ def keep(hang: Hang, found: dict[int, Standing], folder: Folder, post: Post) -> 
     except OSError as error:
         kept = f"where all stood could not be written: {error}"
     text = f"{describe(hang)}; {kept}"
-    sender.put("event", {"name": "warning", "text": f"the workers hung and were ended: {text}"})
+    sender.warn(f"the workers hung and were ended: {text}")
     sender.close()
     culprit = found.get(hang.culprits[0]) if hang.culprits else None
     return Hung(text, hang, culprit.frames() if culprit else [])

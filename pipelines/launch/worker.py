@@ -51,6 +51,9 @@ from pipelines.train.step import build_rules
 from pipelines.train.validation import validate
 from triton_kernels.dispatch import use_kernels
 
+WARNING = "warning: "
+"""What lines for people begin with that are warnings."""
+
 
 def run_worker(
     job: Job, place: Place, post: Post, stopping: Callable[[], bool], marks: dict[str, float] | None = None
@@ -60,13 +63,7 @@ def run_worker(
     `marks` are the milestones of this worker's start so far, in seconds since 1970.
     """
     sender = Sender(post, f"rank{place.rank}")
-    marks = job.marks | (marks or {}) | {"torch": time.time()}
-    speed = Throughput()
-    profiled = Profiled(job.config.profile, job.folder, sender, speed.on_pause)
-    watch = StallWatch(job.config.profile.stall_factor, job.folder, sender)
-    observers: list[Observer] = [profiled, speed, PhaseShares(), FirstStep(job.started_at, marks), Stragglers(sender), watch]
-    every_s = job.config.record.system_every_s
-    observers += [HostMonitor(sender, every_s), GpuMonitor(sender, every_s), RayMetrics(), Kernels(sender), Tracker(sender)]
+    observers = build_observers(job, sender, job.marks | (marks or {}) | {"torch": time.time()})
     say = partial(_say, sender, place)
     owns_group = not dist.is_initialized()
     try:
@@ -90,6 +87,24 @@ def run_worker(
         raise
     finally:
         sender.close()
+
+
+def build_observers(job: Job, sender: Sender, marks: dict[str, float]) -> list[Observer]:
+    """All that watches a training, in the order in which it is told; `marks` are the milestones of this worker's start."""
+    speed, every_s = Throughput(), job.config.record.system_every_s
+    return [
+        Profiled(job.config.profile, job.folder, sender, speed.on_pause),  # first: its own seconds are no training
+        speed,
+        PhaseShares(),
+        FirstStep(job.started_at, marks),
+        Stragglers(sender),
+        StallWatch(job.config.profile.stall_factor, job.folder, sender),
+        HostMonitor(sender, every_s),
+        GpuMonitor(sender, every_s),
+        RayMetrics(),
+        Kernels(sender),
+        Tracker(sender),  # last: it sends what the others have measured
+    ]
 
 
 def build_training(
@@ -272,8 +287,12 @@ def _write_sample(job: Job, place: Place, training: Training) -> None:
 
 
 def _say(sender: Sender, place: Place, text: str) -> None:
-    if place.rank == 0:
-        sender.put("event", {"name": "warning" if "passed over" in text or "warning: " in text else "note", "text": text})
+    if place.rank:
+        return
+    if text.startswith(WARNING):
+        sender.warn(text.removeprefix(WARNING))
+    else:
+        sender.put("event", {"name": "note", "text": text})
 
 
 def _bytes(gib: float) -> int:

@@ -56,7 +56,7 @@ class GpuMonitor(Background):
         self._thread = None
 
     def _warn(self, text: str) -> None:
-        self._sender.put("event", {"name": "warning", "text": text})
+        self._sender.warn(text)
 
     def _watch(self, run: RunFacts) -> None:
         try:

@@ -31,7 +31,7 @@ class Kernels(Observer):
         for name, what in ran.items():
             if what.startswith("torch:") and what != self._told.get(name):
                 reason = what.removeprefix("torch: ")
-                self._sender.put("event", {"name": "warning", "text": f"{name} runs in PyTorch, not in Triton: {reason}"})
+                self._sender.warn(f"{name} runs in PyTorch, not in Triton: {reason}")
         self._told = ran
 
     def on_end(self, summary: dict[str, Any]) -> None:

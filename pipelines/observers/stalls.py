@@ -87,7 +87,7 @@ class StallWatch(Background):
         )
 
     def _say(self, text: str) -> None:
-        self._sender.put("event", {"name": "warning", "text": text})
+        self._sender.warn(text)
 
 
 def stacks() -> str:

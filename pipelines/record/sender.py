@@ -61,6 +61,10 @@ class Sender:
                 self._put_any = True
                 self._changed.notify_all()
 
+    def warn(self, text: str) -> None:
+        """Queues a warning for people."""
+        self.put("event", {"name": "warning", "text": text})
+
     def flush(self, timeout_s: float) -> bool:
         """Waits until all that was put is acknowledged, at most `timeout_s` seconds; whether it is."""
         with self._changed:

@@ -28,7 +28,7 @@ FIGURES: dict[str, tuple[str, str]] = {
     "step_seconds_p95": ("step, 95 %, s", "{:.4f}"),
     "data_wait_share": ("waiting for data", "{:.1%}"),
     "seconds_to_first_step": ("first step after, s", "{:.1f}"),
-    "peak_memory_bytes": ("peak memory, bytes", "{:,.0f}"),
+    "peak_memory_bytes": ("peak memory, GiB", "{:.2f}"),
     "joules_per_token": ("joules a token", "{:.3g}"),
     "energy_covers": ("energy covers", "{}"),
     "average_power_watts": ("average power, W", "{:.0f}"),
@@ -39,6 +39,7 @@ FIGURES: dict[str, tuple[str, str]] = {
 }
 """Of the summary, by key: what it is called, and its format. What a run does not have is left out."""
 COSTLIEST = 10
+GIB = 2**30
 
 
 def write_page(folder: Folder, entries: Sequence[dict[str, Any]], summary: Mapping[str, Any]) -> None:
@@ -83,7 +84,9 @@ def step_shares(entries: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def _figures(summary: Mapping[str, Any]) -> list[list[str]]:
     """What the run has of the figures, with their names."""
-    return [[label, form.format(summary[key])] for key, (label, form) in FIGURES.items() if summary.get(key) is not None]
+    known = {key: summary[key] for key in FIGURES if summary.get(key) is not None}
+    scaled = {key: value / GIB if key.endswith("_bytes") else value for key, value in known.items()}
+    return [[FIGURES[key][0], FIGURES[key][1].format(value)] for key, value in scaled.items()]
 
 
 def _operations_table(operations: Sequence[Mapping[str, Any]]) -> str:

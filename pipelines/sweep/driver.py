@@ -59,10 +59,11 @@ def _sweep(base: SweepConfig, storage: Folder) -> int:
         missing = _missing(base, folder, candidates)
         left = len(missing) if candidates else base.sweep.trials - len(results(folder))
         if left > 0:
-            with cluster(base.launch), Board(base.sweep.space, left) as board:
+            with cluster(base.launch):
                 _prepare_all(base, storage, missing)
                 plan = Plan(base, storage, price_of(base, described), Resources.of_cluster())
-                measure(plan, missing, left, partial(_on_end, folder, tracking, board))
+                with Board(base.sweep.space, left) as board:
+                    measure(plan, missing, left, partial(_on_end, folder, tracking, board))
         return _conclude(base, folder, candidates, described, tracking)
 
 

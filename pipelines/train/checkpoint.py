@@ -199,7 +199,7 @@ class Checkpoints:
             if problem is None:
                 return Found(manifest["step"], self.folder / name, manifest, self.rank, self.world)
             if self.rank == 0:
-                self.say(f"checkpoint {name} is passed over: {problem}")
+                self.say(f"warning: checkpoint {name} is passed over: {problem}")
         return None
 
     def at_hint(self, hint: str) -> Found | None:
