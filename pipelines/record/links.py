@@ -19,7 +19,15 @@ SIDE = "workflowType=machine_learning"
 VIEW = "raystride"
 VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
 """The tag of an experiment in which MLflow's UI looks for the view that an address names."""
-METRICS = ("train_loss", "val_loss", "tokens_per_second", "mfu", "step_seconds_p50", "data_wait_share", "peak_memory_bytes")
+METRICS = (
+    "train_loss",
+    "val_loss",
+    "run_tokens_per_second",
+    "run_mfu",
+    "run_step_seconds_p50",
+    "run_data_wait_share",
+    "run_peak_memory_bytes",
+)
 PARAMETERS = ("train.steps", "train.precision", "optimizer.learning_rate")
 TAGS = ("raystride.strategy", "raystride.workers", "raystride.device", "raystride.commit")
 

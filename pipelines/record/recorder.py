@@ -32,6 +32,8 @@ SEGMENTS_AT_FULL_PACE = 300
 URGENT = frozenset({"checkpoint", "error", "summary", "artifact"})
 MOST_WAITING = 500_000
 """Entries held for a storage that does not take them; beyond that senders keep theirs."""
+OF_INTERVALS = ("tokens_per_second", "mfu", "step_seconds_p50", "step_seconds_p95", "data_wait_share", "peak_memory_bytes")
+"""Figures of which the newest is that of the last interval; the whole run's are logged at its end as `run_<name>`."""
 MLFLOW_END_S = 20.0
 """Seconds that the end of a run waits for a tracking server that is slow or away."""
 
@@ -116,8 +118,9 @@ class Recorder:
         but the summary.
         """
         result, figures = self.outline(status, summary), self._figures()
-        if figures and not self._ended:
-            numbers = {name: value for name, value in figures.items() if isinstance(value, float)}
+        numbers = {name: value for name, value in figures.items() if isinstance(value, float)}
+        numbers |= {f"run_{name}": result[name] for name in OF_INTERVALS if isinstance(result[name], int | float)}
+        if numbers and not self._ended:
             self._put_own("system", numbers, result["steps"])
         for name in artifacts or ():
             self._put_own("artifact", {"name": name})

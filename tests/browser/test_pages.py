@@ -73,13 +73,16 @@ def test_the_table_has_our_columns_in_our_order_and_the_figures_of_both_runs(
     config: Config, links: pages.Links, visit: Visit
 ) -> None:
     pages.open_runs(visit.page, links.runs)
-    expected = {run: {name: value for name, value in measured(config, run).items() if name in METRICS} for run in RATES}
+    all_of = {run: measured(config, run) | measured(config, run, "system") for run in RATES}
+    expected = {run: {name: all_of[run][name] for name in METRICS if name in all_of[run]} for run in RATES}
     shown = pages.rows(visit.page)
     for run, figures in expected.items():
         cells = shown[pages.mark(Path(config.storage), run)["run_id"]]
         assert run in cells["attributes.`Run Name`"]
         assert {name: float(cells[f"metrics.`{name}`"]) for name in figures} == pytest.approx(figures)
-        assert float(cells["metrics.`val_loss`"]) == pytest.approx(summary(config, run)["val_loss"])
+        whole = summary(config, run)
+        assert float(cells["metrics.`val_loss`"]) == pytest.approx(whole["val_loss"])
+        assert float(cells["metrics.`run_tokens_per_second`"]) == pytest.approx(whole["tokens_per_second"])
         assert float(cells["params.`optimizer.learning_rate`"]) == RATES[run]
         assert cells["tags.`raystride.device`"] == "cpu"
     ours = [name for name in pages.columns(visit.page) if name in {*METRICS, *PARAMETERS, *TAGS}]
