@@ -8,11 +8,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
+from pipelines.config.condition import Condition
 from pipelines.config.config import Config
 from pipelines.config.section import Section, setting
 
 RANGES = ("uniform", "log_uniform", "integers")
 """Kinds of ranges that random search and Optuna draw from; each takes [lowest, highest]."""
+
+OF_TRIALS = (
+    "run",
+    "storage",
+    "train.log_every",
+    "validation.every",
+    "validation.samples",
+    "checkpoint.every",
+    "sample.tokens",
+    "launch.mode",
+    "launch.restarts",
+    "record.mlflow",
+)
+"""Settings that cannot be tried: a trial is a short training that measures nothing but its steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +78,12 @@ class Sweep(Section):
     isolated: bool = setting(True)
     """One trial at a time: two that shared a node would measure each other."""
     concurrent: int = setting(2, at_least=1)
-    """Trials at a time when they are not isolated."""
+    """Trials at a time when they are not isolated, as far as there are processors for: see scaling.threads."""
     retry: bool = setting(False)
     """When a sweep is started again, measure again what failed, hung or ran out of memory."""
     timeout_s: float = setting(900.0, above=0)
-    """Seconds after which a trial is given up as hung."""
+    """Seconds after which a trial is asked to end, with the windows that it has, and is given up as hung where it does not
+    or has none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,6 +131,10 @@ class SweepConfig(Config):
         for key in self.sweep.space:
             if key not in known:
                 raise self.sweep.error("space", f"names {key}, which is no setting of a training; --help lists them")
+            if key in OF_TRIALS:
+                raise self.sweep.error("space", f"names {key}, which each trial sets by itself")
+        for text in self.sweep.where:
+            Condition(text, known)
 
     def training(self) -> Config:
         """The settings of a training alone."""

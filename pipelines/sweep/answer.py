@@ -5,6 +5,7 @@ found.text                                                # in plain words, for 
 found.recommended                                         # YAML for train.py, None where no trial has a figure
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -125,7 +126,11 @@ def _in_words(
         lines.append(f"As good within the spread: {'; '.join(result.label for result in alike[1:4])}.")
     if others:
         worst = max(others, key=lambda result: score(result, base.sweep, price))
-        lines.append(f"The slowest that ran, {worst.label}, reaches {worst.speed / best.speed:.0%} of its speed.")
+        if objective == "throughput":
+            lines.append(f"The slowest that ran, {worst.label}, reaches {worst.speed / best.speed:.0%} of its speed.")
+        else:
+            value = score(worst, base.sweep, price)
+            lines.append(f"The worst that ran, {worst.label}, has {f'{value:.3g}' if math.isfinite(value) else 'none'}.")
     if failed:
         lines.append(f"{failed} of {len(merged)} combinations have no figure; the report says why.")
     batch = Candidate(base, best.settings).recommended.train.batch

@@ -1,12 +1,13 @@
 """What is best among the trials, by the objective, and the settings to train with.
 
 merged = by_settings(results)                             # the rounds of each combination together
-best, as_good = best_of(merged, sweep)                    # those that the spread does not tell from the best
+best, as_good = best_of(merged, sweep, price)                 # those that the spread does not tell from the best
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from statistics import fmean
 
 from pipelines.config.parse import to_yaml
 from pipelines.config.sweep import Sweep, SweepConfig
@@ -54,16 +55,20 @@ def by_settings(results: Iterable[Result]) -> list[Result]:
 
 
 def _together(rounds: Sequence[Result]) -> Result:
-    measured = [result for result in rounds if result.measured]
+    measured = sorted((result for result in rounds if result.measured), key=lambda result: result.status != "measured")
     if len(measured) < 2:
         return (measured or list(rounds))[0]
     times = [result.seconds_to_loss for result in measured]
     arrived = [seconds for seconds in times if seconds is not None]
+    energies = [each for result in measured if (each := result.figures.get("joules_per_token")) is not None]
+    first = measured[0]
     return replace(
-        measured[0],
+        first,
         speeds=tuple(speed for result in measured for speed in result.speeds),
         step_seconds=tuple(seconds for result in measured for seconds in result.step_seconds),
-        seconds_to_loss=sum(arrived) / len(arrived) if len(arrived) == len(times) else None,
+        shares={name: fmean(result.shares[name] for result in measured) for name in first.shares},
+        figures=first.figures | ({"joules_per_token": fmean(energies)} if energies else {}),
+        seconds_to_loss=fmean(arrived) if len(arrived) == len(times) else None,
         cause=next((result.cause for result in rounds if not result.measured), ""),
     )
 

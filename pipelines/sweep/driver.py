@@ -9,7 +9,7 @@ same command again measures only what is missing.
 import secrets
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -22,6 +22,7 @@ from pipelines.launch.driver import guarded, locate
 from pipelines.launch.owner import Ownership
 from pipelines.launch.resources import Resources
 from pipelines.launch.session import DONE, FAILED
+from pipelines.prepare.faults import DataError
 from pipelines.prepare.prepare import prepare
 from pipelines.sweep.answer import Answer, answer
 from pipelines.sweep.choice import price_of
@@ -53,18 +54,39 @@ def _sweep(base: SweepConfig, storage: Folder) -> int:
     candidates, described = candidates_of(base), _described(base)
     attempt = time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(2)
     print(f"sweep {base.run} in {storage}", flush=True)
+    if folder.exists("journal"):
+        raise SettingError(f"run is {base.run!r}: it is the name of a training; give the sweep another one, by --run")
     with Ownership.take(folder, attempt):
         folder.put("config.yaml", to_yaml(base))
         tracking = Tracking(folder, base, storage)
-        missing = _missing(base, folder, candidates)
-        left = len(missing) if candidates else base.sweep.trials - len(results(folder))
-        if left > 0:
-            with cluster(base.launch):
-                _prepare_all(base, storage, missing)
-                plan = Plan(base, storage, price_of(base, described), Resources.of_cluster())
-                with Board(base.sweep.space, left) as board:
-                    measure(plan, missing, left, partial(_on_end, folder, tracking, board))
-        return _conclude(base, folder, candidates, described, tracking)
+        try:
+            if base.sweep.retry:
+                _forget_failures(folder)
+            _measure_missing(base, storage, candidates, described, tracking)
+            return _conclude(base, folder, candidates, described, tracking)
+        except BaseException:
+            tracking.end("failed")
+            raise
+
+
+def _measure_missing(
+    base: SweepConfig,
+    storage: Folder,
+    candidates: Sequence[Candidate],
+    described: ClusterDescription | None,
+    tracking: Tracking,
+) -> None:
+    folder = storage / str(base.run)
+    known = _known(base, folder, candidates)
+    missing = [candidate for candidate in candidates if candidate.key not in known]
+    left = len(missing) if candidates else base.sweep.trials - len(known)
+    if left <= 0:
+        return
+    with cluster(base.launch):
+        _prepare_all(base, storage, missing)
+        plan = Plan(base, storage, price_of(base, described), Resources.of_cluster())
+        with Board(base.sweep.space, left) as board:
+            measure(plan, missing, list(known.values()), left, partial(_on_end, folder, tracking, board))
 
 
 def _described(base: SweepConfig) -> ClusterDescription | None:
@@ -92,22 +114,38 @@ def candidates_of(base: SweepConfig) -> list[Candidate]:
 def _prepare_all(base: SweepConfig, storage: Folder, candidates: Sequence[Candidate]) -> None:
     """Prepares the data that trials read, each kind once, so that no trial does.
 
-    On a local cluster in this process: workers of a trial are then surely new, and none has prepared data before.
+    On a local cluster in this process: workers of a trial are then surely new, and none has prepared data before. Those that
+    Optuna will ask for are not known yet: what they need beside the configured data, they prepare. Raises DataError where
+    nothing can be prepared; where only some cannot, their trials say so.
     """
     configs = [each.config for each in candidates if each.config] or [base.training()]
     kinds = {(config.data, config.tokenizer, config.model.context): config for config in configs}
+    faults = []
     for config in kinds.values():
-        prepare(config, storage, build_task(config), on_ray=joined(base.launch))
+        try:
+            prepare(config, storage, build_task(config), on_ray=joined(base.launch))
+        except DataError as fault:
+            faults.append(fault)
+    if len(faults) == len(kinds):
+        raise faults[0]
 
 
-def _missing(base: SweepConfig, folder: Folder, candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Those that have no result yet, or with `sweep.retry` none with figures."""
-    known = results(folder)
-    if base.sweep.retry:
-        for result in (each for each in known.values() if each.status in WITHOUT_FIGURES):
+def _forget_failures(folder: Folder) -> None:
+    for result in results(folder).values():
+        if result.status in WITHOUT_FIGURES:
             forget(folder, result.key)
-            del known[result.key]
-    return [candidate for candidate in candidates if candidate.key not in known]
+
+
+def _known(base: SweepConfig, folder: Folder, candidates: Sequence[Candidate]) -> dict[str, Result]:
+    """The folder's results of these candidates, or for Optuna of this space and configuration: both may have changed."""
+    if candidates:
+        wanted = {candidate.key for candidate in candidates}
+        return {key: result for key, result in results(folder).items() if key in wanted}
+    return {
+        key: result
+        for key, result in results(folder).items()
+        if set(result.settings) == set(base.sweep.space) and Candidate(base, result.settings).key == key
+    }
 
 
 def _on_end(folder: Folder, tracking: Tracking, board: Board, result: Result) -> None:
@@ -130,11 +168,10 @@ def _conclude(
     tracking: Tracking,
 ) -> int:
     """Writes the report, the recommendation and the summary; prints the last screen; the exit code."""
-    wanted = {each.key for each in candidates}
-    found = [result for result in results(folder).values() if not wanted or result.key in wanted]
+    found = list(_known(base, folder, candidates).values())
     # What a sweep that was killed, or a server that was away, left untold.
     found = [result if result.mlflow_run_id else _logged(folder, tracking, result, len(found)) for result in found]
-    unfinished = len(wanted - {result.key for result in found})
+    unfinished = (len(candidates) or base.sweep.trials) - len(found)
     outcome = answer(base, found, described)
     write_report(folder, outcome)
     if outcome.recommended:

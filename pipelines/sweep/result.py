@@ -53,6 +53,7 @@ class Window:
     shares: Mapping[str, float]
     """Of its time, by part of a step; see `phases`."""
     loss: float | None
+    """Mean training loss of its steps; None where it is not finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,9 +120,14 @@ def windows_of(entries: Iterable[Mapping[str, Any]], tokens_per_step: float) -> 
             continue
         speed, step = float(values["tokens_per_second"]), int(entry["step"])
         shares = {name: values.get(f"phase_{name}_share", 0.0) for name in PARTS}
-        found.append(Window(previous, step, speed, tokens_per_step / speed, shares, values.get("train_loss")))
+        found.append(Window(previous, step, speed, tokens_per_step / speed, shares, _finite(values.get("train_loss"))))
         previous = step
     return found
+
+
+def _finite(value: Any) -> float | None:
+    """A number of the journal, which writes what is not finite as a word."""
+    return float(value) if value is not None and math.isfinite(float(value)) else None
 
 
 def mean_shares(windows: Sequence[Window]) -> dict[str, float]:
@@ -157,8 +163,7 @@ def keep(sweep: Folder, result: Result) -> None:
 
 def forget(sweep: Folder, key: str) -> None:
     """Removes a trial's result, if there is one, so that it is measured again."""
-    if (sweep / PLACE).exists(f"{key}.json"):
-        (sweep / PLACE).remove(f"{key}.json")
+    sweep.remove(f"{PLACE}/{key}.json")
 
 
 def results(sweep: Folder) -> dict[str, Result]:

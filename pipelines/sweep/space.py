@@ -27,7 +27,7 @@ Settings = Mapping[str, Any]
 """Values by the settings' full names."""
 ATTEMPTS = 100
 """Random draws for each candidate before the conditions are taken to leave no more."""
-MEASURED = ("scaling", "warmup_steps", "window_steps", "windows", "objective", "target_loss")
+DECISIVE = ("scaling", "warmup_steps", "window_steps", "windows", "objective", "target_loss")
 """Settings of a sweep on which a trial's figures depend."""
 ASIDE = ("run", "storage", "launch.", "record.")
 """Settings of a training on which they do not, or names that begin so."""
@@ -69,7 +69,7 @@ class Candidate:
     def key(self) -> str:
         """Eight hexadecimal digits of all that the figures depend on."""
         training = {name: value for name, value in self.base.training().flat().items() if not name.startswith(ASIDE)}
-        sweep = {name: getattr(self.base.sweep, name) for name in MEASURED}
+        sweep = {name: getattr(self.base.sweep, name) for name in DECISIVE}
         text = json.dumps([training | dict(self.settings), sweep, self.round], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 

@@ -5,7 +5,7 @@
     tracking.end("finished")
 
 Trials write their journals only; what they measured comes to MLflow from there, once they ended. A server that is away costs
-a warning, and what it missed is told at the end.
+a warning; what it missed is told at the end, and when the sweep is started again.
 """
 
 import sys
@@ -29,11 +29,10 @@ class Tracking:
 
     def __init__(self, folder: Folder, base: SweepConfig, storage: Folder) -> None:
         assert base.run
-        self._storage, self._settings = storage, base.record
+        self._base, self._storage = base, storage
         self._log = MlflowLog.at(folder, base.run, base.record, storage)
-        parameters = {name: value for name, value in base.flat().items() if name.startswith(("sweep.", "data.", "model."))}
-        self._try(lambda: self._put("parameters", parameters))
-        self._try(lambda: self._put("tags", {"raystride.kind": "sweep"}))
+        self._introduced = self._away = False
+        self._try(lambda: None)
 
     @property
     def run_id(self) -> str | None:
@@ -46,20 +45,15 @@ class Tracking:
         return self._log.link if self._log else None
 
     def trial(self, result: Result, number: int) -> Result:
-        """Logs a trial that ended, the so-many-th; the result with its run's id."""
-        if result.speed:
-            self._try(lambda: self._put("metrics", {"trial_tokens_per_second": result.speed}, number))
+        """Logs a trial that ended, the so-many-th; the result with its run's id, or as it was where MLflow is away."""
         folder = self._storage / result.run
-        if not self._log or not folder.exists("journal"):
-            return result
-        if not self._try(lambda: self._log_trial(result, folder)):
+        if not folder.exists("journal") or not self._try(lambda: self._log_trial(result, folder, number)):
             return result
         return replace(result, mlflow_run_id=folder.read_json(MARK).get("run_id"))
 
     def end(self, status: str) -> None:
-        """Logs the sweep's files, and ends its run."""
-        if self._log:
-            log = self._log
+        """Logs the sweep's files, and ends its run with `status`, a key of `record.STATUSES`."""
+        if log := self._log:
             self._try(lambda: log.finish(status, time.time()))
 
     def artifact(self, name: str) -> None:
@@ -71,27 +65,46 @@ class Tracking:
         folders = [self._storage / result.run for result in results]
         return comparison_link(folder.read_json(MARK) for folder in folders if folder.exists(MARK))
 
-    def _log_trial(self, result: Result, folder: Folder) -> None:
-        log = MlflowLog.at(folder, result.run, self._settings, self._storage)
+    def _introduce(self) -> None:
+        """Tells once what is swept."""
+        if not self._introduced:
+            settings = self._base.flat()
+            told = {name: value for name, value in settings.items() if name.startswith(("sweep.", "data.", "model."))}
+            self._put("parameters", told)
+            self._put("tags", {"raystride.kind": "sweep"})
+            self._introduced = True
+
+    def _log_trial(self, result: Result, folder: Folder, number: int) -> None:
+        log = MlflowLog.at(folder, result.run, self._base.record, self._storage)
         assert log
         Follower(folder, log, _warn).catch_up()
         told = {"raystride.trial": result.label, "raystride.outcome": result.status}
         log.log([_entry("tags", {"mlflow.parentRunId": self.run_id, **told})])
         status = folder.read_json(SUMMARY).get("status", "failed") if folder.exists(SUMMARY) else "failed"
         log.finish(status, time.time())
+        if result.speed:  # last, so that what failed before is told again without a second point
+            self._put("metrics", {"trial_tokens_per_second": result.speed}, number)
 
     def _put(self, kind: str, values: dict[str, Any], step: int | None = None) -> None:
-        if self._log:
-            for problem in self._log.log([_entry(kind, values, step)]):
-                _warn(problem)
+        assert self._log
+        for problem in self._log.log([_entry(kind, values, step)]):
+            _warn(problem)
 
     def _try(self, action: Callable[[], object]) -> bool:
-        """Whether it could be done."""
+        """Whether MLflow is on and could be told; warns once an outage."""
+        if not self._log:
+            return False
         try:
+            self._introduce()
             action()
         except Exception as error:  # MLflow, its database and its server raise whatever they like
-            _warn(f"MLflow cannot be told ({type(error).__name__}: {str(error)[:200]})")
+            self._log.disconnect()
+            if not self._away:
+                cause = f"{type(error).__name__}: {error}".replace(self._log.uri, self._log.public_uri)[:200]
+                _warn(f"MLflow at {self._log.public_uri} cannot be told; the same command again tells it ({cause})")
+            self._away = True
             return False
+        self._away = False
         return True
 
 

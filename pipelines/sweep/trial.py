@@ -1,6 +1,6 @@
 """One trial: a real training under Ray Train, watched until it is measured precisely enough.
 
-    result = run_trial(candidate, storage, Resources.of_cluster(), tags, tell=lambda window: tune.report({"score": ...}))
+    result = run_trial(candidate, storage, Resources.of_cluster(), tags, tell=lambda window: True)
 
 This runs in the process that drives the trial; what computes are Ray Train's workers, which are new for each trial. What the
 training prints goes to `trial.txt` in its own folder.
@@ -19,9 +19,11 @@ from pipelines.config.sweep import Sweep
 from pipelines.files import Folder
 from pipelines.launch.driver import CannotRun, train
 from pipelines.launch.failure import first_cause
+from pipelines.launch.hang import Hung
 from pipelines.launch.preflight import checks_of_settings
 from pipelines.launch.resources import Resources, resolve
 from pipelines.launch.session import Watcher
+from pipelines.prepare.faults import DataError
 from pipelines.record import read_entries
 from pipelines.sweep.result import (
     FIGURES,
@@ -35,34 +37,52 @@ from pipelines.sweep.result import (
 )
 from pipelines.sweep.space import Candidate
 
-OUT_OF_MEMORY = re.compile(r"out ?of ?memory|Cannot allocate memory|OutOfMemory|\bOOM\b", re.IGNORECASE)
-HUNG = re.compile(r"Hung|stands still", re.IGNORECASE)
+OUT_OF_MEMORY = re.compile(
+    r"out ?of ?memory|allocate memory|MemoryError|bad_alloc|ALLOC_FAILED|running low on memory|\bOOM\b", re.IGNORECASE
+)
+"""As PyTorch, NumPy, C++, cuBLAS and Ray say it."""
+LEAVE_S = 30.0
+"""How long a trial whose time is up may take to end by itself."""
+
+
+class TookTooLong(TimeoutError):
+    """A trial that did not end in its time, and not when it was asked to either."""
 
 
 class Measuring(Watcher):
-    """Looks at a trial's windows as they come, and says when there are enough of them."""
+    """Looks at a trial's windows as they come, and says when there are enough of them, or no more are wanted.
 
-    def __init__(self, candidate: Candidate, folder: Folder, tell: Callable[[Window], None]) -> None:
+    `tell` hears of each window, and says whether the trial is to go on.
+    """
+
+    def __init__(self, candidate: Candidate, folder: Folder, tell: Callable[[Window], bool]) -> None:
         assert candidate.config
         self._sweep, self._folder, self._tell = candidate.base.sweep, folder, tell
         self._tokens = tokens_per_step(candidate.config)
         self._deadline = time.monotonic() + self._sweep.timeout_s
         self._told = self._step = 0
+        self.unwanted = False
+        """Whether `tell` ended the trial."""
         self.error: BaseException | None = None
 
     def on_state(self, state: dict[str, Any], request_stop: Callable[[], None]) -> None:
-        """Reads what is new in the journal. Raises TimeoutError where the trial has taken too long."""
-        if time.monotonic() > self._deadline:
-            raise TimeoutError(f"the trial took longer than sweep.timeout_s, {self._sweep.timeout_s:g} s")
+        """Reads what is new in the journal. Raises TookTooLong where the trial does not end in its time."""
+        late = time.monotonic() - self._deadline
+        if late > (LEAVE_S if self._told else 0):
+            raise TookTooLong(f"it took longer than sweep.timeout_s, {self._sweep.timeout_s:g} s")
         step = state.get("step") or 0
-        if step == self._step:
+        if late > 0:
+            request_stop()
+        if step == self._step or self.unwanted:
             return
         self._step = step
-        windows = windows_of(read_entries(self._folder), self._tokens)
-        for window in windows[self._told :]:
-            self._tell(window)
+        try:
+            windows = windows_of(read_entries(self._folder), self._tokens)
+        except OSError:  # a storage that is away for a moment: the next look reads more
+            return
+        self.unwanted = not all(self._tell(window) for window in windows[self._told :])
         self._told = len(windows)
-        if enough(windows, self._sweep):
+        if self.unwanted or enough(windows, self._sweep):
             request_stop()
 
     def on_failure(self, error: BaseException) -> None:
@@ -86,7 +106,7 @@ def refusal(candidate: Candidate, there: Resources) -> Result | None:
 
 
 def run_trial(
-    candidate: Candidate, storage: Folder, there: Resources, tags: Mapping[str, str], tell: Callable[[Window], None]
+    candidate: Candidate, storage: Folder, there: Resources, tags: Mapping[str, str], tell: Callable[[Window], bool]
 ) -> Result:
     """Trains the candidate's settings to the end of their windows; what became of it. Needs Ray."""
     config = candidate.config
@@ -100,7 +120,7 @@ def run_trial(
         with path.open("w") as file, redirect_stdout(file), redirect_stderr(file):
             try:
                 train(config, storage, watcher=watcher, tags=tags)
-            except (CannotRun, ValueError) as error:
+            except (CannotRun, SettingError, DataError) as error:
                 refused = str(error)
         folder.upload(path, path.name)
     seconds = time.monotonic() - began
@@ -108,19 +128,17 @@ def run_trial(
         return ended(candidate, "refused", refused, seconds=seconds)
     if watcher.error:
         return result_of(candidate, folder, there, *why(watcher.error), seconds=seconds)
-    return result_of(candidate, folder, there, "measured", seconds=seconds)
+    return result_of(candidate, folder, there, "stopped_early" if watcher.unwanted else "measured", seconds=seconds)
 
 
 def why(error: BaseException) -> tuple[Status, str]:
     """What kind of end this was, and its cause in a line."""
     rank, cause = first_cause(error)
-    text = f"{type(cause).__name__}: {str(cause).strip().splitlines()[0] if str(cause).strip() else ''}"
-    where = f"rank {rank}: " if rank is not None else ""
-    if OUT_OF_MEMORY.search(text):
-        return "out_of_memory", where + text
-    if isinstance(cause, TimeoutError) or HUNG.search(text):
-        return "hung", where + text
-    return "failed", where + text
+    first, *_ = str(cause).strip().splitlines() or [""]  # below it, Ray writes of memory whatever the cause
+    text = (f"rank {rank}: " if rank is not None else "") + f"{type(cause).__name__}: {first}".removesuffix(": ")
+    if isinstance(cause, Hung | TookTooLong):
+        return "hung", text
+    return "out_of_memory" if OUT_OF_MEMORY.search(text) else "failed", text
 
 
 def ended(candidate: Candidate, status: Status, cause: str, seconds: float = 0.0) -> Result:

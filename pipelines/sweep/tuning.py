@@ -1,17 +1,19 @@
 """The trials of a sweep by Ray Tune: one after another, each a training of its own under Ray Train.
 
-    measure(plan, candidates, len(candidates), done=lambda result: print(result.label))
+    measure(plan, candidates, [], len(candidates), done=lambda result: print(result.label))
 
 Tune's function runs the trial's driver, in a process on the head node that holds no processor, so that all of them are left
 to the workers; two trials that each held some, and waited for the rest, would wait for ever. It serves trial after trial,
-while their workers are new processes each time. A result is kept in the sweep's folder before Tune hears of it.
+while their workers are new processes each time. A result is kept in the sweep's folder before Tune hears of it. A trial that
+Tune stops ends its training first, since Tune knows nothing of the workers.
 """
 
 import logging
 import math
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +21,11 @@ from ray import tune
 
 from pipelines.config.sweep import SweepConfig
 from pipelines.files import Folder
-from pipelines.launch.resources import Resources
+from pipelines.launch.resources import Resources, resolve
 from pipelines.sweep.choice import score, token_score
 from pipelines.sweep.result import Result, Window, keep, results
 from pipelines.sweep.space import Candidate, meets
-from pipelines.sweep.trial import ended, refusal, result_of, run_trial
+from pipelines.sweep.trial import TookTooLong, ended, refusal, result_of, run_trial, why
 
 HEAD = {"node:__internal_head__": 0.001}
 """What a trial's driver asks for: a place on the head node, and nothing that workers need."""
@@ -34,6 +36,8 @@ QUIET = {
     "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
 }
 SCORE, WINDOW, TRIAL = "score", "window", "trial"
+END_S = 60
+"""How long a trial that Tune stops may take to end its training."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,13 @@ class Plan:
         return self.storage / self.base.run
 
 
-def measure(plan: Plan, candidates: Sequence[Candidate], left: int, done: Callable[[Result], None]) -> None:
-    """Runs the candidates, or with `sweep.search` optuna those that it suggests; `done` hears of each that ended."""
+def measure(
+    plan: Plan, candidates: Sequence[Candidate], known: Sequence[Result], left: int, done: Callable[[Result], None]
+) -> None:
+    """Runs the candidates, or with `sweep.search` optuna `left` that it suggests, knowing what was measured before.
+
+    `done` hears of each that ended, in this process.
+    """
     os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # what ended trials is told in their own lines
     sweep = plan.base.sweep
@@ -70,7 +79,7 @@ def measure(plan: Plan, candidates: Sequence[Candidate], left: int, done: Callab
             mode="min",
             num_samples=left if chosen else 1,
             max_concurrent_trials=1 if sweep.isolated else sweep.concurrent,
-            search_alg=_optuna(plan) if chosen else None,
+            search_alg=_optuna(plan, known) if chosen else None,
             scheduler=_scheduler(plan.base),
             reuse_actors=True,
         ),
@@ -87,7 +96,9 @@ def candidate_of(parameters: Mapping[str, Any], base: SweepConfig) -> Candidate:
 
 
 def _trial(parameters: dict[str, Any], plan: Plan) -> None:
-    """What Tune runs. Raises where the trial hung, so that its process, and with it all that it started, is ended."""
+    """What Tune runs. Raises where the trial hung, so that its process, and with it all that it started, is ended;
+    SystemExit where Tune stopped it."""
+    os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = str(END_S)  # Tune looks it up when the next trial is to come here
     candidate = candidate_of(parameters, plan.base)
     result = results(plan.folder).get(candidate.key) or _breaks_a_condition(candidate) or refusal(candidate, plan.there)
     if result is None:
@@ -95,31 +106,39 @@ def _trial(parameters: dict[str, Any], plan: Plan) -> None:
         result = run_trial(candidate, plan.storage, plan.there, {"raystride.sweep": str(plan.base.run)}, told)
     keep(plan.folder, result)
     if result.status == "hung":
-        raise TimeoutError(result.cause)
+        raise TookTooLong(result.cause)
+    if result.status == "stopped_early":
+        sys.exit(0)  # as tune.report did, which is not to be called again
     value = score(result, plan.base.sweep, plan.price_per_hour)
     # Not a number, which both Optuna and ASHA leave out, where infinite would spoil their quantiles.
     tune.report({SCORE: value if math.isfinite(value) else math.nan, WINDOW: plan.base.sweep.windows + 1})
 
 
 class _Told:
-    """Tells the scheduler of each window, where there is one that stops trials."""
+    """Tells the scheduler of each window, where there is one that stops trials, and says whether the trial is to go on.
+
+    With the objective energy, which is known at the end alone, it hears of the speed.
+    """
 
     def __init__(self, plan: Plan, candidate: Candidate) -> None:
         assert candidate.config
         self._plan, self._asked = plan, plan.base.sweep.stop_bad != "none"
-        workers = candidate.config.scaling.workers
-        self._workers = workers if isinstance(workers, int) else 1
+        self._workers = resolve(candidate.config, plan.there).workers
         self._speeds: list[float] = []
 
-    def __call__(self, window: Window) -> None:
+    def __call__(self, window: Window) -> bool:
         sweep = self._plan.base.sweep
         if not self._asked or window.begin < sweep.warmup_steps:
-            return
+            return True
         self._speeds.append(window.tokens_per_second)
-        speed = statistics.fmean(self._speeds)
-        by_loss = sweep.objective == "time_to_loss"
-        value = window.loss if by_loss else token_score(speed, self._workers, sweep, self._plan.price_per_hour)
-        tune.report({SCORE: value, WINDOW: len(self._speeds)})
+        value = token_score(statistics.fmean(self._speeds), self._workers, sweep, self._plan.price_per_hour)
+        if sweep.objective == "time_to_loss":
+            value = math.nan if window.loss is None else window.loss
+        try:
+            tune.report({SCORE: value, WINDOW: len(self._speeds)})
+        except SystemExit:  # Tune's way to end a trial's thread, which would leave its workers behind
+            return False
+        return True
 
 
 class _Ends(tune.Callback):  # type: ignore[misc]
@@ -127,28 +146,50 @@ class _Ends(tune.Callback):  # type: ignore[misc]
 
     def __init__(self, plan: Plan, done: Callable[[Result], None]) -> None:
         self._plan, self._done = plan, done
+        self._stopped: list[Any] = []
+        """Trials that Tune stopped, whose trainings are ending."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # Tune keeps its callbacks for a restore of its own; ours reads the results
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        lasted = float(trial.last_result.get("time_total_s", 0.0))
-        self._tell(
-            trial, lambda candidate, folder: result_of(candidate, folder, self._plan.there, "stopped_early", seconds=lasted)
-        )
+        if (result := self._kept(trial)) is None:
+            self._stopped.append(trial)
+        else:
+            self._done(result)
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        # Its process has ended what it did before, or has died.
+        self._tell_of_stopped()
+
+    def on_experiment_end(self, trials: list[Any], **info: Any) -> None:
+        self._tell_of_stopped()
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        cause = "the process that drove the trial ended; its trial.txt and Ray's logs may say why"
-        self._tell(trial, lambda candidate, folder: ended(candidate, "failed", cause))
-
-    def _tell(self, trial: Any, otherwise: Callable[[Candidate, Folder], Result]) -> None:
-        """The result that the trial kept, or what else is to be said of one that was not let to."""
         candidate = candidate_of(trial.config, self._plan.base)
-        result = results(self._plan.folder).get(candidate.key)
-        if result is None:
-            result = otherwise(candidate, self._plan.storage / candidate.run)
-            keep(self._plan.folder, result)
-        self._done(result)
+        raised = trial.get_pickled_error()
+        cause = why(raised)[1] if raised else "the process that drove the trial ended"
+        unsaid = ended(candidate, "failed", f"{cause}; its trial.txt and Ray's logs may say more")
+        self._done(self._kept(trial) or self._keep(unsaid))
+
+    def _tell_of_stopped(self) -> None:
+        while self._stopped:
+            trial = self._stopped.pop(0)
+            self._done(self._kept(trial) or self._keep(self._read(trial)))
+
+    def _read(self, trial: Any) -> Result:
+        """What the journal says of a trial that was not let to end."""
+        candidate = candidate_of(trial.config, self._plan.base)
+        lasted = float(trial.last_result.get("time_total_s", 0.0))
+        folder = self._plan.storage / candidate.run
+        return result_of(candidate, folder, self._plan.there, "stopped_early", seconds=lasted)
+
+    def _kept(self, trial: Any) -> Result | None:
+        return results(self._plan.folder).get(candidate_of(trial.config, self._plan.base).key)
+
+    def _keep(self, result: Result) -> Result:
+        keep(self._plan.folder, result)
+        return result
 
 
 def _scheduler(base: SweepConfig) -> Any:
@@ -180,18 +221,17 @@ def _distributions(base: SweepConfig) -> dict[str, Any]:
     return found
 
 
-def _optuna(plan: Plan) -> Any:
+def _optuna(plan: Plan, known: Iterable[Result]) -> Any:
     """Optuna's TPE, told of what was measured before."""
     import optuna
     from ray.tune.search.optuna import OptunaSearch
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     base = plan.base
-    known = [result for result in results(plan.folder).values() if set(result.settings) == set(base.sweep.space)]
-    scores = [score(result, base.sweep, plan.price_per_hour) for result in known]
-    before = [(result.settings, value) for result, value in zip(known, scores, strict=True) if math.isfinite(value)]
+    scored = [(result.settings, score(result, base.sweep, plan.price_per_hour)) for result in known]
+    before = [(settings, value) for settings, value in scored if math.isfinite(value)]
     return OptunaSearch(
-        seed=base.seed % 2**32,
+        seed=(base.seed + len(before)) % 2**32,  # started again, it would else begin with what it tried first
         points_to_evaluate=[settings for settings, _ in before] or None,
         evaluated_rewards=[value for _, value in before] or None,
     )
