@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from pipelines.config.section import Section, setting
+from pipelines.files import absolute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,10 @@ class Model(Section):
     """Biases in linear layers and LayerNorm."""
     rope_theta: float = setting(10000.0, above=0, fixed=True)
     """Base of the rotary frequencies."""
+    init_from: str | None = setting(None, fixed=True)
+    """Folder or URI of a Hugging Face model, Llama or GPT-2, in safetensors, whose weights a new run starts with.
+
+    The other settings must describe that model (what differs is named), and `tokenizer.file` should be the one beside it."""
     kernels: Literal["auto", "triton", "torch"] = setting("auto")
     """Attention and the other hot operations: our Triton kernels, or PyTorch's own; `auto` takes Triton on GPUs.
 
@@ -49,3 +54,6 @@ class Model(Section):
             raise self.error("width", "must give every head an even size, which rotary positions need")
         if self.flavour == "llama" and self.bias:
             raise self.error("bias", "must be false with model.flavour `llama`, whose layers have none")
+        if self.init_from:
+            # Workers have other working directories than the one in which this was typed.
+            object.__setattr__(self, "init_from", absolute(self.init_from))

@@ -26,6 +26,8 @@ class Opened:
     model: Decoder
     encoder: Encoder
     step: int
+    tokenizer: Folder
+    """Where the encoder's files lie."""
 
 
 def open_run(storage: Folder, run: str, checkpoint: str = "best") -> Opened:
@@ -40,8 +42,9 @@ def open_run(storage: Folder, run: str, checkpoint: str = "best") -> Opened:
     found = found or checkpoints.newest()
     if found is None:
         raise SettingError(f"--run {run}: it has no whole checkpoint; train it with checkpoint.every above 0")
-    encoder = load_tokenizer(found.folder / found.manifest["attempt"] / "tokenizer")
-    return Opened(config, _build(config, encoder, checkpoints, found), encoder, found.step)
+    tokenizer = found.folder / found.manifest["attempt"] / "tokenizer"
+    encoder = load_tokenizer(tokenizer)
+    return Opened(config, _build(config, encoder, checkpoints, found), encoder, found.step, tokenizer)
 
 
 def _build(config: Config, encoder: Encoder, checkpoints: Checkpoints, found: Found) -> Decoder:

@@ -22,6 +22,7 @@ from pipelines.feed.cache import NodeCache
 from pipelines.feed.loader import Loader, validation_batches
 from pipelines.feed.plan import build_plan
 from pipelines.feed.stream import TokenStream
+from pipelines.files import Folder
 from pipelines.launch.job import Job, Place
 from pipelines.observers.first_step import FirstStep
 from pipelines.observers.gpu_monitor import GpuMonitor
@@ -46,6 +47,7 @@ from pipelines.train.fingerprint import parameters_sha256
 from pipelines.train.loop import Ending, Training
 from pipelines.train.optimizer import build_optimizer
 from pipelines.train.precision import Precision
+from pipelines.train.pretrained import start_from
 from pipelines.train.state import TrainState
 from pipelines.train.step import build_rules
 from pipelines.train.validation import validate
@@ -121,14 +123,14 @@ def build_training(
     precision = Precision(config.train.precision)
     precision.use_products()
     model = task.build_model(manifest.vocabulary_size)
+    checkpoints = _checkpoints(job, place, say)
+    found = checkpoints.newest()
+    if config.model.init_from and not found:
+        start_from(model, Folder(config.model.init_from), job.prepared / "tokenizer", say)
     precision.convert(model, sharded=strategy.even)
     make_optimizer = partial(build_optimizer, config.optimizer, stochastic=config.train.stochastic_rounding)
     model, optimizer = strategy.prepare(recompute(model, config.train), make_optimizer)
 
-    checkpoints = _checkpoints(job, place, say)
-    if config.checkpoint.every:
-        checkpoints.claim()
-    found = checkpoints.newest()
     if found:
         checkpoints.load(found, model, optimizer)
         say(f"resumed from step {found.step}")
@@ -205,8 +207,11 @@ def _checkpoints(job: Job, place: Place, say: Callable[[str], None]) -> Checkpoi
     group = dist.new_group(backend="gloo") if place.world > 1 else None
     tokenizer = job.prepared / "tokenizer"
     extra = {f"tokenizer/{name}": tokenizer.read(name) for name in tokenizer.names()} if place.rank == 0 else {}
-    keep = job.config.checkpoint.keep
-    return Checkpoints(job.folder / "checkpoints", job.attempt, keep=keep, group=group, say=say, extra=extra)
+    settings = job.config.checkpoint
+    checkpoints = Checkpoints(job.folder / "checkpoints", job.attempt, keep=settings.keep, group=group, say=say, extra=extra)
+    if settings.every:
+        checkpoints.claim()
+    return checkpoints
 
 
 def _validation(

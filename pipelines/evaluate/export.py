@@ -1,0 +1,89 @@
+"""A finished run as a folder that `transformers` loads: safetensors, `config.json`, and a tokenizer.
+
+Every kind of tokenizer becomes a `tokenizer.json`: bytes and characters as a BPE without merges, others as they are but for
+the special tokens that they would add around a text, which the model never saw in training.
+
+    folder = export_hugging_face(open_run(storage, "my-run"), storage / "my-run" / "export" / "hugging_face")
+    transformers.AutoModelForCausalLM.from_pretrained(str(folder))
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+from model.hugging_face import to_hugging_face
+from pipelines.config import SettingError
+from pipelines.evaluate.opening import Opened
+from pipelines.files import Folder
+from pipelines.tokenizers.alphabets import ByteEncoder, CharacterEncoder
+from pipelines.tokenizers.loading import KIND_FILE, READY_FILE
+
+END, UNKNOWN = "<|end|>", "<|unknown|>"
+"""What the two tokens without a text are called where the tokenizer has no names of its own."""
+
+
+def export_hugging_face(opened: Opened, folder: Folder) -> Folder:
+    """Writes a run's model and tokenizer into a folder and returns it; `config.json` comes last.
+
+    Raises SettingError where the layout cannot say what the model is.
+    """
+    from safetensors.torch import save_file
+
+    try:
+        description, tensors = to_hugging_face(opened.model, opened.encoder.end_id)
+    except ValueError as error:
+        raise SettingError(str(error)) from error
+    content, end = _tokenizer(opened)
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place) / "model.safetensors"
+        save_file(tensors, file, metadata={"format": "pt"})
+        folder.upload(file, file.name)
+    folder.put(READY_FILE, content)
+    names = {"eos_token": end, "bos_token": end}
+    if isinstance(opened.encoder, CharacterEncoder):
+        names["unk_token"] = UNKNOWN
+    folder.put_json(
+        "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": opened.config.model.context,
+            "clean_up_tokenization_spaces": False,
+            **names,
+        },
+    )
+    folder.put_json("config.json", description)
+    return folder
+
+
+def _tokenizer(opened: Opened) -> tuple[str, str]:
+    """The text of `tokenizer.json`, and the name of the end token in it."""
+    encoder = opened.encoder
+    if isinstance(encoder, ByteEncoder):
+        return _bytes(encoder), END
+    if isinstance(encoder, CharacterEncoder):
+        return _characters(encoder), END
+    content = json.loads(opened.tokenizer.read(READY_FILE))
+    content |= {"post_processor": None, "truncation": None, "padding": None}
+    return json.dumps(content, ensure_ascii=False), opened.tokenizer.read_json(KIND_FILE)["end_token"]
+
+
+def _bytes(encoder: ByteEncoder) -> str:
+    """No character is a token, so that each falls back to its bytes."""
+    from tokenizers import Tokenizer, decoders, models
+
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocabulary | {END: encoder.end_id}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens([END])
+    return str(tokenizer.to_str())
+
+
+def _characters(encoder: CharacterEncoder) -> str:
+    from tokenizers import Tokenizer, decoders, models
+
+    vocabulary = {character: number for number, character in enumerate(encoder.characters, 2)}
+    vocabulary |= {END: encoder.end_id, UNKNOWN: encoder.unknown_id}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token=UNKNOWN, fuse_unk=False))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([END, UNKNOWN])
+    return str(tokenizer.to_str())

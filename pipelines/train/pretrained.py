@@ -1,0 +1,96 @@
+"""The weights that a new run starts with where `model.init_from` names a folder in Hugging Face's layout.
+
+Read are `config.json`, `model.safetensors` or the files that `model.safetensors.index.json` names, and `tokenizer.json`, to
+see that the run's ids mean the same. Nothing is unpickled.
+
+    start_from(model, Folder("/models/llama"), tokenizer=job.prepared / "tokenizer", say=print)
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from model.hugging_face import from_hugging_face
+from model.transformer import Decoder
+from pipelines.config import SettingError
+from pipelines.files import Folder
+from pipelines.tokenizers import load_tokenizer
+from pipelines.tokenizers.ready import parse
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PROBE = "The quick brown fox, at 12:30: naïve café!\n\tdef square(x): return x * x  # 平方\n"
+"""A text to which two tokenizers that are not the same hardly give the same ids."""
+
+
+def start_from(model: nn.Module, folder: Folder, tokenizer: Folder, say: Callable[[str], None]) -> None:
+    """Gives a fresh model the weights of a folder; `tokenizer` is that of the run's data.
+
+    Raises SettingError where the folder cannot be read, or holds another model or another tokenizer.
+    """
+    if not isinstance(model, Decoder):
+        raise _error(folder, "it must be None for a task that trains no decoder")
+    if not folder.exists("config.json"):
+        raise _error(folder, "it has no config.json. It must be a folder, to which a model of a hub is downloaded first")
+    if folder.exists("tokenizer.json"):
+        _check_tokenizer(folder, tokenizer)
+    from safetensors import SafetensorError
+
+    with tempfile.TemporaryDirectory() as copies:
+        try:
+            notes = from_hugging_face(model, folder.read_json("config.json"), _Tensors(folder, Path(copies)))
+        except (ValueError, FileNotFoundError, SafetensorError) as error:
+            raise _error(folder, str(error)) from error
+    say(f"weights from {folder}")
+    for note in notes:
+        say(f"warning: model.init_from: {note}")
+
+
+class _Tensors(Mapping[str, torch.Tensor]):
+    """The tensors of a folder by name, each read when it is asked for."""
+
+    def __init__(self, folder: Folder, copies: Path) -> None:
+        from safetensors import safe_open
+
+        if folder.exists(INDEX):
+            files = sorted(set(folder.read_json(INDEX)["weight_map"].values()))
+        elif folder.exists(WEIGHTS):
+            files = [WEIGHTS]
+        else:
+            raise ValueError(f"it has neither {WEIGHTS} nor {INDEX}, and pickled weights are not read: save as safetensors")
+        self._homes: dict[str, Any] = {}
+        for file in files:
+            if not folder.exists(file):
+                raise ValueError(f"it has no {file}, which {INDEX} names")
+            place = folder.local / file if folder.local else copies / file
+            if not folder.local:
+                folder.download(file, place)
+            opened: Any = safe_open(str(place), framework="pt")
+            self._homes |= dict.fromkeys(opened.keys(), opened)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._homes[name].get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._homes)
+
+    def __len__(self) -> int:
+        return len(self._homes)
+
+
+def _check_tokenizer(folder: Folder, tokenizer: Folder) -> None:
+    theirs = parse(folder.read("tokenizer.json").decode()).encode(PROBE, add_special_tokens=False).ids
+    if theirs != load_tokenizer(tokenizer).encode(PROBE).tolist():
+        raise _error(
+            folder,
+            "its tokenizer gives other ids than the run's: train with its own, --tokenizer.kind file "
+            f"--tokenizer.file {folder}/tokenizer.json",
+        )
+
+
+def _error(folder: Folder, what: str) -> SettingError:
+    return SettingError(f"model.init_from is {folder.uri!r}: {what}")

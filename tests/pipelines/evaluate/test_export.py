@@ -1,0 +1,179 @@
+"""What transformers loads from an export says what the run says, and a run that starts from transformers' own models too.
+
+All that imports transformers stands here, since that takes seconds a process.
+"""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.transformer import Decoder
+from pipelines.config import Config, Model, SettingError, Tokenizer
+from pipelines.config.parse import to_yaml
+from pipelines.evaluate.export import export_hugging_face
+from pipelines.evaluate.opening import Opened
+from pipelines.files import Folder
+from pipelines.launch.job import Place
+from pipelines.launch.worker import build_training
+from pipelines.tokenizers import train_tokenizer
+from pipelines.train.loop import Training
+from tests.processes import make_job
+from tests.ray_jobs.jobs import finish_job, start_script
+from tests.tiny import tiny, write_text
+
+CLOSE = 1e-5
+TEXT = "def naïve(x):\n\treturn 'the 12 quick foxes — 平方 🙂'  # twice  \n\n"
+GPT2 = Model(layers=2, heads=4, width=32, context=16)
+LLAMA = Model(flavour="llama", layers=2, heads=4, kv_heads=2, width=32, context=16)
+SHAPES = {
+    "gpt2": GPT2,
+    "gpt2 with biases": replace(GPT2, bias=True, feed_forward=48),
+    "llama": replace(LLAMA, kv_heads=0),
+    "llama with grouped heads": replace(LLAMA, feed_forward=40, rope_theta=500_000.0),
+}
+TOKENIZERS = {
+    "bytes": Tokenizer(kind="bytes"),
+    "characters": Tokenizer(kind="characters", vocabulary_size=40),
+    "bpe": Tokenizer(kind="bpe", vocabulary_size=300),
+}
+
+
+def _opened(shape: Model, folder: Folder, tokenizer: Tokenizer = TOKENIZERS["bytes"]) -> Opened:
+    """A model in which no two numbers are alike, norms and biases included, and a tokenizer of its own."""
+    encoder = train_tokenizer(tokenizer, [TEXT[:40], "some other text 12"] * 50, folder, echo=lambda _: None)
+    torch.manual_seed(0)
+    model = Decoder(shape, encoder.vocabulary_size).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.3)
+    return Opened(Config(model=shape), model, encoder, step=0, tokenizer=folder)
+
+
+def _loaded(folder: Folder) -> Any:
+    """transformers' model of a folder; every weight has come from there."""
+    from transformers import AutoModelForCausalLM
+
+    model, report = AutoModelForCausalLM.from_pretrained(str(folder), output_loading_info=True)
+    assert not any(report.values()), report
+    return model.eval()
+
+
+def _gap(ours: torch.nn.Module, theirs: Any) -> float:
+    """The largest difference of two models' logits, which are no constants."""
+    assert isinstance(ours, Decoder)
+    ids = torch.randint(0, ours.vocabulary_size, (2, ours.shape.context), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = theirs(ids).logits
+        assert expected.std() > 0.01
+        return float((ours.logits(ours.hidden(ids)) - expected).abs().max())
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_transformers_gives_the_same_logits(shape: Model, tmp_path: Path) -> None:
+    opened = _opened(shape, Folder(f"{tmp_path}/tokenizer"))
+    theirs = _loaded(export_hugging_face(opened, Folder(f"{tmp_path}/export")))
+    assert type(theirs).__name__ == ("GPT2LMHeadModel" if shape.flavour == "gpt2" else "LlamaForCausalLM")
+    assert _gap(opened.model, theirs) <= CLOSE
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS.keys())
+def test_transformers_gives_the_same_ids_and_text(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    opened = _opened(GPT2, Folder(f"{tmp_path}/tokenizer"), tokenizer)
+    theirs = AutoTokenizer.from_pretrained(str(export_hugging_face(opened, Folder(f"{tmp_path}/export"))))
+    ids = opened.encoder.encode(TEXT).tolist()
+    assert theirs(TEXT)["input_ids"] == ids
+    assert theirs.decode(ids, skip_special_tokens=True) == opened.encoder.decode(ids).replace("\ufffd", "")
+    assert theirs.eos_token_id == opened.encoder.end_id
+    assert len(theirs) == opened.encoder.vocabulary_size
+    assert theirs.model_max_length == 16
+
+
+def test_a_ready_tokenizer_loses_what_training_never_saw(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as HuggingFaceTokenizer
+    from tokenizers import processors
+    from transformers import AutoTokenizer
+
+    _opened(GPT2, Folder(f"{tmp_path}/bpe"), TOKENIZERS["bpe"])
+    ready = HuggingFaceTokenizer.from_file(f"{tmp_path}/bpe/tokenizer.json")
+    ready.post_processor = processors.TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", 0)])
+    ready.enable_truncation(4)
+    ready.save(f"{tmp_path}/ready.json")
+    opened = _opened(GPT2, Folder(f"{tmp_path}/tokenizer"), Tokenizer(kind="file", file=f"{tmp_path}/ready.json"))
+    theirs = AutoTokenizer.from_pretrained(str(export_hugging_face(opened, Folder(f"{tmp_path}/export"))))
+    assert theirs(TEXT)["input_ids"] == opened.encoder.encode(TEXT).tolist()
+
+
+def test_what_the_layout_cannot_say_is_an_error_of_its_setting(tmp_path: Path) -> None:
+    opened = _opened(replace(GPT2, kv_heads=2), Folder(f"{tmp_path}/tokenizer"))
+    with pytest.raises(SettingError, match=r"model\.kv_heads is 2"):
+        export_hugging_face(opened, Folder(f"{tmp_path}/export"))
+    assert not Folder(f"{tmp_path}/export").names()
+
+
+def _source(kind: str, folder: Path) -> Any:
+    """A tiny model of transformers' own, for bytes, saved in several files, and its tokenizer."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    if kind == "gpt2":
+        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+        model: Any = GPT2LMHeadModel(GPT2Config(vocab_size=257, activation_function="gelu", **sizes))
+    else:
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        tied = kind == "tied llama"
+        config = LlamaConfig(vocab_size=257, num_key_value_heads=2, rms_norm_eps=1e-5, tie_word_embeddings=tied, **sizes)
+        model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.3)
+    model.save_pretrained(folder, max_shard_size="50KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    return model.eval()
+
+
+def _training(config: Config, storage: Path, run: str = "run") -> tuple[Training, list[str]]:
+    said: list[str] = []
+    return build_training(make_job(config, storage, run), Place(), [], lambda: False, said.append), said
+
+
+SOURCES = {
+    "gpt2": replace(GPT2, bias=True),
+    "llama": replace(LLAMA, feed_forward=48),
+    "tied llama": replace(LLAMA, feed_forward=48),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_run_starts_with_the_logits_of_its_source(kind: str, tmp_path: Path) -> None:
+    source = _source(kind, tmp_path / "source")
+    config = tiny(write_text(tmp_path), model=replace(SOURCES[kind], init_from=str(tmp_path / "source")))
+    training, said = _training(config, tmp_path)
+    assert _gap(training.model.eval(), source) <= CLOSE
+    assert said == [f"weights from {tmp_path}/source"]
+    # What it has learned stays: the source is read for a fresh run alone, and may be gone when this one goes on.
+    training.run()
+    shutil.rmtree(tmp_path / "source")
+    resumed, said = _training(config, tmp_path)
+    assert "resumed from step 6" in said
+    assert all(torch.equal(a, b) for a, b in zip(training.model.parameters(), resumed.model.parameters(), strict=True))
+    assert _gap(resumed.model.eval(), source) > 0.01
+
+
+def test_a_run_is_exported_by_its_job_and_another_one_starts_there(tmp_path: Path) -> None:
+    config = tiny(write_text(tmp_path), model=LLAMA, tokenizer=Tokenizer(kind="characters"))
+    training, _ = _training(config, tmp_path, "first")
+    training.run()
+    Folder(f"{tmp_path}/first").put("config.yaml", to_yaml(config))
+    flags = ("--run", "first", "--storage", str(tmp_path), "--checkpoint", "last", "--to", "hugging_face")
+    outcome = finish_job(start_script("export", *flags))
+    assert outcome.code == 0, outcome.err
+    folder = Folder(f"{tmp_path}/first/export/hugging_face")
+    assert outcome.lines[-3].split() == ["results", str(folder)]
+    assert [line.split()[0] for line in outcome.lines[-2:]] == ["mlflow", "next"]
+    assert _gap(training.model.eval(), _loaded(folder)) <= CLOSE
+    second, _ = _training(replace(config, model=replace(LLAMA, init_from=str(folder))), tmp_path, "second")
+    assert all(torch.equal(a, b) for a, b in zip(training.model.parameters(), second.model.parameters(), strict=True))

@@ -1,0 +1,107 @@
+"""A run starts from a folder of safetensors, in one file or several, and says what is wrong with one that it cannot take."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from model.hugging_face import to_hugging_face
+from model.transformer import Decoder
+from pipelines.config import Model, SettingError, Tokenizer
+from pipelines.config.parse import parse
+from pipelines.files import Folder
+from pipelines.tokenizers import train_tokenizer
+from pipelines.train.pretrained import INDEX, WEIGHTS, start_from
+
+SHAPE = Model(flavour="llama", layers=2, heads=2, width=8, context=4)
+
+
+def _model(seed: int) -> Decoder:
+    torch.manual_seed(seed)
+    return Decoder(SHAPE, 300)
+
+
+def _tokenizer(folder: Path, text: str) -> Folder:
+    place = Folder(str(folder))
+    assert train_tokenizer(Tokenizer(kind="bpe", vocabulary_size=300), [text], place, print).vocabulary_size == 300
+    return place
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Folder:
+    """The tokenizer of the run."""
+    return _tokenizer(tmp_path / "own", "the quick brown foxes jump over the lazy dogs, and one square of it returns " * 9)
+
+
+@pytest.fixture
+def source(tmp_path: Path, own: Folder) -> Path:
+    """A folder with a model in two files, and the run's tokenizer."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    description, tensors = to_hugging_face(_model(1), end_id=0)
+    names = sorted(tensors)
+    parts = {"model-00001-of-00002.safetensors": names[:9], "model-00002-of-00002.safetensors": names[9:]}
+    for file, inside in parts.items():
+        save_file({name: tensors[name] for name in inside}, folder / file)
+    index = {"weight_map": {name: file for file, inside in parts.items() for name in inside}}
+    (folder / INDEX).write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps(description))
+    (folder / "tokenizer.json").write_bytes(own.read("tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize("scheme", ["", "local://"])
+def test_two_files_and_an_index_are_one_model(source: Path, own: Folder, scheme: str) -> None:
+    said: list[str] = []
+    model = _model(0)
+    start_from(model, Folder(f"{scheme}{source}"), own, said.append)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), _model(1).parameters(), strict=True))
+    assert said == [f"weights from {scheme}{source}"]
+
+
+def _without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def _pickled(folder: Path) -> None:
+    (folder / INDEX).unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x02.")
+
+
+def _truncated(folder: Path) -> None:
+    file = folder / "model-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def _other_text(folder: Path) -> None:
+    other = _tokenizer(folder / "other", "quite another text with quite another habit of its letters, café 平方 " * 9)
+    (folder / "tokenizer.json").write_bytes(other.read("tokenizer.json"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_without("config.json"), r"no config\.json\. .*downloaded first"),
+        (lambda folder: (folder / "config.json").write_text("{"), r"Expecting property name"),
+        (_without("model-00002-of-00002.safetensors"), rf"no model-00002-of-00002\.safetensors, which {INDEX} names"),
+        (_pickled, rf"neither {WEIGHTS} nor {INDEX}, and pickled weights are not read"),
+        (_truncated, r"[Ii]ncomplete|buffer"),
+        (_other_text, r"other ids than the run's: .*--tokenizer\.file .*/source/tokenizer\.json"),
+    ],
+)
+def test_what_is_wrong_with_a_folder_is_named(
+    source: Path, own: Folder, damage: Callable[[Path], None], message: str
+) -> None:
+    damage(source)
+    with pytest.raises(SettingError, match=rf"model\.init_from is '{source}': .*(?:{message})"):
+        start_from(_model(0), Folder(str(source)), own, print)
+
+
+def test_a_relative_folder_is_meant_from_where_it_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    parsed = parse(Model, ["--init_from", "models/llama"], program="train.py")
+    monkeypatch.chdir("/")
+    assert parsed.settings.init_from == f"{tmp_path}/models/llama"
