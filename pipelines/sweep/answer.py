@@ -130,7 +130,9 @@ def _in_words(
             lines.append(f"The slowest that ran, {worst.label}, reaches {worst.speed / best.speed:.0%} of its speed.")
         else:
             value = score(worst, base.sweep, price)
-            lines.append(f"The worst that ran, {worst.label}, has {f'{value:.3g}' if math.isfinite(value) else 'none'}.")
+            lines.append(
+                f"The worst that ran, {worst.label}, has {f'{value:.3g}' if math.isfinite(value) else 'no such figure'}."
+            )
     if failed:
         lines.append(f"{failed} of {len(merged)} combinations have no figure; the report says why.")
     batch = Candidate(base, best.settings).recommended.train.batch

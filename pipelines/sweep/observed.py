@@ -38,7 +38,7 @@ def work_of(config: Config, result: Result) -> Work:
     half = train.precision == "pure_bf16" or (strategy == "fsdp" and train.precision in ("bf16", "fp16"))
     return Work(
         device=result.device,
-        model=f"{model.flavour} {model.layers}x{model.width}, context {model.context}",
+        model=f"{model.flavour} {model.layers}x{model.width}, {model.heads} heads, {parameters:,}, context {model.context}",
         parameters=parameters,
         workers=result.workers,
         workers_per_node=min(result.places_per_node, result.workers),
@@ -77,8 +77,11 @@ def _variant(config: Config, strategy: Strategy) -> str:
     train, model = config.train, config.model
     words = {
         strategy: strategy in SHARDED,
-        "compiled": train.compile != "none",
+        f"compiled {train.compile}": train.compile != "none",
         "exact": train.exact,
+        "not deterministic": not train.deterministic,
+        "dropout": model.dropout > 0,
         f"kernels {model.kernels}": model.kernels != "auto",
+        f"linear {model.linear}": model.linear != "auto",
     }
     return ", ".join(word for word, true in words.items() if true)

@@ -1,0 +1,102 @@
+"""What is best by each objective, what the spread does not tell from it, and the settings that are recommended."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelines.config import Config
+from pipelines.config.parse import parse
+from pipelines.config.sweep import Sweep
+from pipelines.sweep.choice import best_of, by_settings, recommendation, score
+from pipelines.sweep.result import Result
+from pipelines.sweep.space import Candidate
+from tests.pipelines.sweep.test_page import sweep, trial, without
+
+speeds = st.lists(st.floats(1, 1e4), min_size=1, max_size=4)
+FAST = Sweep()
+
+
+def spread_out(index: int, windows: list[float]) -> Result:
+    """A trial with these speeds."""
+    return replace(trial(1.0, index + 1), speeds=tuple(windows))
+
+
+@given(every=st.lists(speeds, min_size=1, max_size=6))
+def test_nothing_is_named_that_another_trial_beats_beyond_both_spreads(every: list[list[float]]) -> None:
+    trials = [spread_out(index, windows) for index, windows in enumerate(every)]
+    best, alike = best_of(trials, FAST, 0.0)
+    assert best is alike[0]
+    assert best.speed == max(each.speed for each in trials)
+    for named in alike:
+        slowest_that_it_may_be = 1 / named.speed * (1 - min(1.0, named.spread))
+        assert all(
+            slowest_that_it_may_be <= 1 / other.speed * (1 + min(1.0, other.spread)) * (1 + 1e-9)
+            for other in trials
+            if other is best
+        )
+    left_out = [each for each in trials if each not in alike]
+    assert all(1 / each.speed * (1 - each.spread) > 1 / best.speed * (1 + min(1.0, best.spread)) for each in left_out)
+
+
+def test_a_trial_that_was_stopped_early_is_never_the_best() -> None:
+    stopped = replace(trial(1e6, 2), status="stopped_early")
+    slow = trial(10.0)
+    assert best_of([stopped, slow], FAST, 0.0) == (slow, [slow])
+    assert best_of([stopped, without("failed", "x", 4)], FAST, 0.0) == (None, [])
+
+
+def test_each_objective_has_its_own_best() -> None:
+    alone = replace(trial(100.0, 1), seconds_to_loss=None)
+    two = replace(trial(150.0, 2), seconds_to_loss=30.0, figures={"joules_per_token": 0.004})
+    four = replace(trial(160.0, 4), seconds_to_loss=40.0, figures={})
+    every = [alone, two, four]
+    cost = Sweep(objective="cost", price_per_hour=3.6)
+    assert best_of(every, FAST, 0.0)[0] == four
+    assert best_of(every, cost, 3.6)[0] == alone
+    assert score(two, cost, 3.6) == pytest.approx(2 * 3.6 / 3600 / two.speed)
+    assert best_of(every, Sweep(objective="energy"), 0.0)[0] == alone
+    assert score(four, Sweep(objective="energy"), 0.0) == math.inf
+    by_loss = Sweep(objective="time_to_loss", target_loss=2.0)
+    assert [score(each, by_loss, 0.0) for each in every] == [math.inf, 30.0, 40.0]
+    assert best_of(every, by_loss, 0.0)[0] == two
+
+
+def test_the_rounds_of_a_combination_are_one_result() -> None:
+    first = replace(trial(100.0), seconds_to_loss=10.0, figures={"joules_per_token": 1.0, "mfu": 0.5})
+    second = replace(trial(200.0), round=1, seconds_to_loss=20.0, figures={"joules_per_token": 3.0})
+    other = trial(50.0, 2)
+    merged, apart = by_settings([first, other, second])
+    assert merged.speeds == first.speeds + second.speeds
+    assert merged.step_seconds == first.step_seconds + second.step_seconds
+    assert (merged.seconds_to_loss, merged.figures) == (15.0, {"joules_per_token": 2.0, "mfu": 0.5})
+    assert sum(merged.shares.values()) == pytest.approx(1.0)
+    assert apart == other
+
+
+def test_a_round_that_failed_leaves_the_others_their_figures_and_says_why() -> None:
+    failed = replace(without("hung", "it took longer", 1), round=1)
+    stopped = replace(trial(1.0), status="stopped_early", round=2)
+    (merged,) = by_settings([failed, stopped, trial(100.0)])
+    assert (merged.status, merged.cause) == ("measured", "it took longer")
+    missed = replace(trial(100.0), seconds_to_loss=None)
+    (merged,) = by_settings([replace(missed, seconds_to_loss=5.0), missed])
+    assert merged.seconds_to_loss is None, "not reached in every round"
+    (merged,) = by_settings([failed, replace(failed, round=2)])
+    assert merged.status == "hung"
+
+
+@pytest.mark.parametrize(("scaling", "slots"), [("none", 4), ("weak", 8)])
+def test_what_is_recommended_is_read_by_a_training_as_it_is(tmp_path: Path, scaling: str, slots: int) -> None:
+    base = sweep(scaling=scaling)
+    candidate = Candidate(base, {"scaling.workers": 2, "train.precision": "bf16"})
+    file = tmp_path / "recommended.yaml"
+    file.write_text(recommendation(candidate, "Use it.\nIt is fast."))
+    assert file.read_text().startswith("# Use it.\n# It is fast.\n")
+    found = parse(Config, ["--config", str(file)], program="train.py").settings
+    assert found == candidate.recommended
+    assert (found.scaling.workers, found.train.precision, found.train.slots) == (2, "bf16", slots)
+    assert (found.run, found.train.steps, found.checkpoint) == (None, base.train.steps, base.checkpoint)

@@ -1,0 +1,80 @@
+"""What the scaling model is told of a trial follows from its settings."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from model.shape import count_parameters
+from pipelines.config import Config, Model, Scaling, Tokenizer, Train
+from pipelines.sweep.observation import TrialError
+from pipelines.sweep.observed import MIB, observation_of
+from pipelines.sweep.result import Result
+from tests.pipelines.sweep.test_page import trial
+
+MODEL = Model(layers=3, heads=2, width=64, context=64)
+BASE = Config(tokenizer=Tokenizer(kind="bytes"), model=MODEL, train=Train(slots=8, slot_size=4))
+PARAMETERS = count_parameters(MODEL, BASE.tokenizer.vocabulary_size)
+TWO: Result = replace(trial(1000.0, 2), figures={"joules_per_token": 0.5})
+
+
+def config(**changes: Any) -> Config:
+    """The base, with these settings of `scaling`, or of `train`."""
+    ours = {"strategy", "bucket_mib", "zero", "shard_workers", "reshard"}
+    scaling = {key: value for key, value in changes.items() if key in ours}
+    train = {key: value for key, value in changes.items() if key not in ours}
+    return replace(BASE, scaling=Scaling(workers=2, **scaling), train=replace(BASE.train, **train))
+
+
+def test_under_ddp_buckets_are_sent_and_waiting_for_their_sum_is_seen() -> None:
+    found = observation_of(config(strategy="ddp", bucket_mib=1), TWO)
+    work = found.work
+    assert (work.strategy, work.workers, work.slots, work.tokens_per_slot) == ("ddp", 2, 8, 4 * 64)
+    assert (work.parameters, work.messages) == (PARAMETERS, -(-PARAMETERS * 4 // MIB))
+    assert (work.slots_per_micro_batch, work.variant, work.backend) == (4, "", "gloo")
+    assert found.reduce_seconds == pytest.approx(TWO.shares["reduce"] * found.seconds)
+    assert found.data_seconds == pytest.approx(TWO.shares["data"] * found.seconds)
+    assert (found.step_seconds, found.joules_per_token) == (TWO.step_seconds, 0.5)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
+def test_sharded_strategies_send_blocks_and_wait_where_no_range_is(strategy: str) -> None:
+    found = observation_of(config(strategy=strategy, zero=2), TWO)
+    assert (found.work.strategy, found.work.messages, found.work.zero) == (strategy, MODEL.layers + 1, 2)
+    assert found.reduce_seconds is None
+    assert strategy in found.work.variant
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "size"), [("fsdp", "fp32", 4), ("fsdp", "bf16", 2), ("fsdp", "pure_bf16", 2)]
+)
+def test_parameters_are_gathered_in_what_products_take_and_gradients_summed_in_fp32(
+    strategy: str, precision: str, size: int
+) -> None:
+    work = observation_of(config(strategy=strategy, precision=precision), TWO).work
+    assert (work.gather_bytes, work.gradient_bytes, work.precision) == (size, 4, precision)
+
+
+def test_auto_is_what_a_training_makes_of_it() -> None:
+    assert observation_of(config(strategy="auto"), TWO).work.strategy == "ddp"
+    assert observation_of(config(strategy="auto"), trial(1000.0, 1)).work.strategy == "single"
+
+
+def test_what_computes_at_another_speed_is_another_group() -> None:
+    changes: list[dict[str, Any]] = [{}, {"exact": True}, {"compile": "block"}, {"compile": "model"}, {"precision": "bf16"}]
+    changes += [{"activation_checkpointing": "full"}, {"deterministic": False}]
+    groups = {observation_of(config(**each), TWO).work.group for each in changes}
+    models = [replace(MODEL, heads=4), replace(MODEL, feed_forward=96), replace(MODEL, dropout=0.1), MODEL]
+    groups |= {observation_of(replace(config(), model=each), TWO).work.group for each in models}
+    assert len(groups) == len(changes) + 3
+
+
+def test_micro_batches_are_as_large_as_settings_and_shares_allow() -> None:
+    sizes = [observation_of(config(micro_batch_slots=most), TWO).work.slots_per_micro_batch for most in (1, 3, 8)]
+    assert sizes == [1, 3, 4]
+    assert observation_of(config(exact=True), TWO).work.slots_per_micro_batch == 1
+
+
+def test_workers_that_fill_no_node_are_not_described() -> None:
+    with pytest.raises(TrialError, match="must be a multiple of workers_per_node, 4"):
+        observation_of(config(), replace(TWO, workers=6))

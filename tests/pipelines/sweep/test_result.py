@@ -1,0 +1,107 @@
+"""A trial's windows, their means and spread, and results that come back from their files."""
+
+import json
+import math
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from pipelines.files import Folder
+from pipelines.phases import PARTS
+from pipelines.sweep.result import (
+    Window,
+    forget,
+    keep,
+    mean_shares,
+    relative_half_width,
+    results,
+    seconds_to_loss,
+    windows_of,
+)
+from tests.pipelines.sweep.test_page import trial
+
+parts_of_windows = st.lists(
+    st.lists(st.floats(0, 1 / len(PARTS)), min_size=len(PARTS), max_size=len(PARTS)), min_size=1, max_size=5
+)
+
+
+def measured(attempt: str, step: int, speed: float, loss: object = 2.0) -> dict[str, Any]:
+    """A line of the journal."""
+    values = {"tokens_per_second": speed, "train_loss": loss, "phase_data_share": 0.25}
+    return {"attempt": attempt, "kind": "metrics", "step": step, "values": values}
+
+
+def window(end: int, seconds: float, loss: float | None, steps: int = 10) -> Window:
+    """One of `steps` steps that took so many seconds each."""
+    return Window(end - steps, end, 1 / seconds, seconds, dict.fromkeys(PARTS, 0.1), loss)
+
+
+def test_windows_are_those_of_the_newest_attempt_from_its_first_step() -> None:
+    killed = [measured("a1", 4, 100.0), measured("a1", 8, 100.0)]
+    beside = [
+        {"attempt": "a2", "kind": "system", "step": 2, "values": {"tokens_per_second": 1.0}},
+        {"attempt": "a2", "kind": "metrics", "step": 2, "values": {"val_loss": 3.0}},
+    ]
+    found = windows_of([*killed, *beside, measured("a2", 4, 200.0), measured("a2", 10, 400.0)], tokens_per_step=1000)
+    assert [(each.begin, each.end, each.tokens_per_second, each.step_seconds) for each in found] == [
+        (0, 4, 200.0, 5.0),
+        (4, 10, 400.0, 2.5),
+    ]
+    assert found[0].shares["data"] == 0.25
+    assert found[0].shares["reduce"] == 0.0
+
+
+@pytest.mark.parametrize("word", ["NaN", "Infinity", None])
+def test_a_loss_that_is_no_number_reaches_no_target(word: str | None) -> None:
+    """As the journal writes it, which is strict JSON."""
+    found = windows_of([measured("a1", 10, 1.0, word), measured("a1", 20, 1.0, 1.5)], tokens_per_step=1)
+    assert [each.loss for each in found] == [None, 1.5]
+    assert seconds_to_loss(found, 2.0) == 20.0
+
+
+@given(parts=parts_of_windows)
+def test_shares_of_a_step_and_the_rest_make_one(parts: list[list[float]]) -> None:
+    shares = mean_shares([replace(window(10, 1.0, None), shares=dict(zip(PARTS, each, strict=True))) for each in parts])
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert min(shares.values()) >= 0
+
+
+def test_the_target_is_reached_at_the_end_of_a_window() -> None:
+    windows = [window(10, 0.5, 4.0), window(20, 1.0, 3.0), window(30, 1.0, 2.0)]
+    assert seconds_to_loss(windows, 3.0) == pytest.approx(15.0)
+    assert seconds_to_loss(windows, 1.0) is None
+
+
+@given(values=st.lists(st.floats(1, 1e6), min_size=2, max_size=20))
+def test_the_spread_is_students_interval(values: list[float]) -> None:
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    mean = statistics.fmean(values)
+    _, high = stats.t.interval(0.95, len(values) - 1, loc=0.0, scale=error) if error else (0.0, 0.0)
+    assert relative_half_width(values) == pytest.approx(high / mean, rel=1e-9)
+
+
+def test_one_window_tells_no_spread() -> None:
+    assert relative_half_width([5.0]) == math.inf
+
+
+def test_results_come_back_as_they_were_and_what_is_unknown_is_left_out(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    one, other = trial(100, 1), replace(trial(200, 2), status="stopped_early", loss=1.5, seconds_to_loss=7.0)
+    for result in (one, other):
+        keep(folder, result)
+    file = tmp_path / "trials" / f"{one.key}.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"of_a_later_version": [1]}))
+    assert results(folder) == {one.key: one, other.key: other}
+    forget(folder, one.key)
+    forget(folder, one.key)
+    assert results(folder) == {other.key: other}
+
+
+def test_without_trials_there_are_no_results(tmp_path: Path) -> None:
+    assert results(Folder(str(tmp_path))) == {}
