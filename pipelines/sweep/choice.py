@@ -7,7 +7,7 @@ best, as_good = best_of(merged, sweep, price)                 # those that the s
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from statistics import fmean
+from statistics import fmean, median
 
 from pipelines.config.parse import to_yaml
 from pipelines.config.sweep import Sweep, SweepConfig
@@ -76,19 +76,18 @@ def _together(rounds: Sequence[Result]) -> Result:
 def best_of(results: Iterable[Result], sweep: Sweep, price_per_hour: float) -> tuple[Result | None, list[Result]]:
     """The result with the best score, and all that its spread and theirs do not tell from it, itself the first.
 
-    Trials that the scheduler stopped early are not the best. (None, []) where no trial has a score.
+    Trials that the scheduler stopped early are not the best. One window alone has no spread: it counts with the middle one
+    of the other trials. (None, []) where no trial has a score.
     """
     scored = [(score(result, sweep, price_per_hour), result) for result in results if result.status == "measured"]
     finite = sorted(((value, index, result) for index, (value, result) in enumerate(scored) if math.isfinite(value)))
     if not finite:
         return None, []
+    middle = median([result.spread for _, _, result in finite if math.isfinite(result.spread)] or [0.0])
+    spreads = [min(1.0, result.spread if math.isfinite(result.spread) else middle) for _, _, result in finite]
     least, _, best = finite[0]
-    alike = [result for value, _, result in finite if value * (1 - _known(result)) <= least * (1 + _known(best))]
-    return best, alike
-
-
-def _known(result: Result) -> float:
-    return min(1.0, result.spread)
+    bound = least * (1 + spreads[0])
+    return best, [result for (value, _, result), off in zip(finite, spreads, strict=True) if value * (1 - off) <= bound]
 
 
 def recommendation(candidate: Candidate, why: str) -> str:

@@ -16,7 +16,7 @@ from pipelines.sweep.result import Result
 from pipelines.sweep.space import Candidate
 from tests.pipelines.sweep.test_page import sweep, trial, without
 
-speeds = st.lists(st.floats(1, 1e4), min_size=1, max_size=4)
+speeds = st.lists(st.floats(1, 1e4), min_size=2, max_size=4)
 FAST = Sweep()
 
 
@@ -31,15 +31,17 @@ def test_nothing_is_named_that_another_trial_beats_beyond_both_spreads(every: li
     best, alike = best_of(trials, FAST, 0.0)
     assert best is alike[0]
     assert best.speed == max(each.speed for each in trials)
-    for named in alike:
-        slowest_that_it_may_be = 1 / named.speed * (1 - min(1.0, named.spread))
-        assert all(
-            slowest_that_it_may_be <= 1 / other.speed * (1 + min(1.0, other.spread)) * (1 + 1e-9)
-            for other in trials
-            if other is best
-        )
-    left_out = [each for each in trials if each not in alike]
-    assert all(1 / each.speed * (1 - each.spread) > 1 / best.speed * (1 + min(1.0, best.spread)) for each in left_out)
+
+    def beaten(one: Result) -> bool:
+        return 1 / one.speed * (1 - min(1.0, one.spread)) > 1 / best.speed * (1 + min(1.0, best.spread))
+
+    assert [each for each in trials if each not in alike] == [each for each in trials if beaten(each)]
+
+
+def test_a_slow_trial_of_one_window_is_not_as_good_for_want_of_a_spread() -> None:
+    fast, slow, near = trial(100.0, 1), trial(60.0, 2, windows=1), trial(100.1, 4, windows=1)
+    assert best_of([fast, slow, near], FAST, 0.0)[1] == [fast, near]
+    assert best_of([slow, near], FAST, 0.0)[1] == [near]
 
 
 def test_a_trial_that_was_stopped_early_is_never_the_best() -> None:

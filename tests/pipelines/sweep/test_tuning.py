@@ -1,0 +1,135 @@
+"""What Tune's words mean for a sweep, and what becomes of trials that Tune ends; real Tune trials, without a cluster."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from ray.tune.experiment import Trial
+
+from pipelines.config.sweep import SweepConfig
+from pipelines.files import Folder
+from pipelines.launch.resources import Resources
+from pipelines.record.journal import Journal
+from pipelines.sweep.result import Result, keep, results
+from pipelines.sweep.space import Candidate, grid
+from pipelines.sweep.trial import ended
+from pipelines.sweep.tuning import TRIAL, Plan, _breaks_a_condition, _distributions, _Ends, _optuna, candidate_of
+from tests.pipelines.sweep.test_page import sweep, trial
+
+THERE = Resources(cpus=4, gpus=0, memory_bytes=8 * 2**30, gpu_memory_bytes=None)
+SETTINGS = {"scaling.workers": 1, "train.precision": "fp32"}
+
+
+@pytest.fixture
+def plan(tmp_path: Any) -> Plan:
+    """Of a sweep whose windows are two steps each."""
+    base = sweep(warmup_steps=2, window_steps=2, windows=4)
+    return Plan(base, Folder(str(tmp_path)), 0.0, THERE)
+
+
+def tune_trial(config: Mapping[str, Any]) -> Trial:
+    """A trial of Tune's with these parameters."""
+    return Trial("_trial", config=dict(config), stub=True)
+
+
+def wrapped(candidate: Candidate) -> dict[str, Any]:
+    """As grids and random draws hand candidates to Tune."""
+    return {TRIAL: {"settings": dict(candidate.settings), "round": candidate.round}}
+
+
+def test_both_kinds_of_parameters_stand_for_their_candidate() -> None:
+    base = sweep(repeats=2)
+    for candidate in grid(base):
+        assert candidate_of(wrapped(candidate), base).key == candidate.key
+    assert candidate_of(SETTINGS, base).key == next(grid(base)).key
+
+
+def test_a_trial_that_tune_stopped_is_told_of_when_its_training_has_ended(plan: Plan) -> None:
+    """Before that its own result is not there, and is better than what the journal alone says."""
+    told: list[Result] = []
+    ends, candidate = _Ends(plan, told.append), Candidate(plan.base, SETTINGS)
+    ends.on_trial_complete(1, [], tune_trial(wrapped(candidate)))
+    assert not told
+    own = ended(candidate, "failed", "its own words")
+    keep(plan.folder, own)
+    ends.on_trial_start(2, [], None)
+    ends.on_experiment_end([])
+    assert told == [own]
+
+
+def test_a_trial_that_was_ended_with_its_process_has_what_its_journal_says(plan: Plan) -> None:
+    told: list[Result] = []
+    ends, candidate = _Ends(plan, told.append), Candidate(plan.base, SETTINGS)
+    entry = {"attempt": "a1", "sender": "rank0", "sequence": 1, "time": 1.0, "kind": "metrics"}
+    journal = Journal(plan.storage / candidate.run, "a1")
+    journal.append([entry | {"step": step, "values": {"tokens_per_second": 50.0 * step}} for step in (2, 4, 6)])
+    ends.on_trial_complete(1, [], tune_trial(wrapped(candidate)))
+    ends.on_experiment_end([])
+    (result,) = told
+    assert (result.status, result.speeds) == ("stopped_early", (200.0, 300.0))
+    assert results(plan.folder) == {candidate.key: result}
+
+
+def test_a_trial_that_ended_is_told_of_at_once(plan: Plan) -> None:
+    told: list[Result] = []
+    candidate = Candidate(plan.base, SETTINGS)
+    keep(plan.folder, own := ended(candidate, "refused", "why"))
+    _Ends(plan, told.append).on_trial_complete(1, [], tune_trial(SETTINGS))
+    assert told == [own]
+
+
+def test_a_process_that_died_leaves_a_result_that_says_so(plan: Plan) -> None:
+    told: list[Result] = []
+    candidate = Candidate(plan.base, SETTINGS)
+    _Ends(plan, told.append).on_trial_error(1, [], tune_trial(wrapped(candidate)))
+    (result,) = told
+    assert result.status == "failed"
+    assert result.cause.startswith("the process that drove the trial ended; its trial.txt")
+    assert results(plan.folder) == {candidate.key: result}
+
+
+def optuna_base(**settings: Any) -> SweepConfig:
+    """A list, and a range of each kind."""
+    space = {
+        "train.precision": ["fp32", "bf16"],
+        "train.slots": {"integers": [2, 3]},
+        "optimizer.eps": {"uniform": [0.0, 1.0]},
+        "optimizer.learning_rate": {"log_uniform": [1e-4, 1e-2]},
+    }
+    return sweep(space=space, search="optuna", **settings)
+
+
+def test_tune_draws_what_the_space_says() -> None:
+    domains = _distributions(optuna_base())
+    drawn = [{key: domain.sample() for key, domain in domains.items()} for _ in range(50)]
+    assert {each["train.slots"] for each in drawn} == {2, 3}
+    assert {each["train.precision"] for each in drawn} == {"fp32", "bf16"}
+    assert all(0 <= each["optimizer.eps"] <= 1 and 1e-4 <= each["optimizer.learning_rate"] <= 1e-2 for each in drawn)
+
+
+def test_optuna_started_again_knows_what_was_measured_and_does_not_begin_anew(plan: Plan) -> None:
+    base = optuna_base()
+    plan = Plan(base, plan.storage, 0.0, THERE)
+
+    def first(known: list[Result]) -> Any:
+        search = _optuna(plan, known)
+        search.set_search_properties("score", "min", _distributions(base))
+        return search, search.suggest("one")
+
+    before, suggested = first([])
+    assert not before._ot_study.trials[:-1]
+    candidate = Candidate(base, dict(suggested))
+    measured = Result(**vars(trial(100.0)) | {"key": candidate.key, "settings": dict(suggested)})
+    failed = ended(Candidate(base, dict(suggested) | {"train.slots": 3}), "failed", "x")
+    again, other = first([measured, failed])
+    assert [each.value for each in again._ot_study.trials[:-1]] == [pytest.approx(1 / measured.speed)]
+    assert other != suggested
+
+
+def test_what_breaks_a_condition_is_refused_in_its_words() -> None:
+    base = optuna_base(where=("train.slots < 3",))
+    good, bad = ({"train.slots": slots} for slots in (2, 3))
+    assert _breaks_a_condition(Candidate(base, good)) is None
+    refused = _breaks_a_condition(Candidate(base, bad))
+    assert refused
+    assert (refused.status, refused.cause) == ("refused", "it breaks a condition of sweep.where: train.slots < 3")
