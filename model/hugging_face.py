@@ -1,8 +1,8 @@
 """A decoder's weights to and from the layouts of Hugging Face: `gpt2` as GPT2LMHeadModel, `llama` as LlamaForCausalLM.
 
-The arithmetic is the same to rounding: RoPE pairs number i of a head with i + D / 2 in both, norms have eps 1e-5, queries,
-keys and values lie in that order. What differs: GPT-2 keeps linear weights as (in, out) and always has biases, which are
-zeros where `model.bias` is false, and OpenAI's has the GELU by tanh; Llama keeps queries, keys and values apart.
+Queries, keys and values lie in the same order, and RoPE pairs number i of a head with i + D / 2 in both. What differs: GPT-2
+keeps linear weights as (in, out) and always has biases, which are zeros where `model.bias` is false; Llama keeps queries,
+keys and values apart. What `config.json` says of the arithmetic is in `model.hugging_face_config`.
 
     description, tensors = to_hugging_face(model, end_id=0)       # config.json, and tensors by name
     notes = from_hugging_face(other, description, tensors)        # [], and `other` gives the same logits
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from model.hugging_face_config import check_description, describe
 from model.linear import Linear
-from model.shape import DecoderShape, hidden_width
 from model.transformer import Decoder
 
 
@@ -71,14 +71,8 @@ _LAYOUTS = {
         },
     ),
 }
-_LACKS = {
-    "qwen2": "biases on queries, keys and values",
-    "qwen3": "norms on queries and keys",
-}
-"""What our llama flavour would need for layouts that are nearly Llama's."""
 _NO_WEIGHT = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 """Constants that older folders hold among the weights: the causal mask, the rotary frequencies."""
-_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
 
 @dataclass(frozen=True)
@@ -102,18 +96,14 @@ def to_hugging_face(model: Decoder, end_id: int) -> tuple[dict[str, Any], dict[s
 
     `end_id` is the id that ends a document. Raises ValueError, with the setting's name, for what the layout cannot say.
     """
-    shape = model.shape
-    if shape.flavour == "gpt2" and (shape.kv_heads or shape.heads) != shape.heads:
-        raise ValueError(f"model.kv_heads is {shape.kv_heads}: GPT-2's layout has no grouped heads, only `llama` has")
+    description = describe(model.shape, model.vocabulary_size, end_id)
     tensors: dict[str, torch.Tensor] = {}
     for home in _homes(model):
         value = torch.zeros(sum(home.rows)) if home.ours is None else home.ours.detach().to("cpu", torch.float32)
         for name, part in zip(home.names, value.split(home.rows), strict=True):
             part = part.t() if home.transposed else part
             tensors[name] = part.clone(memory_format=torch.contiguous_format)
-    describe = _describe_gpt2 if shape.flavour == "gpt2" else _describe_llama
-    ends = {"vocab_size": model.vocabulary_size, "bos_token_id": end_id, "eos_token_id": end_id, "dtype": "float32"}
-    return describe(shape, model.norm.eps) | ends, tensors
+    return description, tensors
 
 
 def from_hugging_face(model: Decoder, description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> list[str]:
@@ -122,28 +112,15 @@ def from_hugging_face(model: Decoder, description: Mapping[str, Any], tensors: M
     Returns sentences about what will not be quite the same. Raises ValueError, a sentence about the folder, where the model
     is another one or the weights are not all there; the model may then hold some of them.
     """
-    flavour = description.get("model_type")
-    if flavour not in _LAYOUTS:
-        lacks = f": `llama` here has no {_LACKS[flavour]}" if flavour in _LACKS else ""
-        raise ValueError(f"it has model_type {flavour!r}, which is neither gpt2 nor llama{lacks}")
-    read = _read_gpt2 if flavour == "gpt2" else _read_llama
-    try:
-        settings, arithmetic = read(description, model.norm.eps)
-    except KeyError as error:
-        raise ValueError(f"its config.json has no {error}") from error
-    _check_settings(model.shape, {"flavour": flavour, **settings})
-    for key, (value, allowed) in arithmetic.items():
-        if value not in allowed:
-            raise ValueError(f"its {key} is {value!r}, and model.flavour `{flavour}` has {allowed[0]!r}")
+    notes = check_description(model.shape, description)
+    flavour = model.shape.flavour
     found = _by_full_name(_LAYOUTS[flavour], description, tensors)
     with torch.no_grad():
         for home in _homes(model):
             _fill(model, home, [_take(found, tensors, name) for name in home.names])
     if rest := sorted(name for name in found if not _NO_WEIGHT.search(name)):
         raise ValueError(f"it has weights that model.flavour `{flavour}` has no place for: {', '.join(rest[:4])}")
-    if arithmetic.get("activation_function", ("",))[0] in _TANH:
-        return ["its GELU is the approximation by tanh and ours is exact: each activation is at most 0.0005 off"]
-    return []
+    return notes
 
 
 def _homes(model: Decoder) -> Iterator[_Home]:
@@ -198,86 +175,3 @@ def _fill(model: Decoder, home: _Home, parts: list[torch.Tensor]) -> None:
         home.ours.copy_(torch.cat([part.t() if home.transposed else part for part in parts]))
     elif any(part.any() for part in parts):
         raise ValueError(f"it has biases, {home.names[0]} among them: set --model.bias true")
-
-
-def _check_settings(shape: DecoderShape, asked: dict[str, Any]) -> None:
-    ours = {name: getattr(shape, name) for name in asked}
-    ours |= {"kv_heads": shape.kv_heads or asked["heads"], "feed_forward": hidden_width(shape)}
-    flags = [f"--model.{name} {value}" for name, value in asked.items() if ours[name] != value]
-    if flags:
-        raise ValueError(f"its network is not the one that the settings describe: give {' '.join(flags)}")
-
-
-_Read = tuple[dict[str, Any], dict[str, tuple[Any, list[Any]]]]
-"""The settings that a description asks for; and by its keys what decides the arithmetic, as it is and as it may be."""
-
-
-def _describe_gpt2(shape: DecoderShape, eps: float) -> dict[str, Any]:
-    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), shape.dropout)
-    return dropout | {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_positions": shape.context,
-        "n_embd": shape.width,
-        "n_layer": shape.layers,
-        "n_head": shape.heads,
-        "n_inner": hidden_width(shape),
-        "activation_function": "gelu",
-        "layer_norm_epsilon": eps,
-        "tie_word_embeddings": True,
-    }
-
-
-def _read_gpt2(description: Mapping[str, Any], eps: float) -> _Read:
-    width, heads = description["n_embd"], description["n_head"]
-    settings = {"layers": description["n_layer"], "heads": heads, "kv_heads": heads, "width": width}
-    settings["feed_forward"] = description.get("n_inner") or 4 * width
-    return settings, {
-        "layer_norm_epsilon": (description.get("layer_norm_epsilon", 1e-5), [eps]),
-        "activation_function": (description.get("activation_function", "gelu_new"), ["gelu", *_TANH]),
-        "scale_attn_weights": (description.get("scale_attn_weights", True), [True]),
-        "scale_attn_by_inverse_layer_idx": (description.get("scale_attn_by_inverse_layer_idx", False), [False]),
-    }
-
-
-def _describe_llama(shape: DecoderShape, eps: float) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "max_position_embeddings": shape.context,
-        "hidden_size": shape.width,
-        "intermediate_size": hidden_width(shape),
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads or shape.heads,
-        "head_dim": shape.width // shape.heads,
-        "hidden_act": "silu",
-        "rms_norm_eps": eps,
-        "rope_theta": shape.rope_theta,  # read by transformers 4, where 5 reads the next
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-        "attention_bias": False,
-        "attention_dropout": shape.dropout,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-    }
-
-
-def _read_llama(description: Mapping[str, Any], eps: float) -> _Read:
-    width, heads = description["hidden_size"], description["num_attention_heads"]
-    rope = description.get("rope_parameters") or description.get("rope_scaling") or {}
-    settings = {
-        "layers": description["num_hidden_layers"],
-        "heads": heads,
-        "kv_heads": description.get("num_key_value_heads") or heads,
-        "width": width,
-        "feed_forward": description["intermediate_size"],
-        "rope_theta": rope.get("rope_theta") or description.get("rope_theta", 10000.0),
-    }
-    return settings, {
-        "rms_norm_eps": (description.get("rms_norm_eps", 1e-6), [eps]),
-        "rope_type": (rope.get("rope_type", rope.get("type", "default")), ["default"]),
-        "head_dim": (description.get("head_dim") or width // heads, [width // heads]),
-        "hidden_act": (description.get("hidden_act", "silu"), ["silu"]),
-        "attention_bias": (description.get("attention_bias", False), [False]),
-        "mlp_bias": (description.get("mlp_bias", False), [False]),
-    }

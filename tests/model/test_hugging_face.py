@@ -3,7 +3,10 @@
 That the layouts mean the same to transformers is shown in tests/pipelines/evaluate/test_export.py, beside its import.
 """
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.hugging_face import from_hugging_face, to_hugging_face
+from model.hugging_face_config import EPS
 from model.transformer import Decoder
 from pipelines.config import Model
 
@@ -208,3 +212,13 @@ def test_a_gpt2_with_a_head_of_its_own_is_refused() -> None:
 def test_grouped_heads_are_nothing_that_gpt2_can_say() -> None:
     with pytest.raises(ValueError, match=r"model\.kv_heads is 1"):
         to_hugging_face(_decoder(replace(GPT2, kv_heads=1)), end_id=0)
+
+
+@pytest.mark.parametrize("shape", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_norms_have_the_epsilon_that_is_described(shape: Model) -> None:
+    assert {norm.eps for norm in _decoder(shape).modules() if hasattr(norm, "eps")} == {EPS}
+
+
+def test_a_description_is_checked_without_torch() -> None:
+    program = "import sys, model.hugging_face_config; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], check=True)
