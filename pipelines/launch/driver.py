@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from model.hugging_face_config import check_description
 from pipelines.config import Config, SettingError
 from pipelines.config.parse import Parsed
 from pipelines.feed.plan import build_plan
@@ -116,6 +117,8 @@ def train(config: Config, storage: Folder, watcher: Watcher | None = None, tags:
     earlier = read_earlier(folder)
     _check_metric(config)
     check_tensorboard(config.record)
+    if config.model.init_from and not earlier:
+        _check_init(config.model.init_from, config)
     if earlier:
         refuse_changes(earlier, config)
         if reached := completed(earlier, config):
@@ -209,6 +212,14 @@ def _check_metric(config: Config) -> None:
     known = build_task(config).score(1.0, 1.0)
     if config.validation.metric not in known:
         raise config.validation.error("metric", f"must be one of {', '.join(sorted(known))}")
+
+
+def _check_init(place: str, config: Config) -> None:
+    """Refuses weights of another network before the run's name stands for these settings; workers look at all the rest."""
+    try:
+        check_description(config.model, Folder(place).read_json("config.json"))
+    except (ValueError, FileNotFoundError) as error:
+        raise SettingError(f"model.init_from is {place!r}: {error}") from None
 
 
 def _check_samples(config: Config, prepared: Prepared) -> None:

@@ -25,3 +25,14 @@ def test_what_cannot_work_is_refused_at_once(
     config = tiny(write_text(tmp_path), storage=str(tmp_path), launch=Launch(mode="inline"), **changes)
     assert run_training(Parsed(config, "tiny")) == WRONG_SETTINGS
     assert message in capsys.readouterr().err
+
+
+def test_weights_of_another_network_are_refused_before_the_name_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    model = Model(layers=2, heads=2, width=16, context=16, init_from=str(tmp_path))
+    config = tiny(write_text(tmp_path), storage=str(tmp_path / "runs"), launch=Launch(mode="inline"), model=model)
+    assert run_training(Parsed(config, "tiny")) == WRONG_SETTINGS
+    assert f"model.init_from is '{tmp_path}': " in capsys.readouterr().err
+    assert not list((tmp_path / "runs").glob("*/config.yaml"))
