@@ -39,8 +39,8 @@ class Condition:
         self.text = text
         try:
             self._body = ast.parse(text, mode="eval").body
-        except SyntaxError as error:
-            raise SettingError(f"sweep.where has {text!r}, which is no condition: {error.msg}") from None
+        except (SyntaxError, ValueError) as error:
+            raise SettingError(f"sweep.where has {text!r}, which is no condition: {getattr(error, 'msg', error)}") from None
         self._check(self._body, known)
 
     def holds(self, values: Mapping[str, Any]) -> bool:

@@ -52,10 +52,12 @@ def _sweep(base: SweepConfig, storage: Folder) -> int:
     assert base.run
     folder = storage / base.run
     candidates, described = candidates_of(base), _described(base)
-    attempt = time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(2)
-    print(f"sweep {base.run} in {storage}", flush=True)
+    if base.sweep.objective == "cost" and not price_of(base, described):
+        raise base.sweep.error("price_per_hour", f"must be given: {base.sweep.cluster} has no price_per_gpu_hour")
     if folder.exists("journal"):
         raise SettingError(f"run is {base.run!r}: it is the name of a training; give the sweep another one, by --run")
+    print(f"sweep {base.run} in {storage}", flush=True)
+    attempt = time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(2)
     with Ownership.take(folder, attempt):
         folder.put("config.yaml", to_yaml(base))
         tracking = Tracking(folder, base, storage)
@@ -64,8 +66,8 @@ def _sweep(base: SweepConfig, storage: Folder) -> int:
                 _forget_failures(folder)
             _measure_missing(base, storage, candidates, described, tracking)
             return _conclude(base, folder, candidates, described, tracking)
-        except BaseException:
-            tracking.end("failed")
+        except BaseException as error:
+            tracking.end("failed" if isinstance(error, Exception) else "stopped")
             raise
 
 
@@ -93,7 +95,7 @@ def _described(base: SweepConfig) -> ClusterDescription | None:
     try:
         return ClusterDescription.load(base.sweep.cluster) if base.sweep.cluster else None
     except ClusterError as error:
-        raise SettingError(f"sweep.cluster: {error}") from None
+        raise SettingError(str(error)) from None
 
 
 def candidates_of(base: SweepConfig) -> list[Candidate]:

@@ -6,6 +6,7 @@ with Board({"scaling.workers": [1, 2]}, total=16) as board:
 
 import time
 from collections.abc import Mapping
+from textwrap import shorten
 from types import TracebackType
 from typing import Any
 
@@ -62,7 +63,7 @@ class Board:
 def figures_of(result: Result) -> str:
     """Tokens a second, half the 95 % interval, seconds of the trial; or the status and its cause."""
     if not result.measured:
-        return f"{result.status.replace('_', ' ')}: {result.cause[:CAUSE]}"
+        return f"{result.status.replace('_', ' ')}: {shorten(result.cause, CAUSE, placeholder=' ...')}"
     spread = f"{result.spread:.1%}" if len(result.speeds) > 1 else "-"
     end = "  stopped early" if result.status == "stopped_early" else ""
     return f"{result.speed:>9,.0f}  {spread:>6}  {result.seconds:>7.1f}{end}"

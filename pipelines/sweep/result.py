@@ -166,16 +166,20 @@ def forget(sweep: Folder, key: str) -> None:
     sweep.remove(f"{PLACE}/{key}.json")
 
 
+def result_at(sweep: Folder, key: str) -> Result | None:
+    """The result of the trial of this key, if there is one. What this version does not know of it is left out."""
+    try:
+        read: dict[str, Any] = (sweep / PLACE).read_json(f"{key}.json")
+    except FileNotFoundError:
+        return None
+    known = {item.name for item in fields(Result)}
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in read.items() if name in known
+    }
+    return Result(**given)
+
+
 def results(sweep: Folder) -> dict[str, Result]:
-    """The results so far, by key. What this version does not know of them is left out."""
-    place, known = sweep / PLACE, {item.name for item in fields(Result)}
-    names = [name for name in place.names() if name.endswith(".json")] if place.exists() else []
-    found = {}
-    for name in sorted(names):
-        read: dict[str, Any] = place.read_json(name)
-        given: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in read.items() if key in known
-        }
-        result = Result(**given)
-        found[result.key] = result
-    return found
+    """The results so far, by key."""
+    keys = [name.removesuffix(".json") for name in (sweep / PLACE).names() if name.endswith(".json")]
+    return {key: result for key in keys if (result := result_at(sweep, key))}

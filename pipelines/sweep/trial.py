@@ -117,12 +117,13 @@ def run_trial(
     refused = ""
     with TemporaryDirectory() as scratch:
         path = Path(scratch) / "trial.txt"
-        with path.open("w") as file, redirect_stdout(file), redirect_stderr(file):
-            try:
+        try:
+            with path.open("w") as file, redirect_stdout(file), redirect_stderr(file):
                 train(config, storage, watcher=watcher, tags=tags)
-            except (CannotRun, SettingError, DataError) as error:
-                refused = str(error)
-        folder.upload(path, path.name)
+        except (CannotRun, SettingError, DataError) as error:
+            refused = str(error)
+        finally:
+            folder.upload(path, path.name)
     seconds = time.monotonic() - began
     if refused:
         return ended(candidate, "refused", refused, seconds=seconds)

@@ -23,7 +23,7 @@ from pipelines.config.sweep import SweepConfig
 from pipelines.files import Folder
 from pipelines.launch.resources import Resources, resolve
 from pipelines.sweep.choice import score, token_score
-from pipelines.sweep.result import Result, Window, keep, results
+from pipelines.sweep.result import Result, Window, keep, result_at
 from pipelines.sweep.space import Candidate, meets
 from pipelines.sweep.trial import TookTooLong, ended, refusal, result_of, run_trial, why
 
@@ -100,7 +100,7 @@ def _trial(parameters: dict[str, Any], plan: Plan) -> None:
     SystemExit where Tune stopped it."""
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = str(END_S)  # Tune looks it up when the next trial is to come here
     candidate = candidate_of(parameters, plan.base)
-    result = results(plan.folder).get(candidate.key) or _breaks_a_condition(candidate) or refusal(candidate, plan.there)
+    result = result_at(plan.folder, candidate.key) or _breaks_a_condition(candidate) or refusal(candidate, plan.there)
     if result is None:
         told = _Told(plan, candidate)
         result = run_trial(candidate, plan.storage, plan.there, {"raystride.sweep": str(plan.base.run)}, told)
@@ -185,7 +185,7 @@ class _Ends(tune.Callback):  # type: ignore[misc]
         return result_of(candidate, folder, self._plan.there, "stopped_early", seconds=lasted)
 
     def _kept(self, trial: Any) -> Result | None:
-        return results(self._plan.folder).get(candidate_of(trial.config, self._plan.base).key)
+        return result_at(self._plan.folder, candidate_of(trial.config, self._plan.base).key)
 
     def _keep(self, result: Result) -> Result:
         keep(self._plan.folder, result)

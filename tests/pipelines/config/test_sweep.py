@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pipelines.config import Config, SettingError
 from pipelines.config.condition import Condition
 from pipelines.config.parse import as_typed, parse
-from pipelines.config.sweep import Sweep, SweepConfig
+from pipelines.config.sweep import OF_TRIALS, Sweep, SweepConfig
 
 KNOWN = Config().flat()
 
@@ -36,6 +36,18 @@ def test_a_space_comes_from_yaml_by_full_names(tmp_path: Path) -> None:
 def test_what_cannot_work_is_refused(sweep: dict[str, object], said: str) -> None:
     with pytest.raises(SettingError, match=said):
         Sweep(**sweep)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("key", OF_TRIALS)
+def test_what_a_trial_sets_by_itself_cannot_be_tried(key: str) -> None:
+    assert key in KNOWN
+    with pytest.raises(SettingError, match=f"names {key}, which each trial sets by itself"):
+        SweepConfig(sweep=Sweep(space={key: [1]}))
+
+
+def test_a_condition_is_read_before_anything_starts_whatever_searches() -> None:
+    with pytest.raises(SettingError, match=r"no setting train\.slot; did you mean train\.slots"):
+        SweepConfig(sweep=Sweep(space={"train.slots": [1]}, search="optuna", where=("train.slot < 3",)))
 
 
 def test_a_space_names_settings_that_there_are() -> None:

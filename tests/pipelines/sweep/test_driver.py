@@ -1,0 +1,60 @@
+"""What a sweep refuses before it starts anything, in a line and with exit code 2, and which results it takes as its own."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.config.parse import Parsed
+from pipelines.config.sweep import SweepConfig
+from pipelines.files import Folder
+from pipelines.sweep.driver import _known, candidates_of, run_sweep
+from pipelines.sweep.result import Result, keep
+from pipelines.sweep.space import Candidate
+from tests.pipelines.sweep.test_page import CLUSTER, sweep, trial
+
+
+def refused(base: SweepConfig, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the job says."""
+    assert run_sweep(Parsed(base, "s")) == 2
+    said = capsys.readouterr()
+    assert not said.out
+    assert said.err.startswith("error: ")
+    assert said.err.count("\n") == 1
+    return said.err
+
+
+def at(folder: Path, **settings: Any) -> SweepConfig:
+    """A sweep with its storage there."""
+    return replace(sweep(**settings), storage=str(folder))
+
+
+def test_what_cannot_become_a_sweep_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(CLUSTER.replace("price_per_gpu_hour: 0.5", ""))
+    assert "sweep.space is {}: it must name at least one setting" in refused(at(tmp_path, space={}), capsys)
+    assert "leaves nothing of sweep.space" in refused(at(tmp_path, where=("scaling.workers > 9",)), capsys)
+    unpriced = at(tmp_path, objective="cost", cluster=str(cluster))
+    assert f"sweep.price_per_hour is 0.0: it must be given: {cluster} has no price" in refused(unpriced, capsys)
+    assert "nowhere.yaml" in refused(at(tmp_path, cluster="nowhere.yaml"), capsys)
+    inline = at(tmp_path)
+    assert "launch.mode is 'inline'" in refused(replace(inline, launch=replace(inline.launch, mode="inline")), capsys)
+    Folder(str(tmp_path)).put("s/journal/a1-000001.jsonl", "")
+    assert "run is 's': it is the name of a training" in refused(at(tmp_path), capsys)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cluster.yaml", "s"]
+
+
+def _measured(candidate: Candidate) -> Result:
+    return replace(trial(100.0), key=candidate.key, settings=dict(candidate.settings))
+
+
+@pytest.mark.parametrize("search", ["grid", "optuna"])
+def test_results_of_another_space_or_of_other_settings_are_not_its_own(tmp_path: Path, search: str) -> None:
+    folder, base = Folder(str(tmp_path)), sweep(search=search)
+    settings = {"scaling.workers": 1, "train.precision": "bf16"}
+    longer = replace(base, sweep=replace(base.sweep, window_steps=99))
+    own = _measured(Candidate(base, settings))
+    for result in (own, _measured(Candidate(base, {"train.slot_size": 2})), _measured(Candidate(longer, settings))):
+        keep(folder, result)
+    assert _known(base, folder, candidates_of(base)) == {own.key: own}
