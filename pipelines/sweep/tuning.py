@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ray
 from ray import tune
 
 from pipelines.config.sweep import SweepConfig
@@ -102,6 +103,7 @@ def _trial(parameters: dict[str, Any], plan: Plan) -> None:
     candidate = candidate_of(parameters, plan.base)
     result = result_at(plan.folder, candidate.key) or _breaks_a_condition(candidate) or refusal(candidate, plan.there)
     if result is None:
+        _free_places_of_the_dead()
         told = _Told(plan, candidate)
         result = run_trial(candidate, plan.storage, plan.there, {"raystride.sweep": str(plan.base.run)}, told)
     keep(plan.folder, result)
@@ -112,6 +114,26 @@ def _trial(parameters: dict[str, Any], plan: Plan) -> None:
     value = score(result, plan.base.sweep, plan.price_per_hour)
     # Not a number, which both Optuna and ASHA leave out, where infinite would spoil their quantiles.
     tune.report({SCORE: value if math.isfinite(value) else math.nan, WINDOW: plan.base.sweep.windows + 1})
+
+
+def _free_places_of_the_dead() -> None:
+    """Gives back what trials hold whose processes were ended.
+
+    Ray keeps a placement group until its job ends, even when the actor that made it is dead, and Ray Train's controller has
+    one for its workers: after a trial that hung, the next one would wait for processors for ever (seen with Ray 2.60).
+    Its public tables do not name the maker.
+    """
+    from ray._private.state import state
+    from ray.core.generated.gcs_pb2 import PlacementGroupTableData
+    from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+    job = ray.get_runtime_context().get_job_id()
+    dead = {key for key, actor in ray._private.state.actors().items() if actor["State"] == "DEAD"}
+    for raw in state._connect_and_get_accessor().get_placement_group_table():
+        group = PlacementGroupTableData.FromString(raw)
+        held = group.state != PlacementGroupTableData.PlacementGroupState.REMOVED
+        if held and group.creator_job_id.hex() == job and group.creator_actor_id.hex() in dead:
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID(group.placement_group_id)))
 
 
 class _Told:
