@@ -11,10 +11,12 @@ Tune stops ends its training first, since Tune knows nothing of the workers.
 import logging
 import math
 import os
+import pickle
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -189,8 +191,9 @@ class _Ends(tune.Callback):  # type: ignore[misc]
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         candidate = candidate_of(trial.config, self._plan.base)
-        raised = trial.get_pickled_error()
-        cause = why(raised)[1] if raised else "the process that drove the trial ended"
+        cause = "the process that drove the trial ended"
+        if trial.run_metadata.pickled_error_filename:  # its public reader looks where the file comes to only later
+            cause = why(pickle.loads(Path(trial.pickled_error_file).read_bytes()))[1]  # noqa: S301  (Tune wrote it just now)
         unsaid = ended(candidate, "failed", f"{cause}; its trial.txt and Ray's logs may say more")
         self._done(self._kept(trial) or self._keep(unsaid))
 
