@@ -82,6 +82,8 @@ def test_the_wish_to_stop_reaches_who_asks(started: Wire, monkeypatch: pytest.Mo
 
 
 def test_a_stop_to_grow_ends_and_a_users_does_not(started: Wire) -> None:
+    import ray
+
     started.request_resize("room for 2 workers")
     assert started.state()["phase"] == "room for 2 workers"
     assert started.stop_requested(1)
@@ -89,7 +91,7 @@ def test_a_stop_to_grow_ends_and_a_users_does_not(started: Wire) -> None:
     assert started.workers() == 0, "room beside the group that ended must not stop the next one"
     assert not started.stop_requested(1)
     started.request_resize("room for 3 workers")
-    started.request_stop()
+    ray.get(started.actor.request_stop.remote())  # as `request_stop`, which does not wait until it has arrived
     assert not started.end_resize()
     assert started.stop_requested(1)
 
