@@ -63,6 +63,11 @@ def phase(name: str) -> Phase:
     return _phases[name]
 
 
+def innermost() -> Phase:
+    """The range that was opened last of those that are open; where none is, one whose `began` is 0."""
+    return max(_phases.values(), key=lambda each: each.began)
+
+
 def listen(listener: Listener | None) -> None:
     """Has ranges that open from now on tell `listener`, or, with None, nobody."""
     global _listener

@@ -6,36 +6,23 @@ python ray_jobs/export.py --run NAME --to hugging_face
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from pipelines.config import Section, setting  # noqa: E402
+from pipelines.config import Finished, setting  # noqa: E402
 from pipelines.config.parse import Parsed, command  # noqa: E402
 from pipelines.files import Folder  # noqa: E402
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export(Section):
+class Export(Finished):
     """Which run's model, and for whom."""
 
-    name: ClassVar[str] = ""
-
-    run: str = setting("")
-    """The run whose model is exported."""
-    storage: str = setting("runs")
-    """Folder or filesystem URI under which runs lie."""
-    checkpoint: Literal["best", "last"] = setting("best")
-    """Which of the run's checkpoints."""
     to: Literal["hugging_face"] = setting("hugging_face")
     """Whose layout: that of Hugging Face's Llama or GPT-2, in safetensors."""
     folder: str | None = setting(None)
     """Folder or URI to write to; None: `export/hugging_face` in the run's folder."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.run:
-            raise self.error("run", "must name a run; `python ray_jobs/runs.py list` shows them")
 
 
 def export(parsed: Parsed[Export]) -> int:

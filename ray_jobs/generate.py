@@ -6,36 +6,22 @@ python ray_jobs/generate.py --run NAME --prompt "def main():" --sample.tokens 20
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from pipelines.config import Sample, Section, setting  # noqa: E402
+from pipelines.config import Finished, Sample, setting  # noqa: E402
 from pipelines.config.parse import Parsed, command  # noqa: E402
 from pipelines.files import Folder  # noqa: E402
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(Section):
+class Generate(Finished):
     """What to write, and with which run's model."""
 
-    name: ClassVar[str] = ""
-
-    run: str = setting("")
-    """The run whose model writes."""
-    storage: str = setting("runs")
-    """Folder or filesystem URI under which runs lie."""
-    checkpoint: Literal["best", "last"] = setting("best")
-    """Which of the run's checkpoints."""
     prompt: tuple[str, ...] | str = setting("")
     """What the text starts with; a list such as '["def ", "class "]' writes several side by side."""
     sample: Sample = Sample()
     """How it is written."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.run:
-            raise self.error("run", "must name a run; `python ray_jobs/runs.py list` shows them")
 
 
 def write(parsed: Parsed[Generate]) -> int:

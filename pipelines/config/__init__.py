@@ -10,7 +10,7 @@ from pipelines.config.config import Config
 from pipelines.config.data import Data, Tokenizer
 from pipelines.config.model import Model
 from pipelines.config.profile import Profile
-from pipelines.config.run import Launch, Record, Sample, Scaling
+from pipelines.config.run import Finished, Launch, Record, Sample, Scaling
 from pipelines.config.section import Section, SettingError, setting
 from pipelines.config.train import Checkpoint, Guard, Optimizer, Train, Validation
 
@@ -18,6 +18,7 @@ __all__ = [
     "Checkpoint",
     "Config",
     "Data",
+    "Finished",
     "Guard",
     "Launch",
     "Model",

@@ -99,7 +99,7 @@ def _keys(cls: Any, prefix: str = "") -> Iterator[str]:
 
 def _long_forms(arguments: Sequence[str]) -> Iterator[str]:
     """The arguments with short forms spelled out, where a plain word follows and no file or JSON for the whole section."""
-    for argument, after in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, after in pairwise([*arguments, ""]):
         flag, equals, value = argument.partition("=")
         word = value if equals else after
         yield f"{SHORT_FORMS[flag]}{equals}{value}" if flag in SHORT_FORMS and word.isalpha() else argument

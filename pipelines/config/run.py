@@ -96,6 +96,25 @@ class Record(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Finished(Section):
+    """Which trained model a job works with; each such job adds what it does with it."""
+
+    name: ClassVar[str] = ""
+
+    run: str = setting("")
+    """The run whose model it is."""
+    storage: str = setting("runs")
+    """Folder or filesystem URI under which runs lie."""
+    checkpoint: Literal["best", "last"] = setting("best")
+    """Which of the run's checkpoints."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.run:
+            raise self.error("run", "must name a run; `python ray_jobs/runs.py list` shows them")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sample(Section):
     """Text that the trained model writes at the end of a training, and that `generate.py` writes."""
 

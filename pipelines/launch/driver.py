@@ -9,7 +9,6 @@ preflight, the data, the training; at the end the record is closed whatever happ
 import errno
 import math
 import os
-import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -26,7 +25,7 @@ from pipelines.files import Folder
 from pipelines.launch.cluster import NoCluster, cluster, joined, on_a_worker
 from pipelines.launch.failure import remedies
 from pipelines.launch.job import Job
-from pipelines.launch.owner import Owned, Ownership, process_start
+from pipelines.launch.owner import Owned, Ownership, new_attempt, process_start
 from pipelines.launch.preflight import Check, failing, preflight
 from pipelines.launch.profiled import under_profiler
 from pipelines.launch.resources import Resources, Share, resolve
@@ -124,7 +123,7 @@ def train(config: Config, storage: Folder, watcher: Watcher | None = None, tags:
         if reached := completed(earlier, config):
             _say_complete(folder, config, reached, earlier)
             return DONE
-    attempt = time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(2)
+    attempt = new_attempt()
     inline = config.launch.mode == "inline"
     with Ownership.take(folder, attempt), nullcontext() if inline else cluster(config.launch) as dashboard:
         marks["cluster"] = time.time()

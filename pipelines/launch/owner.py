@@ -6,6 +6,7 @@ with Ownership.take(folder, attempt):                     # raises Owned while a
 
 import fcntl
 import os
+import secrets
 import socket
 import threading
 import time
@@ -20,6 +21,11 @@ FILE = "owner.json"
 RENEW_S = 15.0
 LEASE_S = 60.0
 """Seconds after its last renewal at which an owner on another host counts as gone; on this host its process is asked for."""
+
+
+def new_attempt() -> str:
+    """A name for an attempt that begins now: the time, and four random digits. Names are in the order of time."""
+    return time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(2)
 
 
 class Owned(RuntimeError):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from pipelines.launch.job import Place
 from pipelines.launch.owner import process_start
-from pipelines.phases import PHASES, phase
+from pipelines.phases import PHASES, innermost, phase
 
 ENDED = "ended"
 """Where a worker is that trains no more."""
@@ -58,8 +58,8 @@ class Beat:
     @classmethod
     def now(cls, process: Process, number: int) -> "Beat":
         """Of this process."""
-        inside = max(PHASES, key=lambda name: phase(name).began)
-        began = phase(inside).began
+        last = innermost()
+        inside, began = last.name, last.began
         moved = began + sum(phase(name).seconds for name in PHASES)
         return cls(
             process=process, number=number, inside=inside if began else "", moved=moved, stepped=phase("step").seconds

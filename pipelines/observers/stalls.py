@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pipelines.files import Folder
 from pipelines.observers.background import Background
 from pipelines.observers.observer import RunFacts
-from pipelines.phases import PHASES, phase
+from pipelines.phases import innermost, phase
 
 if TYPE_CHECKING:
     from pipelines.record.sender import Sender
@@ -76,7 +76,7 @@ class StallWatch(Background):
 
     def _tell(self, lasted: float, limit: float) -> None:
         name = f"profiles/stacks-rank{self._run.rank}.txt"
-        inside = max(PHASES, key=lambda each: phase(each).began)
+        inside = innermost().name
         head = f"{strftime('%Y-%m-%d %H:%M:%S')}  {lasted:.0f} s in {inside}, after {self._steps} steps of this attempt\n\n"
         self._dumps.append(head + stacks())
         self._folder.put(name, "\n".join(self._dumps))

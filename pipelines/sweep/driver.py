@@ -6,9 +6,7 @@ Nothing is lost: every trial that ended is a file in the sweep's folder, with it
 same command again measures only what is missing.
 """
 
-import secrets
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +17,7 @@ from pipelines.config.sweep import SweepConfig
 from pipelines.files import Folder
 from pipelines.launch.cluster import cluster, joined
 from pipelines.launch.driver import guarded, locate
-from pipelines.launch.owner import Ownership
+from pipelines.launch.owner import Ownership, new_attempt
 from pipelines.launch.resources import Resources
 from pipelines.launch.session import DONE, FAILED
 from pipelines.prepare.faults import DataError
@@ -29,7 +27,7 @@ from pipelines.sweep.choice import price_of
 from pipelines.sweep.described import ClusterDescription, ClusterError
 from pipelines.sweep.page import write_report
 from pipelines.sweep.progress import Board
-from pipelines.sweep.result import WITHOUT_FIGURES, Result, forget, keep, results
+from pipelines.sweep.result import WITHOUT_FIGURES, Result, forget, keep, keys, results
 from pipelines.sweep.space import Candidate, draw, grid
 from pipelines.sweep.tracking import Tracking
 from pipelines.sweep.tuning import Plan, measure
@@ -57,8 +55,7 @@ def _sweep(base: SweepConfig, storage: Folder) -> int:
     if folder.exists("journal"):
         raise SettingError(f"run is {base.run!r}: it is the name of a training; give the sweep another one, by --run")
     print(f"sweep {base.run} in {storage}", flush=True)
-    attempt = time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(2)
-    with Ownership.take(folder, attempt):
+    with Ownership.take(folder, new_attempt()):
         folder.put("config.yaml", to_yaml(base))
         tracking = Tracking(folder, base, storage)
         try:
@@ -152,7 +149,7 @@ def _known(base: SweepConfig, folder: Folder, candidates: Sequence[Candidate]) -
 
 def _on_end(folder: Folder, tracking: Tracking, board: Board, result: Result) -> None:
     """Between two trials: tells people and MLflow of the one that ended."""
-    board.ended(_logged(folder, tracking, result, number=len(results(folder))))
+    board.ended(_logged(folder, tracking, result, number=len(keys(folder))))
 
 
 def _logged(folder: Folder, tracking: Tracking, result: Result, number: int) -> Result:

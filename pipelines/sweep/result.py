@@ -179,7 +179,11 @@ def result_at(sweep: Folder, key: str) -> Result | None:
     return Result(**given)
 
 
+def keys(sweep: Folder) -> list[str]:
+    """Those of all trials that ended."""
+    return [name.removesuffix(".json") for name in (sweep / PLACE).names() if name.endswith(".json")]
+
+
 def results(sweep: Folder) -> dict[str, Result]:
     """The results so far, by key."""
-    keys = [name.removesuffix(".json") for name in (sweep / PLACE).names() if name.endswith(".json")]
-    return {key: result for key in keys if (result := result_at(sweep, key))}
+    return {key: result for key in keys(sweep) if (result := result_at(sweep, key))}

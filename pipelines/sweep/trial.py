@@ -10,11 +10,12 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pipelines.config import Config, SettingError
+from pipelines.config import SettingError
 from pipelines.config.sweep import Sweep
 from pipelines.files import Folder
 from pipelines.launch.driver import CannotRun, train
@@ -27,6 +28,7 @@ from pipelines.prepare.faults import DataError
 from pipelines.record import read_entries
 from pipelines.sweep.result import (
     FIGURES,
+    MEASURED,
     Result,
     Status,
     Window,
@@ -58,7 +60,7 @@ class Measuring(Watcher):
     def __init__(self, candidate: Candidate, folder: Folder, tell: Callable[[Window], bool]) -> None:
         assert candidate.config
         self._sweep, self._folder, self._tell = candidate.base.sweep, folder, tell
-        self._tokens = tokens_per_step(candidate.config)
+        self._tokens = candidate.config.targets_per_step
         self._deadline = time.monotonic() + self._sweep.timeout_s
         self._told = self._step = 0
         self.unwanted = False
@@ -162,24 +164,20 @@ def result_of(
     """The result from what the trial left in its folder; failed where that has no window after the warm-up."""
     assert candidate.config
     sweep = candidate.base.sweep
-    tokens = tokens_per_step(candidate.config)
-    windows = windows_of(read_entries(folder), tokens)
+    tokens = float(candidate.config.targets_per_step)
+    entries = read_entries(folder)
+    windows = windows_of(entries, tokens)
     kept = [window for window in windows if window.begin >= sweep.warmup_steps]
     if not kept:
         without = "it ended before the first window after the warm-up"
-        return ended(candidate, "failed" if status in ("measured", "stopped_early") else status, cause or without, seconds)
+        return ended(candidate, "failed" if status in MEASURED else status, cause or without, seconds)
     summary = folder.read_json("summary.json") if folder.exists("summary.json") else {}
     trained = sum(window.step_seconds * (window.end - window.begin) for window in windows)
-    parameters = _parameters(folder)
+    told = [entry["values"] for entry in entries if entry["kind"] == "parameters"]
+    parameters: Mapping[str, Any] = told[-1] if told else {}
     device, threads = _device(folder, str(parameters.get("device", ""))), int(parameters.get("threads", 0))
-    return Result(
-        key=candidate.key,
-        run=candidate.run,
-        settings=dict(candidate.settings),
-        label=candidate.label,
-        round=candidate.round,
-        status=status,
-        cause=cause,
+    return replace(
+        ended(candidate, status, cause, seconds),
         workers=int(parameters.get("workers", 0)),
         device=device,
         threads=threads,
@@ -191,7 +189,6 @@ def result_of(
         figures={name: summary[name] for name in FIGURES if summary.get(name) is not None},
         seconds_to_loss=seconds_to_loss(windows, sweep.target_loss) if sweep.target_loss else None,
         loss=kept[-1].loss,
-        seconds=seconds,
         overhead_s=max(0.0, seconds - trained),
     )
 
@@ -202,17 +199,6 @@ def enough(windows: list[Window], sweep: Sweep) -> bool:
         return seconds_to_loss(windows, sweep.target_loss) is not None
     speeds = [window.tokens_per_second for window in windows if window.begin >= sweep.warmup_steps]
     return len(speeds) >= sweep.least_windows and relative_half_width(speeds) <= sweep.precision
-
-
-def tokens_per_step(config: Config) -> float:
-    """Nominal tokens of an update."""
-    return float(config.train.batch * config.model.context)
-
-
-def _parameters(folder: Folder) -> Mapping[str, Any]:
-    """What the newest attempt was told of its workers."""
-    found = [entry["values"] for entry in read_entries(folder) if entry["kind"] == "parameters"]
-    return found[-1] if found else {}
 
 
 def _device(folder: Folder, kind: str) -> str:

@@ -56,7 +56,7 @@ def build_rules(config: Config, state: TrainState, device: torch.device) -> Step
     train, guard = config.train, config.guard
     return StepRules(
         seed=config.seed,
-        nominal_targets=train.batch * config.model.context,
+        nominal_targets=config.targets_per_step,
         clip_norm=train.clip_norm,
         judge=Judge(device, guard.spike, guard.window, state.loss_seen),
         precision=Precision(train.precision),

@@ -60,6 +60,10 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, content: str, message:
     assert message in str(raised.value)
 
 
+def test_without_arguments_the_defaults_stand() -> None:
+    assert _parse() == Config()
+
+
 def test_launch_has_a_short_form() -> None:
     assert _parse("--launch", "inline").launch.mode == "inline"
     assert _parse("--launch=inline", "--train.steps", "3").launch.mode == "inline"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.sweep import TrialError, Work
+from pipelines.sweep import TrialError
 from pipelines.sweep.terms import Traffic, all_reduce, gather, slowest_of, tail_of, traffic_of
 from tests.pipelines.sweep.synthetic import LARGE, SMALL, TRUTH, parts, seconds
 
@@ -133,18 +133,7 @@ def test_the_slowest_of_many_is_slower() -> None:
 
 
 def test_the_busiest_worker_counts() -> None:
-    work = Work(
-        device="V100",
-        model="small",
-        parameters=1,
-        workers=3,
-        workers_per_node=4,
-        strategy="ddp",
-        slots=8,
-        tokens_per_slot=10,
-        messages=1,
-        slots_per_micro_batch=2,
-    )
+    work = replace(SMALL, workers=3, workers_per_node=4, slots=8, tokens_per_slot=10, slots_per_micro_batch=2)
     assert (work.tokens_per_worker, work.micro_batches, work.nodes, work.neighbours) == (30, 2, 1, 3)
     larger = work.at(8, 4)
     assert (larger.slots, larger.tokens_per_worker, larger.nodes) == (24, 30, 2)
