@@ -46,9 +46,8 @@ def _train(shape: Model, kernels: str) -> tuple[list[float], Decoder, dict[str, 
     [
         Model(layers=2, heads=2, width=32, context=19, bias=True),
         Model(flavour="llama", layers=2, heads=4, kv_heads=2, width=48, context=19),
-        Model(flavour="original", layers=1, heads=2, width=32, context=19),
     ],
-    ids=["gpt2", "llama", "original"],
+    ids=["gpt2", "llama"],
 )
 def test_same_losses_with_kernels_and_without(shape: Model) -> None:
     expected, reference, ran = _train(shape, "torch")
