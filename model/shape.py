@@ -5,6 +5,8 @@
     count_parameters(Model(width=768, layers=12, heads=12), vocabulary_size=50257)
 """
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Literal, Protocol
 
 
@@ -96,6 +98,34 @@ def _attention_weights(shape: DecoderShape) -> int:
     """Weights of a block's attention: queries, keys, values, and the output."""
     grouped = 2 * (shape.kv_heads or shape.heads) * (shape.width // shape.heads)
     return shape.width * (shape.width + grouped) + shape.width * shape.width
+
+
+def convnet_parameters(
+    image: tuple[int, int, int], classes: int, *, channels: tuple[int, ...], hidden: tuple[int, ...]
+) -> int:
+    """Parameters of the convolutional network for images (channels, height, width), without building it."""
+    return sum((inputs + 1) * outputs for inputs, outputs, _ in _convnet_layers(image, classes, channels, hidden))
+
+
+def convnet_flops(image: tuple[int, int, int], classes: int, *, channels: tuple[int, ...], hidden: tuple[int, ...]) -> float:
+    """Operations to train on an image: 6 a weight and place where it is used."""
+    layers = _convnet_layers(image, classes, channels, hidden)
+    return 6.0 * sum(inputs * outputs * places for inputs, outputs, places in layers)
+
+
+def _convnet_layers(
+    image: tuple[int, int, int], classes: int, channels: tuple[int, ...], hidden: tuple[int, ...]
+) -> Iterator[tuple[int, int, int]]:
+    """Numbers that an output is made of, outputs, and places of each layer: a convolution is a matrix at every pixel."""
+    planes, height, width = image
+    for outputs in channels:
+        yield 9 * planes, outputs, height * width
+        planes = outputs
+        if min(height, width) > 1:
+            height, width = height // 2, width // 2
+    widths = (planes * height * width, *hidden, classes)
+    for inputs, outputs in pairwise(widths):
+        yield inputs, outputs, 1
 
 
 def _matrices(shape: DecoderShape) -> int:
