@@ -1,4 +1,4 @@
-"""Multi-head self-attention with grouped heads, rotary positions and a key-value cache.
+"""Multi-head self-attention with grouped heads, rotary positions and a key-value cache, causal or not.
 
 Shapes: x (B, T, C); q (B, H, T, D); k and v (B, G, T, D) with C = H D. The arithmetic is in `triton_kernels.attention`.
 
@@ -39,14 +39,32 @@ class LayerCache:
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
 
+    def select(self, rows: torch.Tensor) -> None:
+        """Keeps the rows with these numbers, in this order; one may stand twice, but no more than there were."""
+        if self.keys is None or self.values is None:
+            return
+        for name, old in (("keys", self.keys), ("values", self.values)):
+            kept = old[: len(rows)]
+            kept[:, :, : self.length] = old[rows, :, : self.length]
+            setattr(self, name, kept)
+
 
 class Attention(nn.Module):
-    """Causal self-attention; fewer key and value heads than query heads make it grouped (Ainslie et al., 2023)."""
+    """Self-attention; fewer key and value heads than query heads make it grouped (Ainslie et al., 2023)."""
 
     def __init__(
-        self, *, width: int, heads: int, kv_heads: int, bias: bool = False, dropout: float = 0.0, onednn: bool = False
+        self,
+        *,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        bias: bool = False,
+        dropout: float = 0.0,
+        onednn: bool = False,
+        causal: bool = True,
     ) -> None:
         super().__init__()
+        self.causal = causal
         self.heads, self.kv_heads, self.head_size = heads, kv_heads, width // heads
         self.qkv = Linear(width, (heads + 2 * kv_heads) * self.head_size, bias=bias, onednn=onednn)
         self.out = Linear(width, width, bias=bias, onednn=onednn)
@@ -58,8 +76,9 @@ class Attention(nn.Module):
         rotation: Rotation | None = None,
         cache: LayerCache | None = None,
         mask: torch.Tensor | None = None,
+        key_lengths: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """(B, T, C) -> (B, T, C); `mask` (B, 1, T, S) hides padding on top of the causal order."""
+        """(B, T, C) -> (B, T, C). `mask` (B, 1, T, S) and `key_lengths` (B,) hide padding on top of the order."""
         batch, tokens, width = x.shape
         heads = self.qkv(x).view(batch, tokens, -1, self.head_size).transpose(1, 2)  # (B, H + 2 G, T, D)
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
@@ -67,7 +86,8 @@ class Attention(nn.Module):
             q, k = rope(q, *rotation), rope(k, *rotation)
         if cache is not None:
             k, v = cache.extend(k, v)
-        y = attention(q, k, v, causal=True, mask=mask, dropout=self.dropout if self.training else 0.0)
+        dropout = self.dropout if self.training else 0.0
+        y = attention(q, k, v, causal=self.causal, mask=mask, key_lengths=key_lengths, dropout=dropout)
         return self.out(y.transpose(1, 2).reshape(batch, tokens, width))  # type: ignore[no-any-return]
 
 
