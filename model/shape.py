@@ -100,6 +100,22 @@ def _attention_weights(shape: DecoderShape) -> int:
     return shape.width * (shape.width + grouped) + shape.width * shape.width
 
 
+def translator_parameters(shape: TranslatorShape, source_vocabulary: int, target_vocabulary: int | None = None) -> int:
+    """Parameters of the translator, without building it; without `target_vocabulary` both languages share one."""
+    words = source_vocabulary + (target_vocabulary or 0)
+    blocks = (shape.encoder_layers or shape.layers) * _block(shape)
+    blocks += shape.layers * (_block(shape) + _attention(shape) + _norm(shape))
+    return words * shape.width + 2 * _positions(shape) + blocks + 2 * _final_norm(shape)
+
+
+def translator_flops_per_token(shape: TranslatorShape, target_vocabulary: int) -> float:
+    """Operations to train on a target token and on a source token beside it, at the longest of both."""
+    encoder_layers = shape.encoder_layers or shape.layers
+    matrices = (encoder_layers + shape.layers) * _matrices(shape) + shape.layers * _attention_weights(shape)
+    attentions = encoder_layers + 2 * shape.layers
+    return 6.0 * (matrices + target_vocabulary * shape.width) + 12.0 * attentions * shape.width * shape.context
+
+
 def convnet_parameters(
     image: tuple[int, int, int], classes: int, *, channels: tuple[int, ...], hidden: tuple[int, ...]
 ) -> int:
@@ -134,10 +150,15 @@ def _matrices(shape: DecoderShape) -> int:
 
 
 def _block(shape: DecoderShape) -> int:
-    """Parameters of a block."""
+    """Parameters of a block with one attention."""
+    biases = hidden_width(shape) + shape.width if has_biases(shape) else 0
+    return _matrices(shape) - _attention_weights(shape) + biases + _attention(shape) + 2 * _norm(shape)
+
+
+def _attention(shape: DecoderShape) -> int:
+    """Parameters of an attention, to itself or to a memory."""
     grouped = 2 * (shape.kv_heads or shape.heads) * (shape.width // shape.heads)
-    biases = (shape.width + grouped) + shape.width + hidden_width(shape) + shape.width if has_biases(shape) else 0
-    return _matrices(shape) + biases + 2 * _norm(shape)
+    return _attention_weights(shape) + (2 * shape.width + grouped if has_biases(shape) else 0)
 
 
 def _norm(shape: DecoderShape) -> int:
