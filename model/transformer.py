@@ -16,7 +16,7 @@ from model.attention import Attention, LayerCache, Rotation, rotation_table
 from model.feed_forward import GELU, SwiGLU
 from model.linear import Linear, linear, use_onednn
 from model.norm import LayerNorm, RMSNorm
-from model.shape import DecoderShape, flops_per_token, hidden_width
+from model.shape import DecoderShape, flops_per_token, head_size, hidden_width, is_tied
 from triton_kernels.linear_cross_entropy import linear_cross_entropy
 
 
@@ -30,14 +30,19 @@ class Block(nn.Module):
             width=shape.width,
             heads=shape.heads,
             kv_heads=shape.kv_heads or shape.heads,
+            head_size=shape.head_size,
             bias=shape.bias,
+            qkv_bias=shape.qkv_bias,
+            qk_norm=shape.norm_eps if shape.qk_norm else None,
             dropout=shape.dropout,
             onednn=onednn,
         )
         self.norm2 = _norm(shape)
         self.feed_forward: nn.Module
         if shape.flavour == "gpt2":
-            self.feed_forward = GELU(shape.width, hidden_width(shape), bias=shape.bias, onednn=onednn)
+            self.feed_forward = GELU(
+                shape.width, hidden_width(shape), bias=shape.bias, tanh=shape.gelu == "tanh", onednn=onednn
+            )
         else:
             self.feed_forward = SwiGLU(shape.width, hidden_width(shape), onednn=onednn)
         self.dropout = nn.Dropout(shape.dropout)
@@ -51,7 +56,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, norm and a head that shares its weight with the embedding under `gpt2`."""
+    """Embedding, blocks, norm and a head, which may be the embedding's weight."""
 
     def __init__(self, shape: DecoderShape, vocabulary_size: int) -> None:
         super().__init__()
@@ -62,7 +67,7 @@ class Decoder(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
         self.blocks = nn.ModuleList(Block(shape, self.onednn) for _ in range(shape.layers))
         self.norm = _norm(shape)
-        self.head = Linear(shape.width, vocabulary_size, onednn=self.onednn) if shape.flavour == "llama" else None
+        self.head = None if is_tied(shape) else Linear(shape.width, vocabulary_size, onednn=self.onednn)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -92,7 +97,7 @@ class Decoder(nn.Module):
         else:
             if positions is None:
                 positions = torch.arange(ids.shape[1], device=ids.device)[None]
-            rotation = rotation_table(positions, self.shape.width // self.shape.heads, self.shape.rope_theta)
+            rotation = rotation_table(positions, head_size(self.shape), self.shape.rope_theta, self.shape.rope_scaling)
         x = self.dropout(x)
         for layer, block in enumerate(self.blocks):
             x = block(x, rotation, caches[layer] if caches else None, mask)
@@ -111,4 +116,6 @@ class Decoder(nn.Module):
 
 
 def _norm(shape: DecoderShape) -> LayerNorm | RMSNorm:
-    return LayerNorm(shape.width, bias=shape.bias) if shape.flavour == "gpt2" else RMSNorm(shape.width)
+    if shape.flavour == "gpt2":
+        return LayerNorm(shape.width, bias=shape.bias, eps=shape.norm_eps)
+    return RMSNorm(shape.width, eps=shape.norm_eps)
