@@ -185,15 +185,13 @@ def _read_llama(description: Mapping[str, Any]) -> _Read:
     }
     return settings, {
         "rope_type": (rope_type, ["default", "llama3"]),
-        "partial_rotary_factor": (_partial(rope) or _partial(description) or 1.0, [1.0]),
+        "partial_rotary_factor": (
+            rope.get("partial_rotary_factor") or description.get("partial_rotary_factor") or 1.0,
+            [1.0],
+        ),
         "hidden_act": (description.get("hidden_act", "silu"), ["silu"]),
         "attention_bias": (description.get("attention_bias", False), [False]),
         "mlp_bias": (description.get("mlp_bias", False), [False]),
         "use_sliding_window": (description.get("use_sliding_window", False), [False]),
         "layer_types": (sorted(set(description.get("layer_types") or ["full_attention"])), [["full_attention"]]),
     }
-
-
-def _partial(rope: Mapping[str, Any]) -> float | None:
-    factor: float | None = rope.get("partial_rotary_factor")
-    return factor
