@@ -1,4 +1,4 @@
-"""Multi-head self-attention with grouped heads, rotary positions and a key-value cache.
+"""Multi-head self-attention with grouped heads, rotary positions and a key-value cache, causal or not.
 
 Shapes: x (B, T, C); q (B, H, T, D); k and v (B, G, T, D); C = H D unless `head_size` is given.
 The arithmetic is in `triton_kernels.attention`.
@@ -42,9 +42,18 @@ class LayerCache:
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
 
+    def select(self, rows: torch.Tensor) -> None:
+        """Keeps the rows with these numbers, in this order; one may stand twice, but no more than there were."""
+        if self.keys is None or self.values is None:
+            return
+        for name, old in (("keys", self.keys), ("values", self.values)):
+            kept = old[: len(rows)]
+            kept[:, :, : self.length] = old[rows, :, : self.length]
+            setattr(self, name, kept)
+
 
 class Attention(nn.Module):
-    """Causal self-attention; fewer key and value heads than query heads make it grouped (Ainslie et al., 2023)."""
+    """Self-attention; fewer key and value heads than query heads make it grouped (Ainslie et al., 2023)."""
 
     def __init__(
         self,
@@ -58,9 +67,11 @@ class Attention(nn.Module):
         qk_norm: float | None = None,
         dropout: float = 0.0,
         onednn: bool = False,
+        causal: bool = True,
     ) -> None:
         """`qk_norm`: the eps of RMSNorms over each head's query and key (Dehghani et al., 2023); None: without."""
         super().__init__()
+        self.causal = causal
         self.heads, self.kv_heads, self.head_size = heads, kv_heads, head_size or width // heads
         self.qkv = Linear(width, (heads + 2 * kv_heads) * self.head_size, bias=bias or qkv_bias, onednn=onednn)
         self.q_norm, self.k_norm = (None if qk_norm is None else RMSNorm(self.head_size, eps=qk_norm) for _ in "qk")
@@ -73,8 +84,9 @@ class Attention(nn.Module):
         rotation: Rotation | None = None,
         cache: LayerCache | None = None,
         mask: torch.Tensor | None = None,
+        key_lengths: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """(B, T, C) -> (B, T, C); `mask` (B, 1, T, S) hides padding on top of the causal order."""
+        """(B, T, C) -> (B, T, C). `mask` (B, 1, T, S) and `key_lengths` (B,) hide padding on top of the order."""
         batch, tokens, _ = x.shape
         heads = self.qkv(x).view(batch, tokens, -1, self.head_size).transpose(1, 2)  # (B, H + 2 G, T, D)
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
@@ -84,7 +96,8 @@ class Attention(nn.Module):
             q, k = rope(q, *rotation), rope(k, *rotation)
         if cache is not None:
             k, v = cache.extend(k, v)
-        y = attention(q, k, v, causal=True, mask=mask, dropout=self.dropout if self.training else 0.0)
+        dropout = self.dropout if self.training else 0.0
+        y = attention(q, k, v, causal=self.causal, mask=mask, key_lengths=key_lengths, dropout=dropout)
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,5 @@
-"""The feed-forward of a block: GELU for GPT-2 (Hendrycks and Gimpel, 2016), SwiGLU for Llama (Shazeer, 2020).
+"""The feed-forward of a block: ReLU (Vaswani et al., 2017), GELU for GPT-2 (Hendrycks and Gimpel, 2016), SwiGLU for Llama
+(Shazeer, 2020).
 
 block = SwiGLU(128, 384)
 y = block(x)                                              # (B, T, 128) -> (B, T, 128)
@@ -9,6 +10,7 @@ from torch import nn
 
 from model.linear import Linear
 from triton_kernels.gelu import gelu
+from triton_kernels.relu import relu
 from triton_kernels.swiglu import swiglu
 
 
@@ -24,6 +26,19 @@ class GELU(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, C) -> (B, T, C)."""
         return self.down(gelu(self.up(x), tanh=self.tanh))  # type: ignore[no-any-return]
+
+
+class ReLU(nn.Module):
+    """W2 max(W1 x, 0)."""
+
+    def __init__(self, width: int, hidden: int, *, bias: bool = False, onednn: bool = False) -> None:
+        super().__init__()
+        self.up = Linear(width, hidden, bias=bias, onednn=onednn)
+        self.down = Linear(hidden, width, bias=bias, onednn=onednn)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        return self.down(relu(self.up(x)))  # type: ignore[no-any-return]
 
 
 class SwiGLU(nn.Module):

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from model.shape import DecoderShape, head_size, hidden_width, is_tied
+from model.shape import DecoderShape, head_size, hidden_width, is_tied, post_norm
 
 ModelType = Literal["gpt2", "llama", "qwen2", "qwen3"]
 """What `config.json` calls a layout."""
@@ -32,12 +32,16 @@ _SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_posit
 
 def model_type(shape: DecoderShape) -> ModelType:
     """The layout that says what a decoder is. Raises ValueError, with the setting's name, where there is none."""
+    if post_norm(shape) and shape.flavour != "original":
+        raise ValueError(f"model.norm is {shape.norm}: the layouts of GPT-2 and Llama normalise before, `pre`")
     if shape.flavour == "llama":
         if shape.qkv_bias and shape.qk_norm:
             raise ValueError("model.qkv_bias is True: no layout has biases where model.qk_norm is true")
         if shape.width % shape.heads and not (shape.qkv_bias or shape.qk_norm):
             raise ValueError(f"model.heads is {shape.heads}: in Llama's layout it must divide model.width, {shape.width}")
         return "qwen3" if shape.qk_norm else "qwen2" if shape.qkv_bias else "llama"
+    if shape.flavour != "gpt2":
+        raise ValueError(f"model.flavour is `{shape.flavour}`: no layout is known for it, only for `gpt2` and `llama`")
     if (shape.kv_heads or shape.heads) != shape.heads:
         raise ValueError(f"model.kv_heads is {shape.kv_heads}: GPT-2's layout has no grouped heads, only `llama` has")
     if shape.qk_norm:
@@ -81,9 +85,10 @@ def check_description(shape: DecoderShape, description: Mapping[str, Any]) -> No
         if value not in allowed:
             raise ValueError(f"its {key} is {value!r}, and a `{kind}` here has {' or '.join(map(repr, allowed))}")
     ours = {name: getattr(shape, name) for name in settings} | {"feed_forward": hidden_width(shape)}
-    # What these leave to other settings follows from what those should be.
+    # What these leave open or to other settings follows from what those should be.
     ours["kv_heads"] = shape.kv_heads or settings["heads"]
     ours["head_size"] = shape.head_size or settings["width"] // settings["heads"]
+    ours["norm"] = "pre" if shape.norm == "auto" else shape.norm
     if shape.tied is None:
         ours["tied"] = settings["flavour"] == "gpt2"
     elif not shape.tied:
@@ -119,6 +124,7 @@ def _read_gpt2(description: Mapping[str, Any]) -> _Read:
     activation = description.get("activation_function", "gelu_new")
     settings = {
         "flavour": "gpt2",
+        "norm": "pre",
         "layers": description["n_layer"],
         "heads": heads,
         "kv_heads": heads,
@@ -170,6 +176,7 @@ def _read_llama(description: Mapping[str, Any]) -> _Read:
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     settings = {
         "flavour": "llama",
+        "norm": "pre",
         "layers": description["num_hidden_layers"],
         "heads": heads,
         "kv_heads": description.get("num_key_value_heads") or heads,

@@ -1,10 +1,12 @@
-"""What a decoder must be told of itself, and what follows from it without building one.
+"""What a network must be told of itself, and what follows from it without building one.
 
 `pipelines.config.Model` has all of these attributes, so the model needs no import from there.
 
     count_parameters(Model(width=768, layers=12, heads=12), vocabulary_size=50257)
 """
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Literal, Protocol
 
 
@@ -12,7 +14,9 @@ class DecoderShape(Protocol):
     """Sizes and choices of a decoder; `pipelines.config.Model` documents each."""
 
     @property
-    def flavour(self) -> Literal["gpt2", "llama"]: ...
+    def flavour(self) -> Literal["gpt2", "llama", "original"]: ...
+    @property
+    def norm(self) -> Literal["auto", "pre", "post"]: ...
     @property
     def layers(self) -> int: ...
     @property
@@ -49,11 +53,35 @@ class DecoderShape(Protocol):
     def linear(self) -> str: ...
 
 
+class ClassifierShape(DecoderShape, Protocol):
+    """The same of a classifier of texts."""
+
+    @property
+    def pooling(self) -> Literal["mean", "first", "attention"]: ...
+
+
+class TranslatorShape(DecoderShape, Protocol):
+    """The same of an encoder and a decoder."""
+
+    @property
+    def encoder_layers(self) -> int: ...
+
+
 def hidden_width(shape: DecoderShape) -> int:
-    """The feed-forward's width: as set, else 4 C (gpt2) or 8/3 C rounded up to a multiple of 64 (llama)."""
+    """The feed-forward's width: as set, else 4 C, or 8/3 C rounded up to a multiple of 64 (llama)."""
     if shape.feed_forward:
         return shape.feed_forward
-    return 4 * shape.width if shape.flavour == "gpt2" else -(-8 * shape.width // (3 * 64)) * 64
+    return -(-8 * shape.width // (3 * 64)) * 64 if shape.flavour == "llama" else 4 * shape.width
+
+
+def post_norm(shape: DecoderShape) -> bool:
+    """Whether blocks normalise after each addition and not before each of their parts."""
+    return shape.flavour == "original" if shape.norm == "auto" else shape.norm == "post"
+
+
+def has_biases(shape: DecoderShape) -> bool:
+    """Whether linear layers and LayerNorm have biases."""
+    return shape.bias or shape.flavour == "original"
 
 
 def head_size(shape: DecoderShape) -> int:
@@ -73,32 +101,86 @@ def key_width(shape: DecoderShape) -> int:
 
 def is_tied(shape: DecoderShape) -> bool:
     """Whether the head is the embedding: as set, else as the flavour has it."""
-    return shape.flavour == "gpt2" if shape.tied is None else shape.tied
+    return shape.flavour != "llama" if shape.tied is None else shape.tied
 
 
 def count_parameters(shape: DecoderShape, vocabulary_size: int) -> int:
     """Parameters of the decoder, tied ones once, without building it."""
-    width, hidden, layers = shape.width, hidden_width(shape), shape.layers
-    block = _attention_weights(shape) + 2 * width + shape.qk_norm * 2 * head_size(shape)
-    if shape.bias or shape.qkv_bias:
-        block += query_width(shape) + 2 * key_width(shape)
-    outside = vocabulary_size * width * (1 if is_tied(shape) else 2) + width
-    if shape.flavour == "llama":
-        return layers * (block + 3 * width * hidden) + outside
-    block += 2 * width * hidden
-    if shape.bias:
-        block += width + hidden + width + 2 * width
-        outside += width
-    return layers * block + outside + shape.context * width
+    embeddings = vocabulary_size * shape.width * (1 if is_tied(shape) else 2)
+    return embeddings + _positions(shape) + shape.layers * _block(shape) + _final_norm(shape)
+
+
+def classifier_parameters(shape: ClassifierShape, vocabulary_size: int, classes: int) -> int:
+    """Parameters of the classifier, without building it."""
+    query = shape.width if shape.pooling == "attention" else 0
+    blocks = shape.layers * _block(shape) + _final_norm(shape)
+    return vocabulary_size * shape.width + _positions(shape) + blocks + query + (shape.width + 1) * classes
 
 
 def flops_per_token(shape: DecoderShape, vocabulary_size: int) -> float:
     """Operations to train on a token: 6 a matrix weight, 12 L H D T for attention (Chowdhery et al., 2022, app. B)."""
-    feed_forward = (3 if shape.flavour == "llama" else 2) * shape.width * hidden_width(shape)
-    matrices = shape.layers * (_attention_weights(shape) + feed_forward) + vocabulary_size * shape.width
+    matrices = shape.layers * _matrices(shape) + vocabulary_size * shape.width
     return 6.0 * matrices + 12.0 * shape.layers * query_width(shape) * shape.context
+
+
+def classifier_flops_per_token(shape: ClassifierShape) -> float:
+    """The same of a classifier, at its longest text; its head, once a text, is left out."""
+    return flops_per_token(shape, vocabulary_size=0)
 
 
 def _attention_weights(shape: DecoderShape) -> int:
     """Weights of a block's attention: queries, keys, values, and the output."""
     return shape.width * (2 * query_width(shape) + 2 * key_width(shape))
+
+
+def convnet_parameters(
+    image: tuple[int, int, int], classes: int, *, channels: tuple[int, ...], hidden: tuple[int, ...]
+) -> int:
+    """Parameters of the convolutional network for images (channels, height, width), without building it."""
+    return sum((inputs + 1) * outputs for inputs, outputs, _ in _convnet_layers(image, classes, channels, hidden))
+
+
+def convnet_flops(image: tuple[int, int, int], classes: int, *, channels: tuple[int, ...], hidden: tuple[int, ...]) -> float:
+    """Operations to train on an image: 6 a weight and place where it is used."""
+    layers = _convnet_layers(image, classes, channels, hidden)
+    return 6.0 * sum(inputs * outputs * places for inputs, outputs, places in layers)
+
+
+def _convnet_layers(
+    image: tuple[int, int, int], classes: int, channels: tuple[int, ...], hidden: tuple[int, ...]
+) -> Iterator[tuple[int, int, int]]:
+    """Numbers that an output is made of, outputs, and places of each layer: a convolution is a matrix at every pixel."""
+    planes, height, width = image
+    for outputs in channels:
+        yield 9 * planes, outputs, height * width
+        planes = outputs
+        if min(height, width) > 1:
+            height, width = height // 2, width // 2
+    widths = (planes * height * width, *hidden, classes)
+    for inputs, outputs in pairwise(widths):
+        yield inputs, outputs, 1
+
+
+def _matrices(shape: DecoderShape) -> int:
+    """Weights of a block's matrices."""
+    return _attention_weights(shape) + (3 if shape.flavour == "llama" else 2) * shape.width * hidden_width(shape)
+
+
+def _block(shape: DecoderShape) -> int:
+    """Parameters of a block."""
+    qkv = query_width(shape) + 2 * key_width(shape) if has_biases(shape) or shape.qkv_bias else 0
+    biases = shape.width + hidden_width(shape) + shape.width if has_biases(shape) else 0
+    return _matrices(shape) + qkv + biases + 2 * _norm(shape) + shape.qk_norm * 2 * head_size(shape)
+
+
+def _norm(shape: DecoderShape) -> int:
+    return 2 * shape.width if has_biases(shape) else shape.width
+
+
+def _final_norm(shape: DecoderShape) -> int:
+    return 0 if post_norm(shape) else _norm(shape)
+
+
+def _positions(shape: DecoderShape) -> int:
+    """Learned positions, which only one flavour has."""
+    return shape.context * shape.width if shape.flavour == "gpt2" else 0

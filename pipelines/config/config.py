@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pipelines.config.combinations import refuse_combinations
 from pipelines.config.data import Data, Tokenizer
@@ -21,8 +21,8 @@ class Config(Section):
 
     name: ClassVar[str] = ""
 
-    task: Literal["language_model"] = setting("language_model", fixed=True)
-    """What is trained."""
+    task: str = setting("language_model", fixed=True)
+    """What is trained: `language_model`, or another of the tasks in `pipelines/tasks`."""
     run: str | None = setting(None)
     """The run's name and folder; when not given, the preset's name and a hash of the settings that may not change."""
     storage: str = setting("runs")

@@ -9,14 +9,20 @@ from pipelines.files import absolute
 
 @dataclass(frozen=True, kw_only=True)
 class Model(Section):
-    """A decoder-only transformer, in the flavour of GPT-2 or of Llama."""
+    """A transformer in the flavour of GPT-2, of Llama or of its first paper, or a convolutional network."""
 
     name: ClassVar[str] = "model"
 
-    flavour: Literal["gpt2", "llama"] = setting("gpt2", fixed=True)
-    """`gpt2`: LayerNorm, learned positions, GELU, tied embeddings. `llama`: RMSNorm, RoPE, SwiGLU, grouped heads."""
+    flavour: Literal["gpt2", "llama", "original"] = setting("gpt2", fixed=True)
+    """`gpt2`: LayerNorm, learned positions, GELU, tied embeddings. `llama`: RMSNorm, RoPE, SwiGLU, grouped heads.
+
+    `original` (Vaswani et al., 2017): LayerNorm after each addition, sinusoidal positions, ReLU, biases, tied embeddings."""
+    norm: Literal["auto", "pre", "post"] = setting("auto", fixed=True)
+    """Where a block normalises: before its parts (`pre`), or after each addition (`post`); `auto`: as the flavour has it."""
     layers: int = setting(4, at_least=1, fixed=True)
-    """Transformer blocks."""
+    """Transformer blocks; of a translator, those of its decoder."""
+    encoder_layers: int = setting(0, at_least=0, fixed=True)
+    """Blocks of a translator's encoder; 0: as many as `layers`."""
     heads: int = setting(4, at_least=1, fixed=True)
     """Query heads of each attention."""
     kv_heads: int = setting(0, at_least=0, fixed=True)
@@ -24,15 +30,21 @@ class Model(Section):
     width: int = setting(128, at_least=1, fixed=True)
     """Width of the residual stream."""
     feed_forward: int = setting(0, at_least=0, fixed=True)
-    """Hidden width of the feed-forward; 0: 4 x width (gpt2), 8/3 x width rounded up to a multiple of 64 (llama)."""
+    """Hidden width of the feed-forward; 0: 4 x width, or 8/3 x width rounded up to a multiple of 64 (llama)."""
     context: int = setting(128, at_least=1, fixed=True)
     """Tokens that a sample predicts, and the longest attention."""
     dropout: float = setting(0.0, at_least=0, below=1, fixed=True)
     """Share of activations dropped in training, in embeddings, attention and residual branches."""
     bias: bool = setting(False, fixed=True)
-    """Biases in linear layers and LayerNorm."""
+    """Biases in linear layers and LayerNorm; `original` always has them."""
     rope_theta: float = setting(10000.0, above=0, fixed=True)
     """Base of the rotary frequencies."""
+    pooling: Literal["mean", "first", "attention"] = setting("mean", fixed=True)
+    """What a classifier reads of a text: the mean over its tokens, its first token, or a mean with learned weights."""
+    channels: tuple[int, ...] = setting((16, 32, 64), at_least=1, fixed=True)
+    """Channels of each convolution of a convolutional network."""
+    hidden: tuple[int, ...] = setting((512, 128), at_least=1, fixed=True)
+    """Widths of a convolutional network's fully connected layers, without the last, which has one number a class."""
     rope_scaling: tuple[float, float, float, float] | None = setting(None, above=0, fixed=True)
     """Slower rotary frequencies for a longer context, as Llama 3.1 and later have them.
 
@@ -48,7 +60,7 @@ class Model(Section):
     gelu: Literal["exact", "tanh"] = setting("exact", fixed=True)
     """GELU by the error function, or its approximation by tanh, with which OpenAI's GPT-2 was trained."""
     tied: bool | None = setting(None, fixed=True)
-    """Whether the head shares the embedding's weight; None: it does with `gpt2`, not with `llama`."""
+    """Whether the head shares the embedding's weight; None: it does, but not with `llama`."""
     init_from: str | None = setting(None, fixed=True)
     """Folder or URI of a Hugging Face model in safetensors, whose weights a new run starts with: Llama, Qwen2, Qwen3, GPT-2.
 
@@ -71,12 +83,14 @@ class Model(Section):
             raise self.error("head_size", "must be even, which rotary positions need")
         if self.flavour == "llama" and not self.head_size and self.width // self.heads % 2:
             raise self.error("width", "must give every head an even size, which rotary positions need")
+        if self.flavour == "original" and self.width % 2:
+            raise self.error("width", "must be even, as sinusoidal positions are pairs")
         if self.flavour == "llama" and self.bias:
             raise self.error("bias", "must be false with model.flavour `llama`, whose layers have none")
-        if self.flavour == "llama" and self.gelu != "exact":
-            raise self.error("gelu", "must be `exact` with model.flavour `llama`, which has SwiGLU")
-        if self.flavour == "gpt2" and self.rope_scaling:
-            raise self.error("rope_scaling", "must be None with model.flavour `gpt2`, which learns its positions")
+        if self.flavour != "gpt2" and self.gelu != "exact":
+            raise self.error("gelu", f"must be `exact` with model.flavour `{self.flavour}`, which has no GELU")
+        if self.flavour != "llama" and self.rope_scaling:
+            raise self.error("rope_scaling", f"must be None with model.flavour `{self.flavour}`, which does not rotate")
         if self.rope_scaling and self.rope_scaling[1] >= self.rope_scaling[2]:
             raise self.error("rope_scaling", "must have a low factor, its second number, below the high one, its third")
         if self.init_from:

@@ -51,7 +51,8 @@ def _build(config: Config, encoder: Encoder, checkpoints: Checkpoints, found: Fo
     if not why_no_triton():
         # A run of another machine may have asked for kernels that this one cannot run; what it trained runs anywhere.
         use_kernels(config.model.kernels)
-    model = build_task(config).build_model(encoder.vocabulary_size)
+    facts = {"vocabulary_size": encoder.vocabulary_size, "end_id": encoder.end_id}
+    model = build_task(config, facts).build_model()
     if not isinstance(model, Decoder):
         raise SettingError(f"task is {config.task!r}: it must be one that trains a decoder, which alone writes text")
     checkpoints.load(found, model)

@@ -12,6 +12,7 @@ from pipelines.config import Model
 SHAPES = [
     Model(layers=2, heads=2, width=16, context=12),
     Model(flavour="llama", layers=2, heads=4, kv_heads=2, width=16, context=12),
+    Model(flavour="original", layers=2, heads=2, width=16, context=12),
 ]
 
 

@@ -150,6 +150,7 @@ REFUSED: list[tuple[Model, dict[str, Any], str]] = [
     (LLAMA, {"mlp_bias": True}, r"mlp_bias is True"),
     (LLAMA, {"hidden_act": "gelu", "num_hidden_layers": 3}, r"hidden_act is 'gelu'"),
     (LLAMA, {"num_hidden_layers": 3, "num_key_value_heads": 4}, r"give --model.layers 3 --model.kv_heads 4$"),
+    (replace(GPT2, norm="post"), {}, r"give --model.norm pre$"),
     (GPT2, {"n_inner": 40, "n_head": 4}, r"give --model.heads 4 --model.feed_forward 40$"),
     (GPT2, {"layer_norm_epsilon": 1e-6}, r"give --model.norm_eps 1e-06$"),
     (GPT2, {"activation_function": "gelu_new"}, r"give --model.gelu tanh$"),
@@ -163,7 +164,7 @@ REFUSED: list[tuple[Model, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("shape", "changes", "message"), REFUSED, ids=[str(case[1]) for case in REFUSED])
 def test_another_arithmetic_is_refused_by_its_name(shape: Model, changes: dict[str, Any], message: str) -> None:
-    description, tensors = to_hugging_face(_decoder(shape), end_id=0)
+    description, tensors = to_hugging_face(_decoder(replace(shape, norm="pre")), end_id=0)
     with pytest.raises(ValueError, match=message):
         from_hugging_face(_decoder(shape), description | changes, tensors)
 
@@ -248,6 +249,8 @@ UNSAYABLE = [
     (replace(GPT2, qk_norm=True), r"model\.qk_norm is True"),
     (replace(QWEN2, qk_norm=True), r"model\.qkv_bias is True.*model\.qk_norm"),
     (replace(LLAMA, head_size=6, width=18), r"model\.heads is 4: .*model\.width, 18"),
+    (replace(GPT2, norm="post"), r"model\.norm is post"),
+    (replace(GPT2, flavour="original", bias=False), r"model\.flavour is `original`"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""The decoder: its sizes, its initialisation, its loss, its causality, in both flavours."""
+"""The decoder: its sizes, its initialisation, its loss, its causality, in all flavours."""
 
 import math
 from dataclasses import replace
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from model.attention import rotation_table
+from model.block import sinusoids
 from model.shape import count_parameters
 from model.transformer import Decoder
 from pipelines.config import Model
@@ -15,6 +16,8 @@ FLAVOURS = [
     Model(layers=2, heads=4, width=32, context=16),
     Model(layers=2, heads=4, width=32, context=16, bias=True),
     Model(flavour="llama", layers=2, heads=4, kv_heads=2, width=32, context=16),
+    Model(norm="post", layers=2, heads=4, width=32, context=16),
+    Model(flavour="original", layers=2, heads=4, width=32, context=16),
     Model(layers=2, heads=4, width=32, context=16, qkv_bias=True, head_size=6, gelu="tanh", tied=False),
     Model(
         flavour="llama",
@@ -65,8 +68,10 @@ def test_loss_is_the_sum_over_targets_that_count(shape: Model) -> None:
     expected = -sum(log_probabilities[b, t, targets[b, t]] for b in range(3) for t in range(16) if targets[b, t] != -100)
     assert counted == 3 * 16 - 5
     assert loss_sum.item() == pytest.approx(float(expected.detach()), rel=1e-5)
-    # A fresh model knows nothing: every id is about equally likely.
-    assert float(loss_sum / counted) == pytest.approx(math.log(65), rel=0.02)
+    # A fresh model knows nothing: every id is about equally likely. Logits of `original` begin as N(0, 1), whose exponential
+    # has a mean of e^(1/2).
+    spread = 0.5 if shape.flavour == "original" else 0.0
+    assert float((loss_sum / counted).detach()) == pytest.approx(math.log(65) + spread, rel=0.02)
 
 
 @pytest.mark.parametrize("shape", FLAVOURS)
@@ -85,10 +90,23 @@ def test_no_token_sees_what_comes_after_it(shape: Model) -> None:
 def test_initialisation_is_as_published(shape: Model) -> None:
     torch.manual_seed(0)
     model = Decoder(shape, 1000)
-    assert float(model.embedding.weight.std()) == pytest.approx(0.02, rel=0.05)
+    original = shape.flavour == "original"
+    assert float(model.embedding.weight.std()) == pytest.approx(shape.width**-0.5 if original else 0.02, rel=0.05)
     for block in model.blocks:
-        assert float(block.attention.out.weight.std()) == pytest.approx(0.02 / math.sqrt(2 * shape.layers), rel=0.1)
+        # Glorot and Bengio (2010): variance 2 / (in + out).
+        expected = shape.width**-0.5 if original else 0.02 / math.sqrt(2 * shape.layers)
+        assert float(block.attention.out.weight.std()) == pytest.approx(expected, rel=0.1)
     assert all(not p.any() for name, p in model.named_parameters() if name.endswith("bias"))
+
+
+def test_sinusoids_follow_the_formula() -> None:
+    table = sinusoids(torch.arange(50)[None], 6)[0]
+    for position in (0, 1, 49):
+        for i in range(3):
+            angle = position / 10000 ** (2 * i / 6)
+            # fp32: the angle is known to some units of 2^-24 of itself.
+            assert float(table[position, 2 * i]) == pytest.approx(math.sin(angle), abs=2e-5)
+            assert float(table[position, 2 * i + 1]) == pytest.approx(math.cos(angle), abs=2e-5)
 
 
 def test_gpt2_shares_embedding_and_head_and_llama_does_not_unless_told() -> None:

@@ -27,6 +27,7 @@ SECTIONS = [item.type for item in fields(Config) if isinstance(item.type, type) 
         (lambda: Model(flavour="llama", width=12, heads=4), "even size"),
         (lambda: Model(flavour="llama", head_size=7), "model.head_size is 7: it must be even"),
         (lambda: Model(flavour="llama", gelu="tanh"), "model.gelu is 'tanh': it must be `exact`"),
+        (lambda: Model(flavour="original", gelu="tanh"), "which has no GELU"),
         (lambda: Model(rope_scaling=(8, 1, 4, 64)), "model.rope_scaling is (8, 1, 4, 64): it must be None"),
         (lambda: Model(flavour="llama", rope_scaling=(8, 4, 4, 64)), "must have a low factor"),
         (lambda: Model(flavour="llama", rope_scaling=(8, 0, 4, 64)), "must be above 0"),

@@ -1,0 +1,129 @@
+"""What the transformers share: a block, its norms and feed-forward, positions, and how weights begin.
+
+Shapes: the stream x (B, T, C). A block normalises before its parts (pre-norm, as GPT-2 does) or after each addition
+(post-norm; Vaswani et al., 2017), as `model.shape.post_norm` says.
+
+    block = Block(config.model, onednn=False, causal=False)
+    x, rotation = with_positions(embedding(ids), config.model, learned=None)
+    x = block(x, rotation, None, None, lengths)               # (B, T, C) -> (B, T, C)
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from model.attention import Attention, LayerCache, Rotation, rotation_table
+from model.feed_forward import GELU, ReLU, SwiGLU
+from model.norm import LayerNorm, RMSNorm
+from model.shape import DecoderShape, has_biases, head_size, hidden_width, post_norm
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each added to the stream."""
+
+    def __init__(self, shape: DecoderShape, onednn: bool, *, causal: bool = True) -> None:
+        super().__init__()
+        self.post = post_norm(shape)
+        self.norm1 = build_norm(shape)
+        self.attention = Attention(
+            width=shape.width,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads or shape.heads,
+            head_size=shape.head_size,
+            bias=has_biases(shape),
+            qkv_bias=shape.qkv_bias,
+            qk_norm=shape.norm_eps if shape.qk_norm else None,
+            dropout=shape.dropout,
+            onednn=onednn,
+            causal=causal,
+        )
+        self.norm2 = build_norm(shape)
+        self.feed_forward = build_feed_forward(shape, onednn)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotation: Rotation | None,
+        cache: LayerCache | None,
+        mask: torch.Tensor | None,
+        key_lengths: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        if self.post:
+            x, _ = self.norm1.add(self.dropout(self.attention(x, rotation, cache, mask, key_lengths)), x)
+            x, _ = self.norm2.add(self.dropout(self.feed_forward(x)), x)
+            return x
+        y, x = self.norm2.add(self.dropout(self.attention(self.norm1(x), rotation, cache, mask, key_lengths)), x)
+        return x + self.dropout(self.feed_forward(y))  # type: ignore[no-any-return]
+
+
+def build_norm(shape: DecoderShape) -> LayerNorm | RMSNorm:
+    """The flavour's norm."""
+    if shape.flavour == "llama":
+        return RMSNorm(shape.width, eps=shape.norm_eps)
+    return LayerNorm(shape.width, bias=has_biases(shape), eps=shape.norm_eps)
+
+
+def build_final_norm(shape: DecoderShape) -> nn.Module:
+    """The norm after the last block; with post-norm that block has normalised already."""
+    return nn.Identity() if post_norm(shape) else build_norm(shape)
+
+
+def build_feed_forward(shape: DecoderShape, onednn: bool) -> nn.Module:
+    """The flavour's feed-forward."""
+    if shape.flavour == "llama":
+        return SwiGLU(shape.width, hidden_width(shape), onednn=onednn)
+    if shape.flavour == "gpt2":
+        tanh = shape.gelu == "tanh"
+        return GELU(shape.width, hidden_width(shape), bias=shape.bias, tanh=tanh, onednn=onednn)
+    return ReLU(shape.width, hidden_width(shape), bias=has_biases(shape), onednn=onednn)
+
+
+def build_positions(shape: DecoderShape) -> nn.Embedding | None:
+    """Learned positions, where the flavour has them."""
+    return nn.Embedding(shape.context, shape.width) if shape.flavour == "gpt2" else None
+
+
+def with_positions(
+    x: torch.Tensor, shape: DecoderShape, learned: nn.Embedding | None, positions: torch.Tensor | None = None
+) -> tuple[torch.Tensor, Rotation | None]:
+    """Embedded ids (B, T, C) at `positions` (B or 1, T), or 0, 1, 2, ...: the stream, and the rotation if there is one.
+
+    `original` multiplies what is embedded by sqrt(C) first (Vaswani et al., 2017, section 3.4).
+    """
+    if learned is not None:
+        return x + (learned.weight[: x.shape[1]] if positions is None else learned(positions)), None
+    if positions is None:
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+    if shape.flavour == "original":
+        return x * math.sqrt(shape.width) + sinusoids(positions, shape.width).to(x.dtype), None
+    return x, rotation_table(positions, head_size(shape), shape.rope_theta, shape.rope_scaling)
+
+
+def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
+    """sin and cos of position / 10000^(2 i / C) at 2 i and 2 i + 1 (Vaswani et al., 2017, 3.5): (B, T) -> (B, T, C)."""
+    exponent = torch.arange(0, width, 2, dtype=torch.float32, device=positions.device) / width
+    angles = positions[..., None].float() / 10000.0**exponent
+    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)
+
+
+def initialise(model: nn.Module, shape: DecoderShape, additions: int) -> None:
+    """Draws all matrices anew; `additions` are those to the stream from the first block to the last.
+
+    N(0, 0.02), and 0.02 / sqrt(additions) where a block adds to the stream (Radford et al., 2019, section 2.3). `original`:
+    uniform after Glorot and Bengio (2010, eq. 16), and embeddings N(0, 1 / sqrt(C)), which the scale above makes 1.
+    """
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            continue
+        if shape.flavour == "original":
+            if parameter in embeddings:
+                nn.init.normal_(parameter, 0.0, shape.width**-0.5)
+            else:
+                nn.init.xavier_uniform_(parameter)
+        else:
+            adds_to_stream = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
+            nn.init.normal_(parameter, 0.0, 0.02 / math.sqrt(additions) if adds_to_stream else 0.02)

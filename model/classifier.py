@@ -1,0 +1,86 @@
+"""A classifier of texts: the decoder's blocks without causality, one vector a text, a linear layer.
+
+Shapes: ids (B, T) of which the first lengths (B,) count -> logits (B, classes), or with targets (B,) -> the loss sum and the
+number of targets that count. What is padded at the end of a text changes nothing.
+
+    model = Classifier(config.model, vocabulary_size=4096, classes=4)
+    loss_sum, counted = model(ids, lengths, targets)
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from model.block import Block, build_final_norm, build_positions, initialise, with_positions
+from model.linear import Linear, use_onednn
+from model.loss import cross_entropy
+from model.shape import ClassifierShape, classifier_flops_per_token
+
+
+class Classifier(nn.Module):
+    """Embedding, blocks that look both ways, pooling and a head."""
+
+    class_weights: torch.Tensor | None
+
+    def __init__(
+        self,
+        shape: ClassifierShape,
+        vocabulary_size: int,
+        classes: int,
+        *,
+        class_weights: tuple[float, ...] = (),
+        label_smoothing: float = 0.0,
+    ) -> None:
+        """`class_weights`, one a class, multiply losses in training; a mean of 1 over the texts keeps learning rates right.
+
+        Raises ValueError where there are weights, but not one a class.
+        """
+        super().__init__()
+        if class_weights and len(class_weights) != classes:
+            raise ValueError(f"class_weights are {len(class_weights)}, classes {classes}: give one weight a class, or none")
+        self.shape, self.label_smoothing = shape, label_smoothing
+        onednn = use_onednn(shape.linear)
+        self.embedding = nn.Embedding(vocabulary_size, shape.width)
+        self.positions = build_positions(shape)
+        self.dropout = nn.Dropout(shape.dropout)
+        self.blocks = nn.ModuleList(Block(shape, onednn, causal=False) for _ in range(shape.layers))
+        self.norm = build_final_norm(shape)
+        # Zeros, so that it begins as the mean.
+        self.query = nn.Parameter(torch.zeros(shape.width)) if shape.pooling == "attention" else None
+        self.head = Linear(shape.width, classes, bias=True, onednn=onednn)
+        self.register_buffer("class_weights", torch.tensor(class_weights) if class_weights else None, persistent=False)
+        initialise(self, shape, additions=2 * shape.layers)
+
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum of the cross-entropies in nats over targets that are not -100, and how many those are.
+
+        Class weights and label smoothing are for training; in evaluation mode it is the plain loss.
+        """
+        logits = self.logits(ids, lengths)
+        if not self.training:
+            return cross_entropy(logits, targets)
+        return cross_entropy(logits, targets, weights=self.class_weights, label_smoothing=self.label_smoothing)
+
+    def logits(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """ids (B, T), lengths (B,) -> (B, classes). A text without tokens is read as its first padding."""
+        lengths = lengths.clamp(min=1)
+        x, rotation = with_positions(self.embedding(ids), self.shape, self.positions)
+        x = self.dropout(x)
+        for block in self.blocks:
+            x = block(x, rotation, None, None, lengths)
+        return self.head(self.dropout(self._pool(self.norm(x), lengths)))  # type: ignore[no-any-return]
+
+    def _pool(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """(B, T, C) -> (B, C)."""
+        if self.shape.pooling == "first":
+            return x[:, 0]
+        real = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+        if self.query is None:
+            return (real[:, None].to(x.dtype) @ x)[:, 0] / lengths[:, None].to(x.dtype)
+        scores = (x @ self.query.to(x.dtype) / math.sqrt(x.shape[-1])).masked_fill(~real, -math.inf)
+        return (scores.softmax(-1).to(x.dtype)[:, None] @ x)[:, 0]
+
+    def flops_per_token(self) -> float:
+        """Operations to train on a token of the longest text."""
+        return classifier_flops_per_token(self.shape)

@@ -1,0 +1,112 @@
+"""A convolutional classifier of images, built layer by layer from the sizes that it is given.
+
+Stages of a 3 x 3 convolution, ReLU and 2 x 2 max-pooling (LeCun et al., 1998, section II; here while the image is large
+enough), then fully connected layers. Shapes: images (B, channels, height, width) -> logits (B, classes), or with targets
+(B,) -> the loss sum and the number of targets that count. Images come as uint8, a quarter of what floats would carry to the
+device, or as floats in [0, 1].
+
+    model = ConvNet((3, 32, 32), classes=10, channels=(16, 32, 64), hidden=(512, 128))
+    loss_sum, counted = model(images, targets)
+"""
+
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import nn
+
+from model.linear import Linear, use_onednn
+from model.loss import IGNORED, cross_entropy
+from model.shape import convnet_flops
+from triton_kernels.mse import mse
+from triton_kernels.relu import relu
+
+MEAN, DEVIATION = 0.5, 0.5
+"""With which pixels in [0, 1] are normalised to [-1, 1]."""
+Loss = Literal["cross_entropy", "mse"]
+
+
+class Stage(nn.Module):
+    """Convolution, ReLU, and pooling where it still can."""
+
+    def __init__(self, inputs: int, outputs: int, *, pool: bool) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(inputs, outputs, kernel_size=3, padding=1)
+        self.pool = nn.MaxPool2d(2) if pool else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, inputs, H, W) -> (B, outputs, H / 2, W / 2), rounded down; without pooling of the same size."""
+        return self.pool(relu(self.convolution(x)))  # type: ignore[no-any-return]
+
+
+class ConvNet(nn.Module):
+    """Stages, fully connected layers with ReLU between them, and one logit a class."""
+
+    def __init__(
+        self,
+        image: tuple[int, int, int],
+        classes: int,
+        *,
+        channels: tuple[int, ...] = (16, 32, 64),
+        hidden: tuple[int, ...] = (512, 128),
+        loss: Loss = "cross_entropy",
+        label_smoothing: float = 0.0,
+        linear: str = "auto",
+    ) -> None:
+        """`image` is (channels, height, width); `linear` chooses the products on CPUs, as `model.linear` has it."""
+        super().__init__()
+        self.image, self.classes = image, classes
+        self.channels, self.hidden = channels, hidden
+        self.loss, self.label_smoothing = loss, label_smoothing
+        self.stages = nn.ModuleList()
+        x = torch.zeros(1, *image)
+        with torch.no_grad():
+            for outputs in channels:
+                self.stages.append(Stage(x.shape[1], outputs, pool=min(x.shape[2:]) > 1))
+                x = self.stages[-1](x)
+        widths = (x.numel(), *hidden, classes)
+        onednn = use_onednn(linear)
+        self.layers = nn.ModuleList(
+            Linear(inputs, outputs, bias=True, onednn=onednn) for inputs, outputs in pairwise(widths)
+        )
+        self._initialise()
+
+    def _initialise(self) -> None:
+        """N(0, sqrt(2 / inputs)), which ReLU keeps the variance of (He et al., 2015, eq. 10); none follows the last layer."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                nn.init.zeros_(parameter)
+            else:
+                last = name == f"layers.{len(self.hidden)}.weight"
+                nn.init.kaiming_normal_(parameter, nonlinearity="linear" if last else "relu")
+
+    def forward(self, images: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum of the images' losses over targets that are not -100, and how many those are; smoothed in training alone.
+
+        An image's loss is its cross-entropy in nats, or under `mse` the mean over the classes of the squared distance
+        between its logits and the one-hot target.
+        """
+        logits, smoothing = self.logits(images), self.label_smoothing if self.training else 0.0
+        if self.loss == "cross_entropy":
+            return cross_entropy(logits, targets, label_smoothing=smoothing)
+        counts = targets != IGNORED
+        hot = (targets[:, None] == torch.arange(self.classes, device=targets.device)).to(logits.dtype)
+        wanted = (1.0 - smoothing) * hot + smoothing / self.classes
+        # An image that does not count is where it should be, and so adds nothing to loss and gradient.
+        kept = counts[:, None]
+        return mse(logits.where(kept, 0.0), wanted.where(kept, 0.0)) * len(targets), counts.sum()
+
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
+        """(B, channels, height, width), uint8, or floats in [0, 1] -> (B, classes)."""
+        x = images.to(next(self.parameters()).dtype)
+        x = (x / 255.0 if images.dtype == torch.uint8 else x).sub(MEAN).div(DEVIATION)
+        for stage in self.stages:
+            x = stage(x)
+        x = x.flatten(1)
+        for layer in self.layers[:-1]:
+            x = relu(layer(x))
+        return self.layers[-1](x)  # type: ignore[no-any-return]
+
+    def flops_per_image(self) -> float:
+        """Operations to train on an image."""
+        return convnet_flops(self.image, self.classes, channels=self.channels, hidden=self.hidden)
