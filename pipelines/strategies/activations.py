@@ -9,7 +9,8 @@ products read and write, s those of the residual stream.
                   4 H of sums. Dropout without our kernels takes the plain formula: three copies Q p, three matrices H T p
                   Norms of q and k: 4 a head of statistics, (Q + K) p of results where nothing turns them, and without our
                   kernels (Q + K) p of normal rows; q k v besides, where the plain formula would let them go
-    feed-forward  input C p; GELU: in and out 2 F p; SwiGLU: gate, up and out 3 F p, without our kernels silu(gate) as well
+    feed-forward  input C p; ReLU: out F p; GELU: in and out 2 F p; SwiGLU: gate, up and out 3 F p, without our kernels
+                  silu(gate) as well
     dropout       a mask of C numbers: a byte each on GPUs, p on CPUs
 
 The most is held at one of these moments, which `moments` lists with the gradients that have come to be by then:
@@ -29,7 +30,7 @@ With activation checkpointing a block's saved tensors exist while its backward r
 from dataclasses import dataclass
 from typing import Literal
 
-from model.shape import DecoderShape, head_size, hidden_width, is_tied, key_width, query_width
+from model.shape import DecoderShape, has_biases, head_size, hidden_width, is_tied, key_width, post_norm, query_width
 
 FP32 = 4
 _CHUNKS, _SMALLEST_CHUNK, _ALIGNMENT = 8, 1024, 64
@@ -73,7 +74,7 @@ class Moment:
 
 def half_sizes(shape: DecoderShape) -> tuple[list[int], list[int]]:
     """Numbers of each parameter of a block's attention and of its feed-forward, each with its norm before it."""
-    width, hidden, bias = shape.width, hidden_width(shape), shape.bias
+    width, hidden, bias = shape.width, hidden_width(shape), has_biases(shape)
     queries, qkv = query_width(shape), query_width(shape) + 2 * key_width(shape)
 
     def layer(inputs: int, outputs: int) -> list[int]:
@@ -88,7 +89,7 @@ def half_sizes(shape: DecoderShape) -> tuple[list[int], list[int]]:
 def parameter_sizes(shape: DecoderShape, vocabulary_size: int) -> list[int]:
     """Numbers of each parameter of the decoder, in its order."""
     attention, feed_forward = half_sizes(shape)
-    norm = [shape.width] * (2 if shape.bias else 1)
+    norm = [] if post_norm(shape) else [shape.width] * (2 if has_biases(shape) else 1)
     embedding = [vocabulary_size * shape.width]
     positions = [shape.context * shape.width] if shape.flavour == "gpt2" else []
     head = [] if is_tied(shape) else embedding
@@ -145,7 +146,8 @@ class Saved:
         if shape.qk_norm:
             attending += 4 * (shape.heads + (shape.kv_heads or shape.heads)) + qkv * plain
             attending += (queries + keys) * p * ((not llama and not plain) + (not kernels))
-        inner = (3 if kernels else 4) * hidden * p if llama else 2 * hidden * p
+        saved = (3 if kernels else 4) if llama else 2 if shape.flavour == "gpt2" else 1
+        inner = saved * hidden * p
         self.input = tokens * width * s
         """A block's input."""
         self.feed_forward = tokens * (norm + width * p + inner + mask)
