@@ -23,11 +23,15 @@ def write_text(model: Decoder, encoder: Encoder, settings: Sample) -> Iterator[s
 
 def write_texts(model: Decoder, encoder: Encoder, settings: Sample, prompts: list[str]) -> Iterator[list[str]]:
     """Continues several prompts side by side; yields the new piece of each, "" for those that have ended."""
-    rows = [encoder.encode(prompt).tolist() or [encoder.end_id] for prompt in prompts]
-    writers = [_Writer(encoder, settings.stop) for _ in prompts]
+    return write_rows(model, encoder, settings, [encoder.encode(prompt).tolist() for prompt in prompts])
+
+
+def write_rows(model: Decoder, encoder: Encoder, settings: Sample, rows: list[list[int]]) -> Iterator[list[str]]:
+    """The same for prompts that are ids already; one without ids starts as a new document does."""
+    writers = [_Writer(encoder, settings.stop) for _ in rows]
     for ids in generate(
         model,
-        rows,
+        [row or [encoder.end_id] for row in rows],
         tokens=settings.tokens,
         temperature=settings.temperature,
         top_k=settings.top_k,
