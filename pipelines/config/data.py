@@ -66,6 +66,9 @@ class Tokenizer(Section):
     """Path or URI of the `tokenizer.json` when `kind` is `file`."""
     end_token: str | None = setting(None, fixed=True)
     """The token of that file which ends a document; None looks for a usual one (`<|endoftext|>`, `</s>`, ...)."""
+    chat_template: str = setting("auto", fixed=True)
+    """How the task `completion` writes prompt and completion as a chat: `auto`, by the template beside `tokenizer.file`, if
+    there is one (`chat_template.jinja` or in `tokenizer_config.json`); a file with one; `none`, one after the other."""
     shared: bool = setting(True, fixed=True)
     """In translation, one vocabulary for both languages; else each has its own."""
     training_mib: float = setting(64.0, above=0, fixed=True)
@@ -75,5 +78,9 @@ class Tokenizer(Section):
         super().__post_init__()
         if self.kind == "file" and not self.file:
             raise self.error("file", "must be given when tokenizer.kind is `file`")
+        if self.kind != "file" and self.chat_template not in ("auto", "none"):
+            raise self.error(
+                "chat_template", "must be `auto` or `none` but with tokenizer.kind `file`, whose tokens it writes"
+            )
         if self.kind == "bpe" and self.vocabulary_size < 257:
             raise self.error("vocabulary_size", "must be at least 257 for bpe: 256 bytes and the end token")

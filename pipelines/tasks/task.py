@@ -36,11 +36,28 @@ Inputs = tuple["torch.Tensor", ...]
 """What a model takes besides the targets."""
 
 
+class Chat(Protocol):
+    """How a tokenizer writes turns of a chat; see `pipelines.tokenizers.chat`."""
+
+    def question(self, prompt: str) -> np.ndarray:
+        """Ids up to where the answer begins."""
+        ...
+
+    def answer(self, prompt: str, completion: str) -> np.ndarray:
+        """Ids of the answer and of what ends it."""
+        ...
+
+
 class Encoder(Protocol):
     """A tokenizer as preparation and generation use it; see `pipelines.tokenizers`."""
 
     vocabulary_size: int
     end_id: int
+
+    @property
+    def chat(self) -> Chat | None:
+        """Its chat template, where it has one."""
+        ...
 
     def encode(self, text: str) -> np.ndarray:
         """Ids (uint32) of a text, without an end token."""
