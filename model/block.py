@@ -26,18 +26,7 @@ class Block(nn.Module):
         super().__init__()
         self.post = post_norm(shape)
         self.norm1 = build_norm(shape)
-        self.attention = Attention(
-            width=shape.width,
-            heads=shape.heads,
-            kv_heads=shape.kv_heads or shape.heads,
-            head_size=shape.head_size,
-            bias=has_biases(shape),
-            qkv_bias=shape.qkv_bias,
-            qk_norm=shape.norm_eps if shape.qk_norm else None,
-            dropout=shape.dropout,
-            onednn=onednn,
-            causal=causal,
-        )
+        self.attention = build_attention(shape, onednn, causal=causal)
         self.norm2 = build_norm(shape)
         self.feed_forward = build_feed_forward(shape, onednn)
         self.dropout = nn.Dropout(shape.dropout)
@@ -57,6 +46,22 @@ class Block(nn.Module):
             return x
         y, x = self.norm2.add(self.dropout(self.attention(self.norm1(x), rotation, cache, mask, key_lengths)), x)
         return x + self.dropout(self.feed_forward(y))  # type: ignore[no-any-return]
+
+
+def build_attention(shape: DecoderShape, onednn: bool, *, causal: bool = True) -> Attention:
+    """The shape's self-attention."""
+    return Attention(
+        width=shape.width,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads or shape.heads,
+        head_size=shape.head_size,
+        bias=has_biases(shape),
+        qkv_bias=shape.qkv_bias,
+        qk_norm=shape.norm_eps if shape.qk_norm else None,
+        dropout=shape.dropout,
+        onednn=onednn,
+        causal=causal,
+    )
 
 
 def build_norm(shape: DecoderShape) -> LayerNorm | RMSNorm:

@@ -72,7 +72,7 @@ class ConvNet(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """N(0, sqrt(2 / inputs)), which ReLU keeps the variance of (He et al., 2015, eq. 10); none follows the last layer."""
+        """N(0, sqrt(2 / inputs)), which keeps variances through ReLU (He et al., 2015, eq. 10); the last layer has none."""
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 nn.init.zeros_(parameter)

@@ -133,6 +133,22 @@ def _attention_weights(shape: DecoderShape) -> int:
     return shape.width * (2 * query_width(shape) + 2 * key_width(shape))
 
 
+def translator_parameters(shape: TranslatorShape, source_vocabulary: int, target_vocabulary: int | None = None) -> int:
+    """Parameters of the translator, without building it; without `target_vocabulary` both languages share one."""
+    words = source_vocabulary + (target_vocabulary or 0)
+    blocks = (shape.encoder_layers or shape.layers) * _block(shape)
+    blocks += shape.layers * (_block(shape) + _attention(shape) + _norm(shape))
+    return words * shape.width + 2 * _positions(shape) + blocks + 2 * _final_norm(shape)
+
+
+def translator_flops_per_token(shape: TranslatorShape, target_vocabulary: int) -> float:
+    """Operations to train on a target token and on a source token beside it, at the longest of both."""
+    encoder_layers = shape.encoder_layers or shape.layers
+    matrices = (encoder_layers + shape.layers) * _matrices(shape) + shape.layers * _attention_weights(shape)
+    attentions = encoder_layers + 2 * shape.layers
+    return 6.0 * (matrices + target_vocabulary * shape.width) + 12.0 * attentions * shape.width * shape.context
+
+
 def convnet_parameters(
     image: tuple[int, int, int], classes: int, *, channels: tuple[int, ...], hidden: tuple[int, ...]
 ) -> int:
@@ -167,10 +183,17 @@ def _matrices(shape: DecoderShape) -> int:
 
 
 def _block(shape: DecoderShape) -> int:
-    """Parameters of a block."""
-    qkv = query_width(shape) + 2 * key_width(shape) if has_biases(shape) or shape.qkv_bias else 0
-    biases = shape.width + hidden_width(shape) + shape.width if has_biases(shape) else 0
-    return _matrices(shape) + qkv + biases + 2 * _norm(shape) + shape.qk_norm * 2 * head_size(shape)
+    """Parameters of a block with one attention."""
+    biases = hidden_width(shape) + shape.width if has_biases(shape) else 0
+    own = query_width(shape) + 2 * key_width(shape) if shape.qkv_bias and not has_biases(shape) else 0
+    own += shape.qk_norm * 2 * head_size(shape)
+    return _matrices(shape) - _attention_weights(shape) + biases + _attention(shape) + own + 2 * _norm(shape)
+
+
+def _attention(shape: DecoderShape) -> int:
+    """Parameters of an attention to a memory, and of one to itself but for what Qwen adds."""
+    biases = query_width(shape) + 2 * key_width(shape) + shape.width if has_biases(shape) else 0
+    return _attention_weights(shape) + biases
 
 
 def _norm(shape: DecoderShape) -> int:

@@ -10,9 +10,9 @@ from pipelines.config.combinations import refuse_combinations
 from pipelines.config.data import Data, Tokenizer
 from pipelines.config.model import Model
 from pipelines.config.profile import Profile
-from pipelines.config.run import Launch, Record, Sample, Scaling
+from pipelines.config.run import Decoding, Launch, Record, Sample, Scaling
 from pipelines.config.section import Section, setting
-from pipelines.config.train import Checkpoint, Guard, Optimizer, Train, Validation
+from pipelines.config.train import Checkpoint, Guard, Objective, Optimizer, Train, Validation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,8 @@ class Config(Section):
     """How text becomes ids."""
     model: Model = Model()
     """The network."""
+    objective: Objective = Objective()
+    """What is minimised."""
     optimizer: Optimizer = Optimizer()
     """The update rule and its learning rate."""
     train: Train = Train()
@@ -55,6 +57,8 @@ class Config(Section):
     """Which steps are looked at closely."""
     sample: Sample = Sample()
     """Text written at the end."""
+    decoding: Decoding = Decoding()
+    """How a translator chooses its words."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

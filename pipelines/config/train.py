@@ -115,6 +115,20 @@ class Train(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Objective(Section):
+    """What is minimised, beyond what the task says. Validation measures the plain loss, whatever stands here."""
+
+    name: ClassVar[str] = "objective"
+
+    label_smoothing: float = setting(0.0, at_least=0, below=1, fixed=True)
+    """Share of a target's weight that is spread over all classes or tokens (Szegedy et al., 2016, section 7)."""
+    class_weights: Literal["none", "balanced"] = setting("none", fixed=True)
+    """`balanced`: in classification, examples count in inverse proportion to how often their label occurs."""
+    loss: Literal["cross_entropy", "mse"] = setting("cross_entropy", fixed=True)
+    """Loss of the task `images`: cross-entropy, or the mean squared distance to one-hot targets."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Guard(Section):
     """What happens when a step is bad: its loss or gradient is not a finite number, or its loss is a spike.
 

@@ -3,6 +3,7 @@
 summary = run_worker(job, Place(rank=0, world=1), recorder.receive, stopping=lambda: False)
 """
 
+import json
 import math
 import os
 import time
@@ -42,6 +43,7 @@ from pipelines.strategies import build_strategy
 from pipelines.strategies.recompute import as_compiled, recompute
 from pipelines.strategies.strategy import Strategy, whole_shape
 from pipelines.tasks import build_task
+from pipelines.tokenizers import Tokenizers
 from pipelines.train.checkpoint import Checkpoints
 from pipelines.train.fingerprint import parameters_sha256
 from pipelines.train.loop import Ending, Training
@@ -117,13 +119,13 @@ def build_training(
     device = _use_device(job, place)
     use_kernels(config.model.kernels)
     manifest = Manifest.load(job.prepared)
-    task = build_task(config, manifest.facts)
+    task = build_task(config, manifest.facts, Tokenizers(job.prepared, manifest.tokenizers))
     strategy = build_strategy(config, device=device, rank=rank, world=world)
     torch.manual_seed(config.seed)
     precision = Precision(config.train.precision)
     precision.use_products()
     model = task.build_model()
-    checkpoints = _checkpoints(job, place, say)
+    checkpoints = _checkpoints(job, place, manifest, say)
     found = checkpoints.newest()
     if config.model.init_from and not found:
         start_from(model, Folder(config.model.init_from), job.prepared / "tokenizer", say)
@@ -201,10 +203,14 @@ def _leave_group() -> None:
     dist.destroy_process_group()
 
 
-def _checkpoints(job: Job, place: Place, say: Callable[[str], None]) -> Checkpoints:
+def _checkpoints(job: Job, place: Place, manifest: Manifest, say: Callable[[str], None]) -> Checkpoints:
     group = dist.new_group(backend="gloo") if place.world > 1 else None
-    tokenizer = job.prepared / "tokenizer"
-    extra = {f"tokenizer/{name}": tokenizer.read(name) for name in tokenizer.names()} if place.rank == 0 else {}
+    extra: dict[str, bytes] = {}
+    if place.rank == 0:  # what it takes to use the model: its tokenizers, and what the task knows of the data
+        for tokenizer in manifest.tokenizers:
+            folder = job.prepared / tokenizer
+            extra |= {f"{tokenizer}/{name}": folder.read(name) for name in folder.names()}
+        extra["facts.json"] = json.dumps(manifest.facts | {"tokenizers": manifest.tokenizers}).encode()
     settings = job.config.checkpoint
     checkpoints = Checkpoints(job.folder / "checkpoints", job.attempt, keep=settings.keep, group=group, say=say, extra=extra)
     if settings.every:
@@ -276,13 +282,12 @@ def _write_sample(job: Job, place: Place, training: Training) -> None:
     """Writes what the trained model says after the prompt into the run's folder; workers with shards compute it together."""
     from model.transformer import Decoder
     from pipelines.evaluate.writing import write_text
-    from pipelines.tokenizers import load_tokenizer
 
     settings, model = job.config.sample, training.model
     if not settings.tokens or not isinstance(model, Decoder):
         return
     with training.rules.precision.autocast(training.strategy.device), as_compiled():
-        text = "".join(write_text(model, load_tokenizer(job.prepared / "tokenizer"), settings))
+        text = "".join(write_text(model, training.loader.samples.task.encoders["tokenizer"], settings))
     training.strategy.settle()
     if place.rank == 0:
         job.folder.put("sample.txt", settings.prompt + text + "\n")

@@ -59,6 +59,8 @@ class Manifest:
     """Where the documents came from: kind, files, bytes."""
     skipped: list[dict[str, str]] = field(default_factory=list)
     """What was left out under `data.on_error skip`: file or document, and the reason."""
+    tokenizers: list[str] = field(default_factory=lambda: ["tokenizer"])
+    """Names of the folders in which the tokenizers lie."""
     learned: dict[str, Any] = field(default_factory=dict)
     """What else the task learned of the data, the names of labels for instance."""
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from pipelines.strategies.strategy import norm_of
 
-METHODS = ("hidden", "logits")
-"""Methods besides `forward` by which a model computes; generation calls them."""
+METHODS = ("hidden", "logits", "encode", "decode")
+"""Methods besides `forward` by which a model computes; generation and translation call them."""
 
 
 class Sharded:

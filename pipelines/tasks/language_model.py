@@ -26,9 +26,9 @@ class LanguageModel(Task):
 
     metrics = ("val_loss", "val_perplexity")
 
-    def __init__(self, config: Config, facts: Facts | None = None) -> None:
+    def __init__(self, config: Config, facts: Facts | None = None, encoders: Encoders | None = None) -> None:
         self.window = Window(length=config.model.context + 1, stride=config.model.context)
-        super().__init__(config, facts)
+        super().__init__(config, facts, encoders)
 
     def encode(self, document: Document, encoders: Encoders) -> tuple[np.ndarray, np.ndarray | None]:
         """The document's ids and an end token; every token counts."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
-from pipelines.config import Config, SettingError
+from pipelines.config import Config
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +65,8 @@ class Column:
     """What the data calls it."""
     kind: Literal["text", "label", "image"] = "text"
     """Text; a label (text, number or truth value, taken as text); an image file's bytes."""
+    answer: bool = False
+    """Whether it is what the model is to give: a document without it, as the last of several, is a question."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,8 @@ class Task:
     metrics: tuple[str, ...] = ("val_loss",)
     """What `score` measures, for `validation.metric`."""
 
-    def __init__(self, config: Config, facts: Facts | None = None) -> None:
-        self.config, self.facts = config, facts or {}
+    def __init__(self, config: Config, facts: Facts | None = None, encoders: Encoders | None = None) -> None:
+        self.config, self.facts, self.encoders = config, facts or {}, encoders or {}
         if config.train.slot_tokens and self.window:
             raise config.train.error("slot_tokens", f"must be 0 with task `{config.task}`, whose samples are equally long")
 
@@ -137,14 +139,27 @@ class Task:
         """The network, initialised under the current seed: model(*inputs, targets) -> (loss sum, targets counted)."""
         raise NotImplementedError
 
-    def measure(self, model: "nn.Module", inputs: Inputs, targets: "torch.Tensor") -> "tuple[torch.Tensor, ...]":
-        """Loss sum and targets counted of a validation batch, and, where `counted` is k, whole numbers (k) for `score`."""
+    def measure(
+        self, model: "nn.Module", inputs: Inputs, targets: "torch.Tensor", *, together: bool = False
+    ) -> "tuple[torch.Tensor, ...]":
+        """Loss sum and targets counted of a validation batch, and, where `counted` is k, whole numbers (k) for `score`.
+
+        `together`: several workers compute at once what none can alone, so all must call the model equally often.
+        """
         loss_sum, counted = model(*inputs, targets)
         return loss_sum, counted
 
     def score(self, loss_sum: float, targets: float, counts: np.ndarray) -> dict[str, float]:
         """Metrics by name, `val_loss` among them, from the sums over all validation samples."""
         return {"val_loss": mean(loss_sum, targets)}
+
+    def answer(self, model: "nn.Module", inputs: Inputs) -> list[dict[str, Any]]:
+        """What the model says to each of some samples, by name: a label and how sure it is, a translation, ..."""
+        raise NotImplementedError
+
+    def grade(self, table: Mapping[str, Any]) -> dict[str, float]:
+        """Metrics of answered samples from the columns `loss`, `targets`, those of `answer`, and the document's own."""
+        return {"loss": mean(sum(table["loss"]), sum(table["targets"]))}
 
     @property
     def counted(self) -> int:
@@ -160,8 +175,3 @@ class Task:
 def mean(total: float, count: float) -> float:
     """The quotient, or NaN where nothing was counted."""
     return total / count if count else math.nan
-
-
-def unknown_task(name: str, known: Iterable[str]) -> SettingError:
-    """The error for a task that is none."""
-    return SettingError(f"task is {name!r}: it must be one of {', '.join(sorted(known))}")

@@ -20,6 +20,7 @@ from pipelines.evaluate.opening import Opened
 from pipelines.files import Folder
 from pipelines.launch.job import Place
 from pipelines.launch.worker import build_training
+from pipelines.tasks import build_task
 from pipelines.tokenizers import train_tokenizer
 from pipelines.train.loop import Training
 from tests.processes import make_job
@@ -54,12 +55,13 @@ TOKENIZERS = {
 
 def _opened(shape: Model, folder: Folder, tokenizer: Tokenizer = TOKENIZERS["bytes"]) -> Opened:
     """A model in which no two numbers are alike, norms and biases included, and a tokenizer of its own."""
-    encoder = train_tokenizer(tokenizer, [TEXT[:40], "some other text 12"] * 50, folder, echo=lambda _: None)
+    encoder = train_tokenizer(tokenizer, [TEXT[:40], "some other text 12"] * 50, folder / "tokenizer", echo=lambda _: None)
     torch.manual_seed(0)
     model = Decoder(shape, encoder.vocabulary_size).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.3)
-    return Opened(Config(model=shape), model, encoder, step=0, tokenizer=folder)
+    config = Config(model=shape)
+    return Opened(config, build_task(config, None, {"tokenizer": encoder}), model, step=0, place=folder)
 
 
 def _loaded(folder: Folder) -> Any:

@@ -1,0 +1,67 @@
+"""Attention from a decoder to the memory that an encoder has left: queries from one, keys and values from the other.
+
+Shapes: x (R, T, C), memory (B, S, C), of which the first lengths (B,) of each sentence count -> (R, T, C). R is a multiple
+of B: neighbouring rows of x share a sentence, and read its keys and values once.
+
+    layer = CrossAttention(width=128, heads=4, kv_heads=2)
+    y = layer(x, memory, lengths)                             # (6, T, 128), (2, S, 128) -> (6, T, 128)
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from model.linear import Linear
+from triton_kernels.attention import attention
+
+
+@dataclass
+class MemoryCache:
+    """Keys and values of the memory, (B, G, S, D) each, once a layer has computed them."""
+
+    keys: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+
+    def select(self, sentences: torch.Tensor) -> None:
+        """Keeps the sentences with these numbers."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[sentences], self.values[sentences]
+
+
+class CrossAttention(nn.Module):
+    """Every query sees the whole memory of its sentence (Vaswani et al., 2017, section 3.2.3)."""
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        head_size: int = 0,
+        bias: bool = False,
+        dropout: float = 0.0,
+        onednn: bool = False,
+    ) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_size = heads, kv_heads, head_size or width // heads
+        self.q = Linear(width, heads * self.head_size, bias=bias, onednn=onednn)
+        self.kv = Linear(width, 2 * kv_heads * self.head_size, bias=bias, onednn=onednn)
+        self.out = Linear(heads * self.head_size, width, bias=bias, onednn=onednn)
+        self.dropout = dropout
+
+    def forward(
+        self, x: torch.Tensor, memory: torch.Tensor, lengths: torch.Tensor, cache: MemoryCache | None = None
+    ) -> torch.Tensor:
+        """(R, T, C) -> (R, T, C). A cache is filled at its first use; then the memory is not read again."""
+        sentences = memory.shape[0]
+        q = self.q(x).view(sentences, -1, self.heads, self.head_size).transpose(1, 2)
+        if cache is None or cache.keys is None or cache.values is None:
+            kv = self.kv(memory).view(sentences, -1, 2 * self.kv_heads, self.head_size).transpose(1, 2)
+            k, v = kv.chunk(2, dim=1)
+            if cache is not None:
+                cache.keys, cache.values = k, v
+        else:
+            k, v = cache.keys, cache.values
+        y = attention(q, k, v, key_lengths=lengths, dropout=self.dropout if self.training else 0.0)
+        return self.out(y.transpose(1, 2).flatten(2).view(*x.shape[:2], -1))  # type: ignore[no-any-return]

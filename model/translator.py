@@ -1,0 +1,178 @@
+"""An encoder and a decoder (Vaswani et al., 2017): a sentence of one language in, one of another out.
+
+Shapes: source (B, S) of which the first lengths (B,) count, target_inputs and targets (B, T) -> the loss sum and the number
+of targets that count. What is padded at the end of a source or of a target changes nothing. Writing translations is in
+`model.beam`.
+
+    model = Translator(config.model, source_vocabulary=8192, target_vocabulary=None)
+    loss_sum, counted = model(source, lengths, target_inputs, targets)
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from model.attention import LayerCache, Rotation
+from model.block import (
+    Block,
+    build_attention,
+    build_feed_forward,
+    build_final_norm,
+    build_norm,
+    build_positions,
+    initialise,
+    with_positions,
+)
+from model.cross_attention import CrossAttention, MemoryCache
+from model.linear import linear, use_onednn
+from model.shape import TranslatorShape, has_biases, post_norm, translator_flops_per_token
+from triton_kernels.linear_cross_entropy import linear_cross_entropy
+
+
+class TargetBlock(nn.Module):
+    """A block of the decoder: causal attention, attention to the source, feed-forward, each added to the stream."""
+
+    def __init__(self, shape: TranslatorShape, onednn: bool) -> None:
+        super().__init__()
+        self.post = post_norm(shape)
+        self.norm1 = build_norm(shape)
+        self.attention = build_attention(shape, onednn)
+        self.norm2 = build_norm(shape)
+        self.cross_attention = CrossAttention(
+            width=shape.width,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads or shape.heads,
+            head_size=shape.head_size,
+            bias=has_biases(shape),
+            dropout=shape.dropout,
+            onednn=onednn,
+        )
+        self.norm3 = build_norm(shape)
+        self.feed_forward = build_feed_forward(shape, onednn)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        memory: torch.Tensor,
+        lengths: torch.Tensor,
+        rotation: Rotation | None,
+        cache: LayerCache | None,
+        memory_cache: MemoryCache | None,
+    ) -> torch.Tensor:
+        """(R, T, C) -> (R, T, C)."""
+        if self.post:
+            x, _ = self.norm1.add(self.dropout(self.attention(x, rotation, cache)), x)
+            x, _ = self.norm2.add(self.dropout(self.cross_attention(x, memory, lengths, memory_cache)), x)
+            x, _ = self.norm3.add(self.dropout(self.feed_forward(x)), x)
+            return x
+        y, x = self.norm2.add(self.dropout(self.attention(self.norm1(x), rotation, cache)), x)
+        y, x = self.norm3.add(self.dropout(self.cross_attention(y, memory, lengths, memory_cache)), x)
+        return x + self.dropout(self.feed_forward(y))  # type: ignore[no-any-return]
+
+
+@dataclass
+class Decoding:
+    """What is known of B sentences while R rows of translations are written, R a multiple of B."""
+
+    memory: torch.Tensor
+    """What the encoder made of them, (B, S, C)."""
+    lengths: torch.Tensor
+    """Tokens of each source, (B,)."""
+    caches: list[LayerCache]
+    """Of the rows, one a layer."""
+    memory_caches: list[MemoryCache]
+    """Of the sentences, one a layer."""
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keeps the rows with these numbers, in this order; those of a sentence stay side by side, and in it."""
+        for cache in self.caches:
+            cache.select(rows)
+
+    def select_sentences(self, sentences: torch.Tensor) -> None:
+        """Keeps the sentences with these numbers; the rows are for `select`."""
+        self.memory, self.lengths = self.memory[sentences], self.lengths[sentences]
+        for cache in self.memory_caches:
+            cache.select(sentences)
+
+
+class Translator(nn.Module):
+    """Two embeddings or a shared one, the blocks of both sides, and a head that has the target embedding's weight."""
+
+    def __init__(
+        self,
+        shape: TranslatorShape,
+        source_vocabulary: int,
+        target_vocabulary: int | None = None,
+        *,
+        label_smoothing: float = 0.0,
+    ) -> None:
+        """Without `target_vocabulary` both languages share one, and one matrix embeds both and is the head (section 3.4)."""
+        super().__init__()
+        self.shape, self.label_smoothing = shape, label_smoothing
+        self.onednn = use_onednn(shape.linear)
+        self.embedding = nn.Embedding(source_vocabulary, shape.width)
+        self.target_embedding = None if target_vocabulary is None else nn.Embedding(target_vocabulary, shape.width)
+        self.positions, self.target_positions = build_positions(shape), build_positions(shape)
+        self.dropout = nn.Dropout(shape.dropout)
+        layers = shape.encoder_layers or shape.layers
+        self.encoder = nn.ModuleList(Block(shape, self.onednn, causal=False) for _ in range(layers))
+        self.encoder_norm = build_final_norm(shape)
+        self.decoder = nn.ModuleList(TargetBlock(shape, self.onednn) for _ in range(shape.layers))
+        self.norm = build_final_norm(shape)
+        initialise(self, shape, additions=2 * layers)
+        initialise(self.decoder, shape, additions=3 * shape.layers)
+
+    def forward(
+        self, source: torch.Tensor, lengths: torch.Tensor, target_inputs: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum of the cross-entropies in nats over targets that are not -100, and how many those are.
+
+        Labels are smoothed in training alone (section 5.4); in evaluation mode it is the plain loss.
+        """
+        hidden = self._hidden(target_inputs, self.encode(source, lengths), lengths)
+        smoothing = self.label_smoothing if self.training else 0.0
+        product = partial(linear, onednn=self.onednn)
+        return linear_cross_entropy(hidden, self._targets().weight, targets, label_smoothing=smoothing, product=product)
+
+    def encode(self, source: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """The memory (B, S, C) of sources (B, S); beyond a source's length it means nothing."""
+        x, rotation = with_positions(self.embedding(source), self.shape, self.positions)
+        x = self.dropout(x)
+        for block in self.encoder:
+            x = block(x, rotation, None, None, lengths)
+        return self.encoder_norm(x)  # type: ignore[no-any-return]
+
+    def start(self, memory: torch.Tensor, lengths: torch.Tensor, longest: int) -> Decoding:
+        """What `decode` needs for translations of at most so many tokens."""
+        caches = [LayerCache(longest) for _ in self.decoder]
+        return Decoding(memory, lengths, caches, [MemoryCache() for _ in self.decoder])
+
+    def decode(self, ids: torch.Tensor, decoding: Decoding) -> torch.Tensor:
+        """Logits (R, V) of what follows the next token (R,) of every row."""
+        hidden = self._hidden(ids[:, None], decoding.memory, decoding.lengths, decoding)[:, 0]
+        return linear(hidden, self._targets().weight, onednn=self.onednn)
+
+    def _hidden(
+        self, ids: torch.Tensor, memory: torch.Tensor, lengths: torch.Tensor, decoding: Decoding | None = None
+    ) -> torch.Tensor:
+        """The normalised last hidden states (R, T, C) of targets (R, T), which come after those in the caches."""
+        positions = None
+        if decoding is not None:
+            past = decoding.caches[0].length
+            positions = torch.arange(past, past + ids.shape[1], device=ids.device)[None]
+        x, rotation = with_positions(self._targets()(ids), self.shape, self.target_positions, positions)
+        x = self.dropout(x)
+        for layer, block in enumerate(self.decoder):
+            caches = (None, None) if decoding is None else (decoding.caches[layer], decoding.memory_caches[layer])
+            x = block(x, memory, lengths, rotation, *caches)
+        return self.norm(x)  # type: ignore[no-any-return]
+
+    def _targets(self) -> nn.Embedding:
+        return self.embedding if self.target_embedding is None else self.target_embedding
+
+    def flops_per_token(self) -> float:
+        """Operations to train on a target token and on a source token beside it."""
+        return translator_flops_per_token(self.shape, self._targets().num_embeddings)
