@@ -22,6 +22,7 @@ SHAPES = [
     Model(**SIZES, flavour="gpt2", encoder_layers=3),
     Model(**SIZES, flavour="llama", kv_heads=2),
     Model(**SIZES, flavour="llama", norm="post"),
+    Model(**SIZES, flavour="llama", head_size=6, qkv_bias=True, qk_norm=True),
 ]
 SOURCES, TARGETS = 19, 23
 
