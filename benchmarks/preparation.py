@@ -70,7 +70,7 @@ def run_ours(text: Path, tokenizer: Path, out: Path) -> int:
 
     ray.init(num_cpus=_CORES, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     config = Config(data=Data(source=str(text)), tokenizer=Tokenizer(kind="file", file=str(tokenizer)))
-    manifest = prepare(config, Folder(str(out)), LanguageModel(config.model)).manifest
+    manifest = prepare(config, Folder(str(out)), LanguageModel(config)).manifest
     ray.shutdown()
     return manifest.tokens("train") + manifest.tokens("validation")
 

@@ -33,7 +33,7 @@ def export(parsed: Parsed[Export]) -> int:
     settings = parsed.settings
     storage = Folder.at(settings.storage)
     run = storage / settings.run
-    opened = open_run(storage, settings.run, settings.checkpoint)
+    opened = open_run(storage, settings.run, settings.checkpoint, settings.average)
     target = Folder.at(settings.folder) if settings.folder else run / "export" / settings.to
     folder = export_hugging_face(opened, target)
     print(f"{opened.config.model.flavour} of step {opened.step}: {', '.join(folder.names())}")

@@ -31,11 +31,11 @@ def write(parsed: Parsed[Generate]) -> int:
 
     settings = parsed.settings
     storage = Folder.at(settings.storage)
-    opened = open_run(storage, settings.run, settings.checkpoint)
+    opened = open_run(storage, settings.run, settings.checkpoint, settings.average)
     prompts = [settings.prompt] if isinstance(settings.prompt, str) else list(settings.prompt)
     texts = [""] * len(prompts)
     print(prompts[0], end="", flush=True)
-    for pieces in write_texts(opened.model, opened.encoder, settings.sample, prompts):
+    for pieces in write_texts(opened.decoder, opened.encoder, settings.sample, prompts):
         texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
         print(pieces[0], end="", flush=True)
     for prompt, text in zip(prompts[1:], texts[1:], strict=True):

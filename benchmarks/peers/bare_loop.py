@@ -25,6 +25,7 @@ from pipelines.feed.cache import NodeCache
 from pipelines.feed.loader import Loader
 from pipelines.feed.order import Order
 from pipelines.feed.plan import Plan
+from pipelines.feed.samples import open_samples
 from pipelines.feed.stream import TokenStream
 from pipelines.launch.job import Job, Place
 from pipelines.prepare.manifest import Manifest
@@ -44,22 +45,21 @@ def bare_steps(job: Job, place: Place, steps: int) -> Iterator[int]:
     """Trains from scratch, a step each time that the next one is asked for."""
     config = job.config
     torch.set_num_threads(job.threads)
-    manifest, task = Manifest.load(job.prepared), build_task(config)
+    manifest = Manifest.load(job.prepared)
+    task = build_task(config, manifest.facts)
     torch.manual_seed(config.seed)
-    model = task.build_model(manifest.vocabulary_size)
+    model = task.build_model()
     optimizer = build_optimizer(config.optimizer, model)
     parameters = list(model.parameters())
-    stream = TokenStream(job.prepared, manifest, "train", NodeCache(Path("unused"), 0))
-    order = Order(task.samples(stream.tokens), config.seed)
-    loader = Loader(
-        Plan(order, config.train.slots, config.train.slot_size), stream, task, rank=place.rank, world=place.world
-    )
+    samples = open_samples(config, task, TokenStream(job.prepared, manifest, "train", NodeCache(Path("unused"), 0)))
+    plan = Plan(Order(samples.count, config.seed), config.train.slots, config.train.slot_size)
+    loader = Loader(plan, samples, rank=place.rank, world=place.world)
     spread = DistributedDataParallel(model) if place.world > 1 else model
     for step in loader.steps(0, steps):
         for parameter in parameters:
             parameter.grad = None
         (batch,) = step.micro_batches
-        loss_sum, counted = spread(batch.inputs, batch.targets)
+        loss_sum, counted = spread(*batch.inputs, batch.targets)
         loss = loss_sum / counted
         loss.backward()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

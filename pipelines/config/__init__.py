@@ -10,18 +10,20 @@ from pipelines.config.config import Config
 from pipelines.config.data import Data, Tokenizer
 from pipelines.config.model import Model
 from pipelines.config.profile import Profile
-from pipelines.config.run import Finished, Launch, Record, Sample, Scaling
+from pipelines.config.run import Decoding, Finished, Launch, Record, Sample, Scaling
 from pipelines.config.section import Section, SettingError, setting
-from pipelines.config.train import Checkpoint, Guard, Optimizer, Train, Validation
+from pipelines.config.train import Checkpoint, Guard, Objective, Optimizer, Train, Validation
 
 __all__ = [
     "Checkpoint",
     "Config",
     "Data",
+    "Decoding",
     "Finished",
     "Guard",
     "Launch",
     "Model",
+    "Objective",
     "Optimizer",
     "Profile",
     "Record",

@@ -4,15 +4,15 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pipelines.config.combinations import refuse_combinations
 from pipelines.config.data import Data, Tokenizer
 from pipelines.config.model import Model
 from pipelines.config.profile import Profile
-from pipelines.config.run import Launch, Record, Sample, Scaling
+from pipelines.config.run import Decoding, Launch, Record, Sample, Scaling
 from pipelines.config.section import Section, setting
-from pipelines.config.train import Checkpoint, Guard, Optimizer, Train, Validation
+from pipelines.config.train import Checkpoint, Guard, Objective, Optimizer, Train, Validation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +21,8 @@ class Config(Section):
 
     name: ClassVar[str] = ""
 
-    task: Literal["language_model"] = setting("language_model", fixed=True)
-    """What is trained."""
+    task: str = setting("language_model", fixed=True)
+    """What is trained: `language_model`, or another of the tasks in `pipelines/tasks`."""
     run: str | None = setting(None)
     """The run's name and folder; when not given, the preset's name and a hash of the settings that may not change."""
     storage: str = setting("runs")
@@ -35,6 +35,8 @@ class Config(Section):
     """How text becomes ids."""
     model: Model = Model()
     """The network."""
+    objective: Objective = Objective()
+    """What is minimised."""
     optimizer: Optimizer = Optimizer()
     """The update rule and its learning rate."""
     train: Train = Train()
@@ -55,6 +57,8 @@ class Config(Section):
     """Which steps are looked at closely."""
     sample: Sample = Sample()
     """Text written at the end."""
+    decoding: Decoding = Decoding()
+    """How a translator chooses its words."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

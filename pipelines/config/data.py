@@ -66,6 +66,8 @@ class Tokenizer(Section):
     """Path or URI of the `tokenizer.json` when `kind` is `file`."""
     end_token: str | None = setting(None, fixed=True)
     """The token of that file which ends a document; None looks for a usual one (`<|endoftext|>`, `</s>`, ...)."""
+    shared: bool = setting(True, fixed=True)
+    """In translation, one vocabulary for both languages; else each has its own."""
     training_mib: float = setting(64.0, above=0, fixed=True)
     """Text, in MiB and spread evenly over the source, on which a BPE is trained."""
 

@@ -107,11 +107,28 @@ class Finished(Section):
     """Folder or filesystem URI under which runs lie."""
     checkpoint: Literal["best", "last"] = setting("best")
     """Which of the run's checkpoints."""
+    average: int = setting(1, at_least=1, at_most=1000)
+    """Above 1: the mean of so many newest checkpoints instead, which `checkpoint.keep` must have kept."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.run:
             raise self.error("run", "must name a run; `python ray_jobs/runs.py list` shows them")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding(Section):
+    """How a translator chooses its words."""
+
+    name: ClassVar[str] = "decoding"
+
+    beams: int = setting(1, at_least=1, at_most=1024)
+    """Translations that are followed side by side (beam search); 1: the likeliest next token each time. Validation during
+    training takes 1, whatever stands here."""
+    length_penalty: float = setting(0.6, at_least=0)
+    """Exponent by which longer translations are favoured (Wu et al., 2016, equation 14); 0: not at all."""
+    longest: int = setting(0, at_least=0)
+    """Most tokens of a translation; 0: fifty more than its source has (Vaswani et al., 2017, section 6.1)."""
 
 
 @dataclass(frozen=True, kw_only=True)

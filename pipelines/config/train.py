@@ -55,6 +55,9 @@ class Train(Section):
     """Fixed parts of a step's batch; the most workers that can share it. Constant over a run, whatever the workers."""
     slot_size: int = setting(8, at_least=1, at_most=2**20, fixed=True)
     """Samples in a slot."""
+    slot_tokens: int = setting(0, at_least=0, at_most=2**31 - 1, fixed=True)
+    """Most tokens in a slot, padding included: a slot is then a bundle of examples of like length, however many they are,
+    and slot_size is not used; 0: slot_size samples, whatever their length. For tasks whose samples differ in length."""
     micro_batch_slots: int = setting(0, at_least=0)
     """Neighbouring slots that run as one forward and backward, limited by memory; 0: all that a worker has.
 
@@ -96,14 +99,33 @@ class Train(Section):
             raise self.error("stochastic_rounding", "must be false but with train.precision `pure_bf16`")
 
     @property
+    def slot_samples(self) -> int:
+        """Samples in a slot; a bundle is one."""
+        return 1 if self.slot_tokens else self.slot_size
+
+    @property
     def batch(self) -> int:
         """Samples in a step."""
-        return self.slots * self.slot_size
+        return self.slots * self.slot_samples
 
     @property
     def together(self) -> int:
-        """Most slots in a micro-batch; 0: no limit."""
-        return 1 if self.exact else self.micro_batch_slots
+        """Most slots in a micro-batch; 0: no limit. Bundles of unlike lengths would only fill each other up."""
+        return 1 if self.exact or self.slot_tokens else self.micro_batch_slots
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective(Section):
+    """What is minimised, beyond what the task says. Validation measures the plain loss, whatever stands here."""
+
+    name: ClassVar[str] = "objective"
+
+    label_smoothing: float = setting(0.0, at_least=0, below=1, fixed=True)
+    """Share of a target's weight that is spread over all classes or tokens (Szegedy et al., 2016, section 7)."""
+    class_weights: Literal["none", "balanced"] = setting("none", fixed=True)
+    """`balanced`: in classification, examples count in inverse proportion to how often their label occurs."""
+    loss: Literal["cross_entropy", "mse"] = setting("cross_entropy", fixed=True)
+    """Loss of the task `images`: cross-entropy, or the mean squared distance to one-hot targets."""
 
 
 @dataclass(frozen=True, kw_only=True)

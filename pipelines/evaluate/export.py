@@ -30,7 +30,7 @@ def export_hugging_face(opened: Opened, folder: Folder) -> Folder:
     from safetensors.torch import save_file
 
     try:
-        description, tensors = to_hugging_face(opened.model, opened.encoder.end_id)
+        description, tensors = to_hugging_face(opened.decoder, opened.encoder.end_id)
     except ValueError as error:
         raise SettingError(str(error)) from error
     content, end = _tokenizer(opened)
@@ -62,9 +62,10 @@ def _tokenizer(opened: Opened) -> tuple[str, str]:
         return _bytes(encoder), END
     if isinstance(encoder, CharacterEncoder):
         return _characters(encoder), END
-    content = json.loads(opened.tokenizer.read(READY_FILE))
+    place = opened.place / "tokenizer"
+    content = json.loads(place.read(READY_FILE))
     content |= {"post_processor": None, "truncation": None, "padding": None}
-    return json.dumps(content, ensure_ascii=False), opened.tokenizer.read_json(KIND_FILE)["end_token"]
+    return json.dumps(content, ensure_ascii=False), place.read_json(KIND_FILE)["end_token"]
 
 
 def _bytes(encoder: ByteEncoder) -> str:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipelines.config import Config
 from pipelines.files import Folder
 
 
@@ -49,3 +50,9 @@ class NodeCache:
         with (self.root / "lock").open("w") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX)
             yield
+
+
+def node_cache(config: Config) -> NodeCache:
+    """This node's, in `$RAYSTRIDE_CACHE` or below the home directory, as large as the settings allow."""
+    place = Path(os.environ.get("RAYSTRIDE_CACHE", "~/.cache/raystride")).expanduser()
+    return NodeCache(place, int(config.data.cache_gib * 2**30))

@@ -1,26 +1,27 @@
 """Steps of micro-batches, read by a thread ahead of the loop.
 
-loader = Loader(plan, stream, task, rank=0, world=2)
+loader = Loader(plan, samples, rank=0, world=2)
 for step in loader.steps(first=0, until=1000):
-    for batch in step.micro_batches:                      # inputs and targets (B, T) int64, on the device
+    for batch in step.micro_batches:                      # inputs and targets as the task has them, on the device
         ...
 loader.waited                                             # seconds that the loop stood still for data
 """
 
+import itertools
 import queue
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from pipelines.feed.order import digest
 from pipelines.feed.plan import Plan
-from pipelines.feed.stream import TokenStream
+from pipelines.feed.samples import Samples
 from pipelines.phases import phase
-from pipelines.tasks.task import Task
+from pipelines.tasks.task import Inputs, Task
 
 
 @dataclass(frozen=True)
@@ -29,19 +30,42 @@ class MicroBatch:
 
     slot: int
     """The first slot in it."""
-    inputs: torch.Tensor
-    """Ids, (B, T) int64."""
+    inputs: Inputs
+    """What the model takes besides targets; of language modelling, ids (B, T) int64 alone."""
     targets: torch.Tensor
-    """Ids to predict, (B, T) int64; -100 where the loss looks away."""
+    """What to predict, for instance ids (B, T) int64; -100 where the loss looks away."""
     empty: bool = False
     """Whether it only keeps this worker in step with the others: real shapes, and no target that counts."""
 
+    def pinned(self) -> "MicroBatch":
+        """The same in memory that a GPU can read by itself."""
+        return replace(self, inputs=tuple(each.pin_memory() for each in self.inputs), targets=self.targets.pin_memory())
+
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on a device; pinned memory is copied without waiting."""
-        if device.type == "cpu":
-            return self
-        inputs, targets = self.inputs.to(device, non_blocking=True), self.targets.to(device, non_blocking=True)
-        return MicroBatch(self.slot, inputs, targets, self.empty)
+        inputs = tuple(each.to(device, non_blocking=True) for each in self.inputs)
+        return replace(self, inputs=inputs, targets=self.targets.to(device, non_blocking=True))
+
+
+class Placement:
+    """Brings micro-batches to the device and unpacks them there, on a GPU beside what it computes."""
+
+    def __init__(self, device: torch.device, task: Task) -> None:
+        self._device, self._task = device, task
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def place(self, batch: MicroBatch) -> MicroBatch:
+        """The micro-batch as the model takes it. What follows on this thread's stream waits for it; the host does not."""
+        if self._beside is None:
+            return replace(batch, inputs=self._task.unpack(batch.inputs))
+        with torch.cuda.stream(self._beside):
+            moved = batch.to(self._device)
+            placed = replace(moved, inputs=self._task.unpack(moved.inputs))
+        now = torch.cuda.current_stream(self._device)
+        now.wait_stream(self._beside)
+        for each in (*placed.inputs, placed.targets):
+            each.record_stream(now)  # its memory is not given away before what reads it here is done
+        return placed
 
 
 @dataclass(frozen=True)
@@ -65,8 +89,7 @@ class Loader:
     """Reads the planned samples of one worker, `prefetch` steps ahead in a thread."""
 
     plan: Plan
-    stream: TokenStream
-    task: Task
+    samples: Samples
     rank: int = 0
     world: int = 1
     micro_batch_slots: int = 0
@@ -81,6 +104,9 @@ class Loader:
     """Where micro-batches are wanted; for a GPU they are staged in pinned memory."""
     waited: float = 0.0
     """Seconds that the consumer has waited so far."""
+
+    def __post_init__(self) -> None:
+        self.placement = Placement(self.device, self.samples.task)
 
     def steps(self, first: int, until: float) -> Iterator[Step]:
         """Steps from `first`, below `until` and within the plan's epochs. Errors of the reading thread come up here."""
@@ -99,8 +125,8 @@ class Loader:
                         return
                     if isinstance(item, BaseException):
                         raise item
-                    batches = [batch.to(self.device) for batch in item.micro_batches]
-                yield Step(item.number, item.position, item.samples, batches, item.digest)
+                    step = item if self.device.type == "cpu" else self._placed(item)
+                yield step
         finally:
             stopped.set()
 
@@ -117,9 +143,12 @@ class Loader:
             return False
 
         try:
-            number = first
-            while number < last and hand_over(self.read_step(number)):
-                number += 1
+            for number in itertools.count(first):
+                if number >= last:
+                    break
+                step = self.read_step(number)
+                if not hand_over(self._placed(step) if self.device.type == "cpu" else step):
+                    break
             hand_over(None)
         except BaseException as error:
             hand_over(error)
@@ -142,47 +171,35 @@ class Loader:
             most = -(-self.plan.slots // self.world)  # slots of the worker that has most
             group = self.micro_batch_slots or most
             if missing := -(-most // group) - len(batches):
-                batches += [empty_batch(self.task, share.stop - 1, min(group, most) * self.plan.slot_size)] * missing
+                batches += [empty_batch(self.samples, share.stop - 1, min(group, most) * self.plan.slot_size)] * missing
         position = self.plan.position(number)
         return Step(number, position, self.plan.position(number + 1) - position, batches, total % 2**64)
 
     def _batch(self, slot: int, samples: np.ndarray) -> MicroBatch:
-        starts, length = self.task.window(samples)
-        inputs, targets = self.task.collate(*self.stream.windows(starts, length))
-        if self.device.type == "cuda":
-            inputs, targets = inputs.pin_memory(), targets.pin_memory()
-        return MicroBatch(slot, inputs, targets)
+        batch = MicroBatch(slot, *self.samples.batch(samples))
+        return batch.pinned() if self.device.type == "cuda" else batch
+
+    def _placed(self, step: Step) -> Step:
+        return replace(step, micro_batches=[self.placement.place(batch) for batch in step.micro_batches])
 
 
-def empty_batch(task: Task, slot: int, samples: int) -> MicroBatch:
+def empty_batch(samples: Samples, slot: int, count: int) -> MicroBatch:
     """A micro-batch of so many samples in which nothing counts."""
-    _, length = task.window(np.zeros(1, np.int64))
-    windows = np.zeros((samples, length), np.int64)
-    return MicroBatch(slot, *task.collate(windows, np.zeros(windows.shape, bool)), empty=True)
+    return MicroBatch(slot, *samples.empty(count), empty=True)
 
 
 def validation_batches(
-    stream: TokenStream,
-    task: Task,
-    *,
-    samples: int,
-    size: int,
-    rank: int,
-    world: int,
-    device: torch.device,
-    even: bool = False,
+    samples: Samples, *, wanted: int, size: int, rank: int, world: int, device: torch.device, even: bool = False
 ) -> Iterator[MicroBatch]:
-    """This worker's part of `samples` samples spread evenly over the stream, in batches of at most `size`.
+    """This worker's part of `wanted` samples spread evenly over a split, in batches of at most `size`.
 
     The batches are the same for any number of workers, only dealt out differently; `slot` numbers them over all workers.
     `even`: every worker gets equally many, empty ones where there are no more.
     """
-    available = task.samples(stream.tokens)
-    chosen = np.arange(samples, dtype=np.int64) * available // max(1, samples)
-    batches = -(-samples // size)
+    placement = Placement(device, samples.task)
+    chosen = np.arange(wanted, dtype=np.int64) * samples.count // max(1, wanted)
+    batches = -(-wanted // size)
     for number in range(rank, batches, world):
-        starts, length = task.window(chosen[number * size : (number + 1) * size])
-        inputs, targets = task.collate(*stream.windows(starts, length))
-        yield MicroBatch(number, inputs, targets).to(device)
+        yield placement.place(MicroBatch(number, *samples.batch(chosen[number * size : (number + 1) * size])))
     if even and batches % world and rank >= batches % world:
-        yield empty_batch(task, 0, size).to(device)
+        yield placement.place(empty_batch(samples, 0, size))

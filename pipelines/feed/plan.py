@@ -79,4 +79,4 @@ def build_plan(config: Config, samples: int, first_step: int = 0, first_position
     """The plan of a run over so many training samples, from where an attempt begins."""
     data, train = config.data, config.train
     order = Order(samples, config.seed, data.shuffle, data.shuffle_block, data.shuffle_window)
-    return Plan(order, train.slots, train.slot_size, train.epochs or math.inf, first_step, first_position)
+    return Plan(order, train.slots, train.slot_samples, train.epochs or math.inf, first_step, first_position)

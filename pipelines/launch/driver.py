@@ -20,7 +20,10 @@ from typing import Any
 from model.hugging_face_config import check_description
 from pipelines.config import Config, SettingError
 from pipelines.config.parse import Parsed
+from pipelines.feed.cache import node_cache
 from pipelines.feed.plan import build_plan
+from pipelines.feed.samples import open_samples, windows_in
+from pipelines.feed.stream import TokenStream
 from pipelines.files import Folder
 from pipelines.launch.cluster import NoCluster, cluster, joined, on_a_worker
 from pipelines.launch.failure import remedies
@@ -208,7 +211,7 @@ def _say_complete(folder: Folder, config: Config, reached: str, earlier: Earlier
 
 def _check_metric(config: Config) -> None:
     """Refuses a metric that the task does not measure, before hours of training end at the first validation."""
-    known = build_task(config).score(1.0, 1.0)
+    known = build_task(config).metrics
     if config.validation.metric not in known:
         raise config.validation.error("metric", f"must be one of {', '.join(sorted(known))}")
 
@@ -222,11 +225,11 @@ def _check_init(place: str, config: Config) -> None:
 
 
 def _check_samples(config: Config, prepared: Prepared) -> None:
-    """Refuses data that does not fill one sample."""
+    """Refuses data that does not fill one window."""
     task = build_task(config)
-    for split in ("train", "validation"):
+    for split in ("train", "validation") if task.window else ():
         tokens = prepared.manifest.tokens(split)
-        if not task.samples(tokens):
+        if not windows_in(task, tokens):
             raise SettingError(
                 f"model.context is {config.model.context}: the {split} data has {tokens} tokens, which is not one sample of "
                 f"{config.model.context + 1}. Lower model.context, give more data, or set data.validation_fraction"
@@ -260,10 +263,13 @@ def _conduct(job: Job, share: Share, storage: Folder, tags: dict[str, str], watc
 
 def _total_steps(job: Job) -> int | None:
     """Where the run will end, as far as steps and epochs say."""
-    manifest, steps = Manifest.load(job.prepared), job.config.train.steps or math.inf
-    plan = build_plan(job.config, build_task(job.config).samples(manifest.tokens("train")))
-    last = min(steps, plan.steps)
-    return None if math.isinf(last) else int(last)
+    steps: float = job.config.train.steps or math.inf
+    if job.config.train.epochs:
+        manifest = Manifest.load(job.prepared)
+        stream = TokenStream(job.prepared, manifest, "train", node_cache(job.config))
+        samples = open_samples(job.config, build_task(job.config, manifest.facts), stream)
+        steps = min(steps, build_plan(job.config, samples.count).steps)
+    return None if math.isinf(steps) else int(steps)
 
 
 def _facts(environment: dict[str, Any], share: Share) -> dict[str, Any]:

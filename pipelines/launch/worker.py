@@ -3,6 +3,7 @@
 summary = run_worker(job, Place(rank=0, world=1), recorder.receive, stopping=lambda: False)
 """
 
+import json
 import math
 import os
 import time
@@ -10,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from pipelines.config import Config
 from pipelines.config.combinations import SHARDED
-from pipelines.feed.cache import NodeCache
+from pipelines.feed.cache import node_cache
 from pipelines.feed.loader import Loader, validation_batches
 from pipelines.feed.plan import build_plan
+from pipelines.feed.samples import Samples, open_samples
 from pipelines.feed.stream import TokenStream
 from pipelines.files import Folder
 from pipelines.launch.job import Job, Place
@@ -41,7 +42,8 @@ from pipelines.record.sender import Post, Sender
 from pipelines.strategies import build_strategy
 from pipelines.strategies.recompute import as_compiled, recompute
 from pipelines.strategies.strategy import Strategy, whole_shape
-from pipelines.tasks import Task, build_task
+from pipelines.tasks import build_task
+from pipelines.tokenizers import Tokenizers
 from pipelines.train.checkpoint import Checkpoints
 from pipelines.train.fingerprint import parameters_sha256
 from pipelines.train.loop import Ending, Training
@@ -117,13 +119,13 @@ def build_training(
     device = _use_device(job, place)
     use_kernels(config.model.kernels)
     manifest = Manifest.load(job.prepared)
-    task = build_task(config)
+    task = build_task(config, manifest.facts, Tokenizers(job.prepared, manifest.tokenizers))
     strategy = build_strategy(config, device=device, rank=rank, world=world)
     torch.manual_seed(config.seed)
     precision = Precision(config.train.precision)
     precision.use_products()
-    model = task.build_model(manifest.vocabulary_size)
-    checkpoints = _checkpoints(job, place, say)
+    model = task.build_model()
+    checkpoints = _checkpoints(job, place, manifest, say)
     found = checkpoints.newest()
     if config.model.init_from and not found:
         start_from(model, Folder(config.model.init_from), job.prepared / "tokenizer", say)
@@ -136,15 +138,13 @@ def build_training(
         say(f"resumed from step {found.step}")
     state = found.state if found else TrainState()
 
-    cache = NodeCache(
-        Path(os.environ.get("RAYSTRIDE_CACHE", "~/.cache/raystride")).expanduser(), _bytes(config.data.cache_gib)
+    cache = node_cache(config)
+    train, held_out = (
+        open_samples(config, task, TokenStream(job.prepared, manifest, split, cache)) for split in ("train", "validation")
     )
-    train, held_out = (TokenStream(job.prepared, manifest, split, cache) for split in ("train", "validation"))
-    plan = build_plan(config, task.samples(train.tokens), state.step, state.position)
     loader = Loader(
-        plan=plan,
-        stream=train,
-        task=task,
+        plan=build_plan(config, train.count, state.step, state.position),
+        samples=train,
         rank=rank,
         world=world,
         micro_batch_slots=config.train.together,
@@ -160,10 +160,10 @@ def build_training(
         optimizer=optimizer,
         loader=loader,
         state=state,
-        rules=build_rules(config, state, device),
-        validate=_validation(config, strategy, model, precision, task, held_out),
+        rules=build_rules(config, train, state, device),
+        validate=_validation(config, strategy, model, precision, held_out),
         checkpoints=checkpoints if config.checkpoint.every else None,
-        header={"run": job.run, **job.facts, "data": manifest.fingerprint, "order": asdict(plan.order)},
+        header={"run": job.run, **job.facts, "data": manifest.fingerprint, "order": asdict(loader.plan.order)},
         watchers=observers,
         stopping=stopping,
         say=say,
@@ -203,10 +203,14 @@ def _leave_group() -> None:
     dist.destroy_process_group()
 
 
-def _checkpoints(job: Job, place: Place, say: Callable[[str], None]) -> Checkpoints:
+def _checkpoints(job: Job, place: Place, manifest: Manifest, say: Callable[[str], None]) -> Checkpoints:
     group = dist.new_group(backend="gloo") if place.world > 1 else None
-    tokenizer = job.prepared / "tokenizer"
-    extra = {f"tokenizer/{name}": tokenizer.read(name) for name in tokenizer.names()} if place.rank == 0 else {}
+    extra: dict[str, bytes] = {}
+    if place.rank == 0:  # what it takes to use the model: its tokenizers, and what the task knows of the data
+        for tokenizer in manifest.tokenizers:
+            folder = job.prepared / tokenizer
+            extra |= {f"{tokenizer}/{name}": folder.read(name) for name in folder.names()}
+        extra["facts.json"] = json.dumps(manifest.facts | {"tokenizers": manifest.tokenizers}).encode()
     settings = job.config.checkpoint
     checkpoints = Checkpoints(job.folder / "checkpoints", job.attempt, keep=settings.keep, group=group, say=say, extra=extra)
     if settings.every:
@@ -215,25 +219,24 @@ def _checkpoints(job: Job, place: Place, say: Callable[[str], None]) -> Checkpoi
 
 
 def _validation(
-    config: Config, strategy: Strategy, model: torch.nn.Module, precision: Precision, task: Task, stream: TokenStream
+    config: Config, strategy: Strategy, model: torch.nn.Module, precision: Precision, samples: Samples
 ) -> Callable[[], dict[str, float]]:
     """Measures the validation samples in batches of a slot's size, which surely fits in memory."""
-    size = config.train.slot_size
-    available = task.samples(stream.tokens)
-    samples = min(config.validation.samples or available, available)
+    size = config.train.slot_samples
+    wanted = math.ceil(config.validation.samples / samples.examples) or samples.count
+    wanted = min(wanted, samples.count)
 
     def measure() -> dict[str, float]:
         batches = validation_batches(
-            stream,
-            task,
-            samples=samples,
+            samples,
+            wanted=wanted,
             size=size,
             rank=strategy.rank,
             world=strategy.world,
             device=strategy.device,
             even=strategy.even,
         )
-        return validate(strategy, model, precision, task, batches, -(-samples // size))
+        return validate(strategy, model, precision, samples.task, batches, -(-wanted // size))
 
     return measure
 
@@ -252,7 +255,7 @@ def _facts(job: Job, place: Place, training: Training) -> RunFacts:
         nodes=place.nodes,
         device=torch.cuda.get_device_name() if job.device == "cuda" else "cpu",
         precision=training.rules.precision.rate,
-        tokens_per_step=training.rules.nominal_targets,
+        tokens_per_step=training.loader.samples.tokens * job.config.train.batch,
         flops_per_token=count() if count else None,
         parameters=sum(math.prod(whole_shape(p)) for p in model.parameters()),
         step=training.state.step,
@@ -279,13 +282,12 @@ def _write_sample(job: Job, place: Place, training: Training) -> None:
     """Writes what the trained model says after the prompt into the run's folder; workers with shards compute it together."""
     from model.transformer import Decoder
     from pipelines.evaluate.writing import write_text
-    from pipelines.tokenizers import load_tokenizer
 
     settings, model = job.config.sample, training.model
     if not settings.tokens or not isinstance(model, Decoder):
         return
     with training.rules.precision.autocast(training.strategy.device), as_compiled():
-        text = "".join(write_text(model, load_tokenizer(job.prepared / "tokenizer"), settings))
+        text = "".join(write_text(model, training.loader.samples.task.encoders["tokenizer"], settings))
     training.strategy.settle()
     if place.rank == 0:
         job.folder.put("sample.txt", settings.prompt + text + "\n")
@@ -298,7 +300,3 @@ def _say(sender: Sender, place: Place, text: str) -> None:
         sender.warn(text.removeprefix(WARNING))
     else:
         sender.put("event", {"name": "note", "text": text})
-
-
-def _bytes(gib: float) -> int:
-    return int(gib * 2**30)

@@ -90,7 +90,7 @@ class Sampler:
         self._covers = "GPUs" if run.device != "cpu" else "CPU packages"
         self._gone: set[str] = set()
         self._began: tuple[float, int] | None = None
-        self._tokens = 0
+        self._tokens = 0.0
         self._seconds = 0.0
 
     def sample(self, now: float, steps: int, last: bool = False) -> Figures:

@@ -34,7 +34,7 @@ class RunFacts:
     """The device's name as PyTorch gives it (`NVIDIA H100 80GB HBM3`), or `cpu`."""
     precision: str = "fp32"
     """Precision of the matrix products, a key of `peaks.PEAKS`: `fp32`, `tf32` or `bf16`."""
-    tokens_per_step: int = 0
+    tokens_per_step: float = 0
     """Tokens (or whatever the task counts) in one step of all workers together."""
     flops_per_token: float | None = None
     """Floating-point operations of forward and backward for one token, where the model knows them."""

@@ -35,6 +35,10 @@ class Shard:
     """Byte at which the ids begin, `tokens` of them in the manifest's `id_type`, little-endian."""
     mask_offset: int | None = None
     """Byte at which the loss mask begins, one byte a token, 0 where the loss leaves the token out; None: no mask."""
+    rows_offset: int | None = None
+    """Byte at which the rows' first tokens begin, one int64 a row and the number of tokens; None: of an older version."""
+    rows: int = 0
+    """Rows: the documents that begin here, and one that only goes on here, if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +48,7 @@ class Manifest:
     fingerprint: str
     """Hash of the source's files and of the settings that shape the shards."""
     id_type: str
-    """`uint16` or `uint32`."""
+    """`uint8`, `uint16` or `uint32`."""
     vocabulary_size: int
     """Ids that the tokenizer can give."""
     end_id: int
@@ -55,6 +59,15 @@ class Manifest:
     """Where the documents came from: kind, files, bytes."""
     skipped: list[dict[str, str]] = field(default_factory=list)
     """What was left out under `data.on_error skip`: file or document, and the reason."""
+    tokenizers: list[str] = field(default_factory=lambda: ["tokenizer"])
+    """Names of the folders in which the tokenizers lie."""
+    learned: dict[str, Any] = field(default_factory=dict)
+    """What else the task learned of the data, the names of labels for instance."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a task is told of the data."""
+        return {"vocabulary_size": self.vocabulary_size, "end_id": self.end_id} | self.learned
 
     def tokens(self, split: str) -> int:
         """Ids of a split."""

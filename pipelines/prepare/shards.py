@@ -22,6 +22,8 @@ import pyarrow as pa
 from pipelines.files import Folder
 from pipelines.prepare.manifest import Shard
 
+_LISTS = ("ids", "loss_mask")
+
 
 class ShardWriter:
     """Gathers the rows of one shard, then writes it whole or not at all."""
@@ -88,6 +90,8 @@ class ShardWriter:
             sha256=digest,
             ids_offset=offsets["ids"],
             mask_offset=offsets.get("loss_mask"),
+            rows_offset=offsets["rows"],
+            rows=batch.num_rows,
         )
 
     def _batch(self) -> pa.RecordBatch:
@@ -110,18 +114,19 @@ class ShardWriter:
 
 
 def _offsets(path: Path, batch: pa.RecordBatch) -> dict[str, int]:
-    """Bytes at which the flat values of each list column begin in a shard, checked by reading them with numpy alone."""
+    """Bytes at which a shard's rows and the flat values of its list columns begin, checked by reading them with numpy."""
     found = {}
     with pa.memory_map(str(path)) as source:
         start = source.read_buffer(1).address
         source.seek(0)
         written = pa.ipc.open_file(source).get_batch(0)
-        for name in set(batch.schema.names) & {"ids", "loss_mask"}:
-            values = written.column(name).values
-            found[name] = values.buffers()[1].address - start
-            meant = batch.column(name).values.to_numpy()
-            there = np.memmap(path, meant.dtype, "r", found[name], meant.shape)
-            if not np.array_equal(there, meant):
+        buffers = {name: written.column(name).values.buffers()[1] for name in batch.schema.names if name in _LISTS}
+        meant = {name: batch.column(name).values.to_numpy() for name in buffers}
+        buffers["rows"], meant["rows"] = written.column("ids").buffers()[1], batch.column("ids").offsets.to_numpy()
+        for name, buffer in buffers.items():
+            found[name] = buffer.address - start
+            there = np.memmap(path, meant[name].dtype, "r", found[name], meant[name].shape)
+            if not np.array_equal(there, meant[name]):
                 raise OSError(f"{path}: the {name} that were written read otherwise: check the disk and prepare again")
     return found
 

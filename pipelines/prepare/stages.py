@@ -22,7 +22,7 @@ from pipelines.files import Folder
 from pipelines.prepare.faults import Fault, Faulty
 from pipelines.prepare.pieces import HEAD, Part, Piece, Reader
 from pipelines.prepare.shards import ShardWriter
-from pipelines.tasks.task import Encoder, Task
+from pipelines.tasks.task import Document, Encoder, Task
 from pipelines.tokenizers import load_tokenizer
 
 SPLITS = ("train", "validation")
@@ -119,7 +119,7 @@ def tokenise(job: Job, table: pa.Table) -> pa.Table:
     ids: list[np.ndarray] = []
     masks: list[np.ndarray | None] = []
     for text, ends in zip(table["text"].to_pylist(), table["ends"].to_pylist(), strict=True):
-        document, mask = _encode(job.task, encoder, text, ends)
+        document, mask = _encode(job.task, encoder, None if text is None else (text,), ends)
         ids.append(document)
         masks.append(mask)
     kind = id_type(encoder)
@@ -131,10 +131,10 @@ def tokenise(job: Job, table: pa.Table) -> pa.Table:
     return table.drop_columns(["text"]).append_column("ids", lists).append_column("loss_mask", mask_column)
 
 
-def _encode(task: Task, encoder: Encoder, text: str | None, ends: bool) -> tuple[np.ndarray, np.ndarray | None]:
-    if text is None:
+def _encode(task: Task, encoder: Encoder, document: Document | None, ends: bool) -> tuple[np.ndarray, np.ndarray | None]:
+    if document is None:
         return np.empty(0, np.uint32), None
-    ids, mask = task.encode(text, encoder)
+    ids, mask = task.encode(document, {"tokenizer": encoder})
     if not ends and len(ids) and ids[-1] == encoder.end_id:
         return ids[:-1], None if mask is None else mask[:-1]
     return ids, None if mask is None else mask.astype(np.uint8)

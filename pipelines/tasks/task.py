@@ -1,19 +1,23 @@
-"""What is trained, as the spine sees it: five things that a task knows and nobody else.
+"""What is trained, as the spine sees it: what a task knows and nobody else. One file in this folder a task.
 
-    task = build_task(config)                    # one file in this folder a task
-    ids, mask = task.encode(text, encoder)       # while preparing: one document -> one example
-    samples = task.samples(tokens)               # while feeding: how many samples that many tokens give
-    window = task.window(sample)                 # ... and which tokens of the stream a sample is
-    batch = task.collate(windows, masks)         # ... and what the model is fed, on the host
-    model = task.build_model(vocabulary_size)    # while training
-    metrics = task.score(loss_sum, targets)      # while validating
+    task = build_task(config)                               # before the data is known: which columns, which metrics
+    ids, mask = task.encode(document, encoders)             # while preparing: one document -> one example
+    task = build_task(config, manifest.facts)               # from then on it knows what preparation learned
+    inputs, targets = task.collate(rows, masks)             # while feeding: what the model is fed, on the host
+    loss_sum, counted = task.build_model()(*inputs, targets)    # while training
+    metrics = task.score(loss_sum, targets, counts)         # while validating
 
 PyTorch is imported only where it is used: the driver and the workers that prepare data never need it, and it takes seconds.
 """
 
-from typing import TYPE_CHECKING, Protocol
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
+
+from pipelines.config import Config
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +25,15 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 """The target that the loss leaves out."""
+
+Document = tuple[str, ...]
+"""What a source yields: the values of the task's columns. An image is a data URI of its file (RFC 2397)."""
+Facts = Mapping[str, Any]
+"""What preparation learned of the data, as JSON: `vocabulary_size`, `end_id`, the names of labels, ..."""
+Rows = Sequence[np.ndarray] | np.ndarray
+"""Some samples: vectors of numbers, or of truth values for masks; windows are one matrix, whose rows they are."""
+Inputs = tuple["torch.Tensor", ...]
+"""What a model takes besides the targets."""
 
 
 class Encoder(Protocol):
@@ -38,29 +51,127 @@ class Encoder(Protocol):
         ...
 
 
-class Task(Protocol):
-    """A thing that Raystride can train."""
+Encoders = Mapping[str, Encoder]
+"""A task's tokenizers by the names that it gives them."""
 
-    def encode(self, text: str, encoder: Encoder) -> tuple[np.ndarray, np.ndarray | None]:
-        """Ids of a document (end token included), and a loss mask of the same length or None."""
-        ...
 
-    def samples(self, tokens: int) -> int:
-        """How many samples a stream of that many tokens gives; the rest is dropped."""
-        ...
+@dataclass(frozen=True)
+class Column:
+    """A column that a task reads of every row."""
 
-    def window(self, sample: np.ndarray) -> tuple[np.ndarray, int]:
-        """First token of each sample (shape as given, int64), and the number of tokens in one."""
-        ...
+    setting: str
+    """The setting that names it, for errors: `data.column`."""
+    name: str
+    """What the data calls it."""
+    kind: Literal["text", "label", "image"] = "text"
+    """Text; a label (text, number or truth value, taken as text); an image file's bytes."""
+    answer: bool = False
+    """Whether it is what the model is to give: a document without it, as the last of several, is a question."""
 
-    def collate(self, windows: np.ndarray, masks: np.ndarray | None) -> "tuple[torch.Tensor, torch.Tensor]":
-        """Inputs and targets, int64 (B, T), of token windows (B, T + 1); targets that do not count are IGNORED."""
-        ...
 
-    def build_model(self, vocabulary_size: int) -> "nn.Module":
-        """The network, initialised under the current seed: model(inputs, targets) -> (loss sum, targets counted)."""
-        ...
+@dataclass(frozen=True)
+class Window:
+    """How samples are cut from the stream of all tokens."""
 
-    def score(self, loss_sum: float, targets: float) -> dict[str, float]:
-        """Metrics by name, `val_loss` among them, from sums over the validation samples."""
-        ...
+    length: int
+    """Tokens in a sample."""
+    stride: int
+    """Tokens from one sample's beginning to the next one's."""
+
+
+class Task:
+    """A thing that Raystride can train; each task overrides what is particular to it."""
+
+    window: Window | None = None
+    """How samples are cut from the concatenated examples; None: each example is a sample."""
+    tokenizers: tuple[str, ...] = ("tokenizer",)
+    """Its tokenizers: folders under these names lie beside the shards."""
+    surveyed: ClassVar[bool] = False
+    """Whether `survey` must see all documents before the first is encoded, which takes a pass of its own."""
+    metrics: tuple[str, ...] = ("val_loss",)
+    """What `score` measures, for `validation.metric`."""
+
+    def __init__(self, config: Config, facts: Facts | None = None, encoders: Encoders | None = None) -> None:
+        self.config, self.facts, self.encoders = config, facts or {}, encoders or {}
+        if config.train.slot_tokens and self.window:
+            raise config.train.error("slot_tokens", f"must be 0 with task `{config.task}`, whose samples are equally long")
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """What it reads of a row; a source without columns gives the first one alone."""
+        return (Column("data.column", self.config.data.column),)
+
+    @property
+    def ids(self) -> int:
+        """All numbers in examples are below this; known with the facts."""
+        return int(self.facts["vocabulary_size"])
+
+    def texts(self, document: Document, tokenizer: str) -> Iterable[str]:
+        """What this tokenizer is trained on in a document."""
+        return document[:1]
+
+    def survey(self, documents: Iterable[Document]) -> Facts:
+        """What is to be known of some of the documents, as JSON; `learn` gets one of these for each part of the data."""
+        return {}
+
+    def learn(self, surveys: Sequence[Facts], encoders: Encoders) -> Facts:
+        """The facts from all parts' surveys and the tokenizers. Raises DataError where the data does not suit the task."""
+        encoder = encoders[self.tokenizers[0]]
+        return {"vocabulary_size": encoder.vocabulary_size, "end_id": encoder.end_id}
+
+    def encode(self, document: Document, encoders: Encoders) -> tuple[np.ndarray, np.ndarray | None]:
+        """An example: its numbers (n), below `ids`, and a loss mask (n) or None. Raises ValueError: why it can be none."""
+        raise NotImplementedError
+
+    def sizes(self, firsts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """What examples are padded by, (n, k): the lengths of their k sequences, from their first numbers and lengths."""
+        return lengths[:, None]
+
+    def collate(self, rows: Rows, masks: Rows | None) -> "tuple[Inputs, torch.Tensor]":
+        """The model's inputs and targets of some samples; with masks all False, targets that do not count (IGNORED)."""
+        raise NotImplementedError
+
+    def unpack(self, inputs: Inputs) -> Inputs:
+        """What is still to be done to inputs on the device, ahead of the loop."""
+        return inputs
+
+    def build_model(self) -> "nn.Module":
+        """The network, initialised under the current seed: model(*inputs, targets) -> (loss sum, targets counted)."""
+        raise NotImplementedError
+
+    def measure(
+        self, model: "nn.Module", inputs: Inputs, targets: "torch.Tensor", *, together: bool = False
+    ) -> "tuple[torch.Tensor, ...]":
+        """Loss sum and targets counted of a validation batch, and, where `counted` is k, whole numbers (k) for `score`.
+
+        `together`: several workers compute at once what none can alone, so all must call the model equally often.
+        """
+        loss_sum, counted = model(*inputs, targets)
+        return loss_sum, counted
+
+    def score(self, loss_sum: float, targets: float, counts: np.ndarray) -> dict[str, float]:
+        """Metrics by name, `val_loss` among them, from the sums over all validation samples."""
+        return {"val_loss": mean(loss_sum, targets)}
+
+    def answer(self, model: "nn.Module", inputs: Inputs) -> list[dict[str, Any]]:
+        """What the model says to each of some samples, by name: a label and how sure it is, a translation, ..."""
+        raise NotImplementedError
+
+    def grade(self, table: Mapping[str, Any]) -> dict[str, float]:
+        """Metrics of answered samples from the columns `loss`, `targets`, those of `answer`, and the document's own."""
+        return {"loss": mean(sum(table["loss"]), sum(table["targets"]))}
+
+    @property
+    def counted(self) -> int:
+        """How many whole numbers `measure` gives besides loss and targets."""
+        return 0
+
+    @property
+    def targets_per_sample(self) -> float | None:
+        """Targets of a sample as the loss is scaled before their number is known; None: as many as its numbers."""
+        return None
+
+
+def mean(total: float, count: float) -> float:
+    """The quotient, or NaN where nothing was counted."""
+    return total / count if count else math.nan

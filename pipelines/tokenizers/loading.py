@@ -8,6 +8,7 @@ encoder = load_tokenizer(Folder.at("runs/.prepared/6f1c.../tokenizer"))
 """
 
 import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipelines.files import Folder
@@ -32,6 +33,27 @@ def load_tokenizer(folder: Folder) -> AnyEncoder:
         raise ValueError(f"{folder}/{KIND_FILE} has another format than {FORMAT}: prepare the data again")
     content = folder.read(READY_FILE).decode() if "encoder" in kind else ""
     return build_encoder(kind, content)
+
+
+class Tokenizers(Mapping[str, AnyEncoder]):
+    """The encoders in folders side by side, by the folders' names; each is loaded when it is first asked for."""
+
+    def __init__(self, place: Folder, names: Sequence[str]) -> None:
+        self._place, self._names = place, tuple(names)
+        self._loaded: dict[str, AnyEncoder] = {}
+
+    def __getitem__(self, name: str) -> AnyEncoder:
+        if name not in self._loaded:
+            if name not in self._names:
+                raise KeyError(name)
+            self._loaded[name] = load_tokenizer(self._place / name)
+        return self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def save_tokenizer(folder: Folder, kind: dict[str, Any], content: str = "") -> None:

@@ -27,10 +27,10 @@ def find_blame(strategy: Strategy, model: nn.Module, loader: Loader, rules: Step
     losses = torch.zeros(plan.slots, device=strategy.device)
     bad = torch.zeros(plan.slots, device=strategy.device)
     for batch in replace(loader, micro_batch_slots=1).read_step(step).micro_batches:
-        batch = batch.to(strategy.device)
+        batch = loader.placement.place(batch)
         seed_dropout(strategy.device, micro_batch_seed(rules.seed, step, batch.slot))
         with torch.no_grad(), rules.precision.autocast(strategy.device), as_compiled(), _first_bad_output(model) as found:
-            loss_sum, counted = model(batch.inputs, batch.targets)
+            loss_sum, counted = model(*batch.inputs, batch.targets)
         if not batch.empty:
             losses[batch.slot] = torch.nan_to_num(loss_sum / counted.clamp(min=1))
             bad[batch.slot] = float(not torch.isfinite(loss_sum))

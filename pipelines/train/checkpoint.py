@@ -13,7 +13,7 @@ their manifests, so that the whole history of what was fed can be audited.
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,14 +193,17 @@ class Checkpoints:
         return sorted(name for name in names if self.folder.exists(f"{name}/MANIFEST.json"))
 
     def newest(self) -> Found | None:
-        """The newest checkpoint that is whole; those that are not are named and passed over. All ranks get the same."""
+        """The newest checkpoint that is whole. All ranks get the same."""
+        return next(self.whole(), None)
+
+    def whole(self) -> Iterator[Found]:
+        """The checkpoints that are whole, the newest first; those that are not are named and passed over."""
         for name in reversed(self.steps()):
             problem, manifest = self._problem(self.folder / name)
             if problem is None:
-                return Found(manifest["step"], self.folder / name, manifest, self.rank, self.world)
-            if self.rank == 0:
+                yield Found(manifest["step"], self.folder / name, manifest, self.rank, self.world)
+            elif self.rank == 0:
                 self.say(f"warning: checkpoint {name} is passed over: {problem}")
-        return None
 
     def at_hint(self, hint: str) -> Found | None:
         """The checkpoint that `best` or `last` names, None where there is none or it is damaged."""

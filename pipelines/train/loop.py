@@ -160,7 +160,7 @@ class Training:
         self.state.left_out = earlier.left_out + slots
         self.state.rewinds = earlier.rewinds + 1
         self.loader.left_out = frozenset((each.step, each.slot) for each in self.state.left_out)
-        self.rules = build_rules(self.config, self.state, self.strategy.device)
+        self.rules = build_rules(self.config, self.loader.samples, self.state, self.strategy.device)
         self._saved_at = self.state.step
         self._begin()
 

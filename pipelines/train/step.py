@@ -19,6 +19,7 @@ from torch import nn
 from pipelines.config import Config
 from pipelines.feed.loader import Step
 from pipelines.feed.order import mix64
+from pipelines.feed.samples import Samples
 from pipelines.phases import phase
 from pipelines.strategies.strategy import Strategy
 from pipelines.train.judge import FINE, OVERFLOW, Judge
@@ -38,7 +39,7 @@ class StepRules:
     seed: int
     """Seed of dropout, with step and slot."""
     nominal_targets: int
-    """Targets of a full step in which every token counts: slots x slot size x context."""
+    """Targets of a full step, about; of language modelling, slots x slot size x context."""
     clip_norm: float
     """Largest norm of the gradient; 0: none."""
     judge: Judge
@@ -51,12 +52,12 @@ class StepRules:
     """Whether the update draws random numbers, which are then seeded by the step."""
 
 
-def build_rules(config: Config, state: TrainState, device: torch.device) -> StepRules:
+def build_rules(config: Config, samples: Samples, state: TrainState, device: torch.device) -> StepRules:
     """The rules of a run at this point of it."""
     train, guard = config.train, config.guard
     return StepRules(
         seed=config.seed,
-        nominal_targets=config.targets_per_step,
+        nominal_targets=max(1, round(train.batch * (samples.task.targets_per_sample or samples.tokens))),
         clip_norm=train.clip_norm,
         judge=Judge(device, guard.spike, guard.window, state.loss_seen),
         precision=Precision(train.precision),
@@ -94,7 +95,7 @@ def train_step(
         with phase("slot"):
             seed_dropout(device, micro_batch_seed(rules.seed, step.number, batch.slot))
             with phase("forward"), rules.precision.autocast(device):
-                loss_sum, counted = model(batch.inputs, batch.targets)
+                loss_sum, counted = model(*batch.inputs, batch.targets)
             measured[LOSS] += loss_sum.detach()
             measured[TARGETS] += counted
             loss = loss_sum / rules.nominal_targets

@@ -1,7 +1,7 @@
-"""The loss on the validation samples, the same number for any number of workers.
+"""What the task measures on the validation samples, the same for any number of workers.
 
-Batches do not depend on the workers, each batch's sums come from one of them, and all are added in the batches' order in
-fp64: so which worker computed what leaves no trace in the result.
+Batches do not depend on the workers, each batch's losses come from one of them, and all are added in the batches' order in
+fp64; what else a task counts are whole numbers. So which worker computed what leaves no trace in the result.
 
     metrics = validate(strategy, model, precision, task, batches, count)   # {"val_loss": 1.88, "val_perplexity": 6.55}
 """
@@ -23,16 +23,21 @@ def validate(
 ) -> dict[str, float]:
     """Metrics of this worker's `batches` out of `count` over all workers, which must all call it."""
     sums = torch.zeros(count, 2, dtype=torch.float64, device=strategy.device)
+    counts = torch.zeros(task.counted, dtype=torch.float64, device=strategy.device)
     was_training = model.training
     model.eval()
     # Not inference mode: what a strategy gathers for a forward it may keep for the next backward.
     with torch.no_grad(), precision.autocast(strategy.device), as_compiled():
         for batch in batches:
-            loss_sum, counted = model(batch.inputs, batch.targets)
+            loss_sum, counted, *others = task.measure(model, batch.inputs, batch.targets, together=strategy.even)
             if not batch.empty:
                 sums[batch.slot, 0] = loss_sum
                 sums[batch.slot, 1] = counted
+                for each in others:
+                    counts += each
     strategy.settle()
     model.train(was_training)
     loss, targets = strategy.sum(sums).sum(0).tolist()
-    return task.score(loss, targets)
+    if task.counted:
+        strategy.sum(counts)
+    return task.score(loss, targets, counts.cpu().numpy())

@@ -16,6 +16,7 @@ from pipelines.feed.cache import NodeCache
 from pipelines.feed.loader import Loader, validation_batches
 from pipelines.feed.order import Order
 from pipelines.feed.plan import Plan
+from pipelines.feed.samples import Windows
 from pipelines.feed.stream import TokenStream
 from pipelines.files import Folder
 from pipelines.prepare.manifest import Manifest
@@ -67,8 +68,9 @@ def test_reading_past_the_end_is_an_error(prepared: tuple[Prepared, Task, bytes]
 def _loader(prepared: tuple[Prepared, Task, bytes], rank: int = 0, world: int = 1, **changes: object) -> Loader:
     result, task, _ = prepared
     stream = _stream(result)
-    plan = Plan(Order(task.samples(stream.tokens), 5), slots=6, slot_size=2, epochs=1)
-    return replace(Loader(plan, stream, task, rank, world), **changes)  # type: ignore[arg-type]
+    samples = Windows(task, stream)
+    plan = Plan(Order(samples.count, 5), slots=6, slot_size=2, epochs=1)
+    return replace(Loader(plan, samples, rank, world), **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -77,8 +79,8 @@ def test_workers_together_feed_an_epoch_exactly_once(prepared: tuple[Prepared, T
     for rank in range(world):
         for step in _loader(prepared, rank, world).steps(0, 10**9):
             for batch in step.micro_batches:
-                assert torch.equal(batch.inputs[:, 1:], batch.targets[:, :-1])
-                rows += [bytes(row.to(torch.uint8).tolist()) for row in batch.inputs]
+                assert torch.equal(batch.inputs[0][:, 1:], batch.targets[:, :-1])
+                rows += [bytes(row.to(torch.uint8).tolist()) for row in batch.inputs[0]]
     text = prepared[2]
     expected = [text[start : start + CONTEXT] for start in range(0, len(text) - CONTEXT, CONTEXT)]
     assert sorted(rows) == sorted(expected[: len(rows)])
@@ -90,8 +92,8 @@ def test_neighbouring_slots_run_together(prepared: tuple[Prepared, Task, bytes],
     alone = _loader(prepared, micro_batch_slots=1).read_step(3)
     grouped = _loader(prepared, micro_batch_slots=micro_batch_slots).read_step(3)
     assert torch.equal(
-        torch.cat([batch.inputs for batch in alone.micro_batches]),
-        torch.cat([batch.inputs for batch in grouped.micro_batches]),
+        torch.cat([batch.inputs[0] for batch in alone.micro_batches]),
+        torch.cat([batch.inputs[0] for batch in grouped.micro_batches]),
     )
     assert len(grouped.micro_batches) == (1 if not micro_batch_slots else 6 // micro_batch_slots)
     assert alone.digest == grouped.digest
@@ -116,22 +118,19 @@ def test_an_abandoned_loader_ends_its_thread(prepared: tuple[Prepared, Task, byt
 
 
 def test_a_lost_shard_is_an_error_in_the_loop(prepared: tuple[Prepared, Task, bytes], tmp_path: Path) -> None:
-    loader = _loader(prepared, stream=_stream(prepared[0], folder=Folder.at(str(tmp_path))))
-    loader.stream.tokens = 10**6
+    loader = _loader(prepared, samples=Windows(prepared[1], _stream(prepared[0], folder=Folder.at(str(tmp_path)))))
     with pytest.raises(FileNotFoundError):
         list(loader.steps(0, 5))
 
 
 def test_validation_batches_do_not_depend_on_the_workers(prepared: tuple[Prepared, Task, bytes]) -> None:
-    result, task, _ = prepared
+    samples = Windows(prepared[1], _stream(prepared[0], "validation"))
 
     def batches(world: int) -> dict[int, torch.Tensor]:
         found = {}
         for rank in range(world):
-            for batch in validation_batches(
-                _stream(result, "validation"), task, samples=21, size=4, rank=rank, world=world, device=torch.device("cpu")
-            ):
-                found[batch.slot] = batch.inputs
+            for batch in validation_batches(samples, wanted=21, size=4, rank=rank, world=world, device=torch.device("cpu")):
+                found[batch.slot] = batch.inputs[0]
         return found
 
     alone, shared = batches(1), batches(3)
@@ -159,7 +158,7 @@ def test_masked_targets_are_ignored() -> None:
     task = build_task(tiny(Path("x"), train=Train(), model=Model(context=4)))
     windows = np.arange(10).reshape(2, 5)
     masks = np.array([[1, 1, 0, 1, 1], [1, 0, 0, 0, 0]], bool)
-    inputs, targets = task.collate(windows, masks)
+    (inputs,), targets = task.collate(windows, masks)
     assert inputs.tolist() == [[0, 1, 2, 3], [5, 6, 7, 8]]
     assert targets.tolist() == [[1, -100, 3, 4], [-100, -100, -100, -100]]
 

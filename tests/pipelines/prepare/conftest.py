@@ -26,7 +26,7 @@ def settings(source: object, *, tokenizer: str = "bytes", vocabulary_size: int =
 
 def prepared(config: Config, storage: Path | str, *, on_ray: bool = False, echo: Callable[[str], None] = print) -> Prepared:
     """Prepares for a language model."""
-    return prepare(config, Folder.at(str(storage)), LanguageModel(config.model), on_ray=on_ray, echo=echo)
+    return prepare(config, Folder.at(str(storage)), LanguageModel(config), on_ray=on_ray, echo=echo)
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ def test_an_interrupted_preparation_goes_on_with_another_number_of_workers(tmp_p
     parts = divide(source, None, config.data)
     folder = type(whole.folder)(f"{tmp_path}/begun/.prepared/{whole.manifest.fingerprint}")
     train_tokenizer(config.tokenizer, iter([]), folder / "tokenizer", print)
-    job = Job(folder, {"train": source.reader, "validation": source.reader}, LanguageModel(config.model), 0.05, False)
+    job = Job(folder, {"train": source.reader, "validation": source.reader}, LanguageModel(config), 0.05, False)
     for part in parts[3:6]:
         write_part(job, (tokenise(job, table) for table in read_part(job, part)))
     lines: list[str] = []

@@ -19,7 +19,8 @@ from pipelines.files import Folder
 from pipelines.prepare.fingerprint import fingerprint
 from pipelines.prepare.prepare import prepare
 from pipelines.prepare.stages import validates
-from pipelines.tasks.task import Encoder
+from pipelines.tasks.language_model import LanguageModel
+from pipelines.tasks.task import Document, Encoders
 from tests.pipelines.prepare.conftest import Prepare, documents, prepared, rows, settings
 
 LINES = "".join(f"line {i}: some words of text\n" for i in range(20_000))
@@ -189,18 +190,18 @@ def test_the_tail_of_one_ascii_file_is_that_of_nanogpt(tmp_path: Path, run: Prep
     assert [row["ends"] for row in rows(result, "validation")][-1]
 
 
-class Chat:
-    """A task whose loss leaves out what stands before a colon."""
+class Chat(LanguageModel):
+    """Leaves out of the loss what stands before a colon."""
 
-    def encode(self, text: str, encoder: Encoder) -> tuple[np.ndarray, np.ndarray]:
-        ids = np.append(encoder.encode(text), np.uint32(encoder.end_id))
-        return ids, (np.arange(len(ids)) > text.index(":")).astype(np.uint8)
+    def encode(self, document: Document, encoders: Encoders) -> tuple[np.ndarray, np.ndarray]:
+        ids, _ = super().encode(document, encoders)
+        return ids, (np.arange(len(ids)) > document[0].index(":")).astype(np.uint8)
 
 
 def test_a_loss_mask_is_kept_and_found(tmp_path: Path) -> None:
     (tmp_path / "chat.jsonl").write_text("".join(f'{{"text": "ask {"x" * i}: answer"}}\n' for i in range(50)))
     config = settings(tmp_path / "chat.jsonl", validation="tail", validation_fraction=0.2)
-    result = prepare(config, Folder.at(str(tmp_path / "runs")), Chat(), on_ray=False)  # type: ignore[arg-type]
+    result = prepare(config, Folder.at(str(tmp_path / "runs")), Chat(config), on_ray=False)
     assert result.folder.local
     for split in ("train", "validation"):
         (shard,) = result.manifest.splits[split]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from model.transformer import Decoder
 from pipelines.config import Config, Model
+from pipelines.feed.samples import windows_in
 from pipelines.tasks import Task, build_task
 from pipelines.tasks.language_model import LanguageModel
 from pipelines.tasks.task import IGNORED
@@ -17,7 +18,7 @@ from pipelines.tokenizers.alphabets import ByteEncoder
 
 
 def _task(context: int) -> LanguageModel:
-    return LanguageModel(Model(layers=1, heads=1, width=4, context=context))
+    return LanguageModel(Config(model=Model(layers=1, heads=1, width=4, context=context)), {"vocabulary_size": 10})
 
 
 def test_the_setting_chooses_the_task() -> None:
@@ -26,18 +27,19 @@ def test_the_setting_chooses_the_task() -> None:
 
 
 def test_a_document_is_its_ids_and_an_end() -> None:
-    ids, mask = _task(4).encode("hé", ByteEncoder())
+    ids, mask = _task(4).encode(("hé",), {"tokenizer": ByteEncoder()})
     assert ids.tolist() == [*"hé".encode(), ByteEncoder().end_id]
     assert ids.dtype == np.uint32
     assert mask is None
-    assert _task(4).encode("", ByteEncoder())[0].tolist() == [ByteEncoder().end_id]
+    assert _task(4).encode(("",), {"tokenizer": ByteEncoder()})[0].tolist() == [ByteEncoder().end_id]
 
 
 @given(tokens=st.integers(0, 500), context=st.integers(1, 40))
 def test_windows_predict_every_token_once_up_to_the_tail(tokens: int, context: int) -> None:
     task = _task(context)
-    samples = task.samples(tokens)
-    firsts, length = task.window(np.arange(samples))
+    samples, window = windows_in(task, tokens), task.window
+    assert window
+    firsts, length = np.arange(samples) * window.stride, window.length
     predicted = [token for first in firsts for token in range(first + 1, first + length)]
     assert predicted == list(range(1, samples * context + 1))
     assert all(first + length <= tokens for first in firsts)
@@ -48,7 +50,7 @@ def test_windows_predict_every_token_once_up_to_the_tail(tokens: int, context: i
 
 def test_targets_are_the_next_tokens() -> None:
     windows = np.array([[1, 2, 3, 4], [5, 6, 7, 8]], dtype=np.int64)
-    inputs, targets = _task(3).collate(windows, None)
+    (inputs,), targets = _task(3).collate(windows, None)
     assert inputs.tolist() == [[1, 2, 3], [5, 6, 7]]
     assert targets.tolist() == [[2, 3, 4], [6, 7, 8]]
     assert inputs.is_contiguous()
@@ -57,25 +59,30 @@ def test_targets_are_the_next_tokens() -> None:
 
 def test_a_masked_token_is_read_and_not_predicted() -> None:
     windows = np.array([[1, 2, 3, 4]], dtype=np.int64)
-    inputs, targets = _task(3).collate(windows, np.array([[False, True, False, True]]))
+    (inputs,), targets = _task(3).collate(windows, np.array([[False, True, False, True]]))
     assert inputs.tolist() == [[1, 2, 3]]
     assert targets.tolist() == [[2, IGNORED, 4]]
+
+
+def _loss(task: LanguageModel, model: Decoder, windows: np.ndarray, mask: np.ndarray) -> tuple[torch.Tensor, ...]:
+    inputs, targets = task.collate(windows, mask)
+    return model(*inputs, targets)  # type: ignore[no-any-return]
 
 
 def test_the_model_counts_only_what_is_not_masked() -> None:
     task = _task(3)
     torch.manual_seed(0)
-    model = task.build_model(10)
+    model = task.build_model()
     assert isinstance(model, Decoder)
     windows = np.array([[1, 2, 3, 4], [5, 6, 7, 8]], dtype=np.int64)
     mask = np.array([[True, True, False, True], [True, False, False, False]])
-    loss, count = model(*task.collate(windows, mask))
+    loss, count = _loss(task, model, windows, mask)
     assert int(count) == 2
-    alone = sum(model(*task.collate(windows[:1], np.eye(1, 4, k=k, dtype=bool)))[0].item() for k in (1, 3))
+    alone = sum(_loss(task, model, windows[:1], np.eye(1, 4, k=k, dtype=bool))[0].item() for k in (1, 3))
     assert loss.item() == pytest.approx(alone, rel=1e-5)
 
 
 def test_the_score_is_the_mean_loss_and_its_perplexity() -> None:
-    assert _task(3).score(20.0, 10.0) == {"val_loss": 2.0, "val_perplexity": pytest.approx(math.exp(2.0))}
-    assert _task(3).score(1e6, 1.0)["val_perplexity"] == math.inf
-    assert math.isnan(_task(3).score(0.0, 0.0)["val_loss"])
+    assert _task(3).score(20.0, 10.0, np.empty(0)) == {"val_loss": 2.0, "val_perplexity": pytest.approx(math.exp(2.0))}
+    assert _task(3).score(1e6, 1.0, np.empty(0))["val_perplexity"] == math.inf
+    assert math.isnan(_task(3).score(0.0, 0.0, np.empty(0))["val_loss"])

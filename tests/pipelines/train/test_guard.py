@@ -10,6 +10,7 @@ import torch
 from pipelines.config import Checkpoint, Guard, Model, Optimizer, Scaling, Train
 from pipelines.launch.job import Job
 from pipelines.record.audit import audit
+from pipelines.tasks.task import Inputs
 from pipelines.train.judge import FINE, NOT_FINITE, OVERFLOW, SPIKE, Judge
 from pipelines.train.loop import Training
 from tests.pipelines.strategies.course import course_job, run_course
@@ -39,7 +40,7 @@ def _job(folder: Path, run: str, policy: str, strategy: str = "auto", **more: An
 
 def _bad_inputs(training: Training, step: int = BAD[0]) -> torch.Tensor:
     """The planted slot's inputs, by which a hook recognises it on whatever worker it is."""
-    return replace(training.loader, rank=0, world=1, micro_batch_slots=1).read_step(step).micro_batches[BAD[1]].inputs
+    return replace(training.loader, rank=0, world=1, micro_batch_slots=1).read_step(step).micro_batches[BAD[1]].inputs[0]
 
 
 def plant_nan(training: Training) -> None:
@@ -58,15 +59,15 @@ def plant_nan(training: Training) -> None:
 
 def plant_garbage(training: Training) -> None:
     """The bad slot's samples ask for a byte that no other does."""
-    collate, bad = training.loader.task.collate, _bad_inputs(training, LATE)
+    collate, bad = training.loader.samples.task.collate, _bad_inputs(training, LATE)
 
-    def garbled(windows: Any, masks: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def garbled(windows: Any, masks: Any) -> tuple[Inputs, torch.Tensor]:
         inputs, targets = collate(windows, masks)
-        if torch.equal(inputs, bad):
+        if torch.equal(inputs[0], bad):
             targets = torch.full_like(targets, 255)
         return inputs, targets
 
-    object.__setattr__(training.loader.task, "collate", garbled)
+    training.loader.samples.task.collate = garbled  # type: ignore[method-assign, assignment]
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(1, "auto"), (3, "ddp"), (2, "fsdp")])

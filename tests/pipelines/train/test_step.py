@@ -31,7 +31,9 @@ def _targets() -> torch.Tensor:
 
 
 def _step(rows: list[range]) -> Step:
-    batches = [MicroBatch(part.start, IDS[part.start : part.stop, :-1], _targets()[part.start : part.stop]) for part in rows]
+    batches = [
+        MicroBatch(part.start, (IDS[part.start : part.stop, :-1],), _targets()[part.start : part.stop]) for part in rows
+    ]
     return Step(number=0, position=0, samples=6, micro_batches=batches, digest=0)
 
 
@@ -107,7 +109,7 @@ def test_a_step_without_any_target_changes_nothing_but_the_count() -> None:
     strategy = Single(torch.device("cpu"))
     model, optimizer = strategy.prepare(Decoder(SHAPE, 11), _sgd)
     before = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    step = Step(0, 0, 2, [MicroBatch(0, IDS[:2, :-1], torch.full((2, CONTEXT), -100))], 0)
+    step = Step(0, 0, 2, [MicroBatch(0, (IDS[:2, :-1],), torch.full((2, CONTEXT), -100))], 0)
     result = train_step(strategy, model, optimizer, step, StepRules(0, 12, 1.0, Judge(strategy.device)), 1.0)
     assert result.measured[TARGETS] == 0
     assert torch.equal(before, torch.cat([p.detach().reshape(-1) for p in model.parameters()]))

@@ -1,0 +1,128 @@
+"""Classification of images by a convolutional network.
+
+An example is the label's number and the pixels, uint8, channel by channel, row by row. All images have the size that
+`data.image_size` gives, or else the one that they all have already.
+
+    task = Images(config, {"labels": ["0", "1"], "image": [1, 8, 8]})
+    (images,), labels = task.collate(rows, None)             # images (B, 1, 8, 8) uint8, labels (B) int64
+"""
+
+import base64
+import io
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipelines.tasks.labels import Labelling
+from pipelines.tasks.task import Column, Document, Encoders, Facts, Inputs, Rows
+
+if TYPE_CHECKING:
+    import torch
+
+    from model.convnet import ConvNet
+
+MODES = {1: "L", 3: "RGB"}
+"""Pillow's names for images of one channel and of three."""
+
+
+class Images(Labelling):
+    """The task of a convolutional network with one answer an image."""
+
+    tokenizers = ()
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The image and its label."""
+        return (Column("data.image_column", self.config.data.image_column, "image"), self.label_column)
+
+    @property
+    def ids(self) -> int:
+        """Pixels, and the labels' numbers."""
+        return max(256, len(self.labels))
+
+    @property
+    def image(self) -> tuple[int, int, int]:
+        """Channels, height and width."""
+        channels, height, width = self.facts["image"]
+        return int(channels), int(height), int(width)
+
+    def survey(self, documents: Iterable[Document]) -> Facts:
+        """How often each label and each size of an image occurs; what is no image is found when it is encoded."""
+        labels: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
+        for image, label in documents:
+            labels[label] += 1
+            if not self.config.data.image_size:
+                try:
+                    sizes["x".join(map(str, _size(_open(image))))] += 1
+                except ValueError:
+                    continue
+        return {"labels": labels, "sizes": sizes}
+
+    def learn(self, surveys: Sequence[Facts], encoders: Encoders) -> Facts:
+        """The labels, and the size that all images have. Raises ValueError where they have several and none is set."""
+        labels, sizes = super().learn(surveys, encoders), sum((Counter(each["sizes"]) for each in surveys), Counter[str]())
+        if self.config.data.image_size:
+            return {**labels, "image": list(self.config.data.image_size)}
+        if len(sizes) != 1:
+            found = ", ".join(size for size, _ in sizes.most_common(5)) or "no image that could be read"
+            raise ValueError(
+                f"data.image_size is None: the images have {len(sizes)} sizes (channels x height x width: {found}), so it "
+                "must say to which they are scaled, for instance [3, 32, 32]"
+            )
+        return {**labels, "image": [int(part) for part in next(iter(sizes)).split("x")]}
+
+    def shaped_by(self) -> dict[str, Any]:
+        """The size of images."""
+        return {"image_size": self.config.data.image_size}
+
+    def encode(self, document: Document, encoders: Encoders) -> tuple[np.ndarray, None]:
+        """The label's number, 0 for a question, and the pixels. Raises ValueError for what is no image of the right size."""
+        label = self.number_of(document[1]) if len(document) > 1 else 0
+        picture, (channels, height, width) = _open(document[0]), self.image
+        if not self.config.data.image_size and _size(picture) != self.image:
+            raise ValueError(f"is an image of {_size(picture)} (channels, height, width), the others have {self.image}")
+        picture = picture.convert(MODES[channels]).resize((width, height))
+        pixels = np.asarray(picture).reshape(height, width, channels).transpose(2, 0, 1)
+        return np.concatenate(([np.uint32(label)], pixels.reshape(-1))), None
+
+    def collate(self, rows: Rows, masks: Rows | None) -> "tuple[Inputs, torch.Tensor]":
+        """Images (B, channels, height, width) uint8, labels (B)."""
+        import torch
+
+        pixels = np.stack([row[1:] for row in rows]).astype(np.uint8, copy=False)
+        return (torch.from_numpy(pixels).view(len(rows), *self.image),), self.targets(rows, masks)
+
+    def build_model(self) -> "ConvNet":
+        """A freshly initialised convolutional network."""
+        from model.convnet import ConvNet
+
+        model, objective = self.config.model, self.config.objective
+        return ConvNet(
+            self.image,
+            len(self.labels),
+            channels=model.channels,
+            hidden=model.hidden,
+            loss=objective.loss,
+            label_smoothing=objective.label_smoothing,
+            linear=model.linear,
+        )
+
+
+def _open(uri: str) -> Any:
+    """The picture in a data URI. Raises ValueError where there is none."""
+    from PIL import Image
+
+    try:
+        picture = Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2], validate=True)))
+        picture.load()
+    except (ValueError, OSError) as error:
+        raise ValueError(f"is no image that can be read: {error}") from error
+    return picture
+
+
+def _size(picture: Any) -> tuple[int, int, int]:
+    """Channels, of which there are 1 or 3 here, height and width."""
+    return 1 if picture.mode in ("1", "L", "I", "I;16", "F") else 3, picture.height, picture.width

@@ -1,0 +1,144 @@
+"""What tasks have in common that give each sample one of several labels: the labels' names, their weights, their scores.
+
+The first number of an example is its label. Validation counts a confusion matrix, rows are what is true; see `scores`.
+
+    class Classification(Labelling): ...                    # says how the rest of an example is read, and which network
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipelines.tasks.task import IGNORED, Column, Document, Encoders, Facts, Inputs, Rows, Task, mean
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+MOST_LABELS = 1000
+"""More are likely no labels but another column."""
+
+
+class Labelling(Task):
+    """A sample is a whole example; its target is its label."""
+
+    surveyed = True
+    metrics = ("val_loss", "val_accuracy", "val_macro_f1")
+
+    @property
+    def label_column(self) -> Column:
+        """Where the label stands."""
+        return Column("data.label_column", self.config.data.label_column, "label", answer=True)
+
+    @property
+    def labels(self) -> list[str]:
+        """Names of the labels, by their numbers."""
+        return list(self.facts["labels"])
+
+    def survey(self, documents: Iterable[Document]) -> Facts:
+        """How often each label occurs."""
+        return {"labels": dict(Counter(document[-1] for document in documents))}
+
+    def learn(self, surveys: Sequence[Facts], encoders: Encoders) -> Facts:
+        """The labels in alphabetical order, numbers by their value, and their shares of the data. Raises ValueError."""
+        counts: Counter[str] = Counter()
+        for each in surveys:
+            counts.update(each["labels"])
+        names, setting = sorted(counts, key=_in_order), self.label_column
+        if not 2 <= len(names) <= MOST_LABELS:
+            raise ValueError(
+                f"{setting.setting} is {setting.name!r}: it has {len(names)} different values, and a classifier needs "
+                f"2 to {MOST_LABELS}; name another column"
+            )
+        return {"labels": names, "shares": [counts[name] / counts.total() for name in names]}
+
+    def number_of(self, label: str) -> int:
+        """A label's number. Raises ValueError for one that the training data does not have."""
+        try:
+            return self.labels.index(label)
+        except ValueError:
+            known = ", ".join(self.labels[:20])
+            raise ValueError(f"has the label {label!r}, which the training data has not; it has {known}") from None
+
+    @property
+    def class_weights(self) -> tuple[float, ...]:
+        """One a label, with a mean of 1 over the examples, as `objective.class_weights` asks; empty: all alike."""
+        if self.config.objective.class_weights == "none":
+            return ()
+        return tuple(1.0 / (len(self.labels) * share) for share in self.facts["shares"])
+
+    @property
+    def targets_per_sample(self) -> float:
+        """The label."""
+        return 1.0
+
+    def targets(self, rows: Rows, masks: Rows | None) -> "torch.Tensor":
+        """The labels of some examples, (B) int64."""
+        import torch
+
+        counts = [True] * len(rows) if masks is None else [bool(mask.any()) for mask in masks]
+        return torch.tensor([int(row[0]) if some else IGNORED for row, some in zip(rows, counts, strict=True)])
+
+    @property
+    def counted(self) -> int:
+        """The confusion matrix."""
+        return len(self.labels) ** 2
+
+    def measure(
+        self, model: "nn.Module", inputs: Inputs, targets: "torch.Tensor", *, together: bool = False
+    ) -> "tuple[torch.Tensor, ...]":
+        """Cross-entropies, and the confusion matrix, row by row."""
+        import torch
+        from torch.nn.functional import cross_entropy
+
+        logits = _logits(model, inputs).float()
+        real = targets != IGNORED
+        pairs = (targets * logits.shape[1] + logits.argmax(-1)).where(real, 0)
+        confusion = torch.zeros(logits.shape[1] ** 2, device=logits.device).index_add_(0, pairs, real.float())
+        return cross_entropy(logits, targets, reduction="sum"), real.sum(), confusion
+
+    def score(self, loss_sum: float, targets: float, counts: np.ndarray) -> dict[str, float]:
+        """Mean loss in nats, accuracy and macro F1."""
+        accuracy, macro_f1 = scores(counts.reshape(len(self.labels), -1))
+        return {"val_loss": mean(loss_sum, targets), "val_accuracy": accuracy, "val_macro_f1": macro_f1}
+
+    def answer(self, model: "nn.Module", inputs: Inputs) -> list[dict[str, Any]]:
+        """The likeliest label, its probability, and those of all labels."""
+        probabilities = _logits(model, inputs).float().softmax(-1).cpu().numpy()
+        names = self.labels
+        return [
+            {"label": names[row.argmax()], "probability": float(row.max()), "probabilities": row.tolist()}
+            for row in probabilities
+        ]
+
+    def grade(self, table: Mapping[str, Any]) -> dict[str, float]:
+        """Loss, accuracy and macro F1 of answered samples; their true labels are the column of their name."""
+        numbers = {name: number for number, name in enumerate(self.labels)}
+        true = np.array([numbers[name] for name in table[self.label_column.name]])
+        given = np.array([numbers[name] for name in table["label_given"]])
+        confusion = np.bincount(true * len(numbers) + given, minlength=len(numbers) ** 2).reshape(len(numbers), -1)
+        accuracy, macro_f1 = scores(confusion)
+        return super().grade(table) | {"accuracy": accuracy, "macro_f1": macro_f1}
+
+
+def scores(confusion: np.ndarray) -> tuple[float, float]:
+    """Accuracy and macro F1 from a confusion matrix (true, given).
+
+    Macro F1 is the mean over the labels of 2 TP / (2 TP + FP + FN); labels that occur in neither are left out, as
+    torchmetrics leaves them.
+    """
+    right, occurring = confusion.diagonal(), confusion.sum(0) + confusion.sum(1)
+    f1 = 2 * right[occurring > 0] / occurring[occurring > 0]
+    return mean(float(right.sum()), float(confusion.sum())), mean(float(f1.sum()), len(f1))
+
+
+def _in_order(name: str) -> tuple[int, str]:
+    """Numbers by value and before words, words by their letters."""
+    return (int(name), "") if name.isdecimal() and len(name) < 18 else (10**18, name)
+
+
+def _logits(model: "nn.Module", inputs: Inputs) -> "torch.Tensor":
+    logits: torch.Tensor = model.logits(*inputs)  # type: ignore[operator]
+    return logits

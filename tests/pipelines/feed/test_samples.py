@@ -1,0 +1,103 @@
+"""Whole examples and bundles of them as samples: found by number over the borders of shards, and fed once an epoch."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipelines.config import Config, Data, Train
+from pipelines.feed.cache import NodeCache
+from pipelines.feed.loader import Loader, validation_batches
+from pipelines.feed.plan import build_plan
+from pipelines.feed.samples import Bundled, Examples, Samples, open_samples
+from pipelines.feed.stream import TokenStream
+from pipelines.files import Folder
+from pipelines.prepare.prepare import Prepared, prepare
+from pipelines.tasks.language_model import LanguageModel
+from pipelines.tasks.task import Inputs, Rows
+from tests.tiny import tiny
+
+LINES = [f"{number}:" + "x" * (number * 37 % 50) for number in range(30_000)]
+
+
+class Lines(LanguageModel):
+    """Each document is a sample, padded with -1 behind its end."""
+
+    def __init__(self, config: Config, facts: dict[str, int]) -> None:
+        super().__init__(replace(config, train=replace(config.train, slot_tokens=0)), facts)
+        self.window = None
+
+    def collate(self, rows: Rows, masks: Rows | None) -> tuple[Inputs, torch.Tensor]:
+        tensors = [torch.from_numpy(row.astype(np.int64)) for row in rows]
+        batch = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=-1)
+        return (batch,), torch.tensor([1 if masks is None or mask.any() else -100 for mask in masks or rows])
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    folder = tmp_path_factory.mktemp("samples")
+    (folder / "lines.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in LINES))
+    config = _config(folder / "lines.jsonl")
+    result = prepare(config, Folder.at(str(folder)), LanguageModel(config), on_ray=False, echo=lambda _: None)
+    assert len(result.manifest.splits["train"]) > 1
+    return result
+
+
+def _config(path: Path, **train: int) -> Config:
+    data = Data(source=str(path), validation="tail", validation_fraction=0.1)
+    return tiny(path, data=data, train=replace(Train(steps=6, slots=4, slot_size=2, epochs=1), **train))
+
+
+def _samples(prepared: Prepared, config: Config, split: str = "train") -> Samples:
+    stream = TokenStream(prepared.folder, prepared.manifest, split, NodeCache(Path("/none"), 0))
+    return open_samples(config, Lines(config, prepared.manifest.facts), stream)
+
+
+def _texts(inputs: Inputs) -> list[str]:
+    return [bytes(row[(row >= 0) & (row < 256)].to(torch.uint8).tolist()).decode() for row in inputs[0]]
+
+
+def test_an_example_is_found_by_its_number(prepared: Prepared) -> None:
+    samples = _samples(prepared, _config(Path("x")))
+    assert isinstance(samples, Examples)
+    numbers = np.array([0, 1, 9_999, samples.count - 1, 12_345])
+    inputs, _ = samples.batch(numbers)
+    assert _texts(inputs) == [LINES[number] for number in numbers]
+    assert samples.tokens == pytest.approx(np.mean([len(line) + 1 for line in LINES[: samples.count]]))
+    with pytest.raises(IndexError, match="beyond"):
+        samples.batch(np.array([samples.count]))
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_bundles_are_fed_once_an_epoch_and_hold_what_they_may(prepared: Prepared, world: int) -> None:
+    config = _config(Path("x"), slot_tokens=4000)
+    samples = _samples(prepared, config)
+    assert isinstance(samples, Bundled)
+    assert samples.bundles.padding < 0.02
+    fed: Counter[str] = Counter()
+    for rank in range(world):
+        loader = Loader(build_plan(config, samples.count), samples, rank, world, micro_batch_slots=config.train.together)
+        for step in loader.steps(0, 10**9):
+            for batch in step.micro_batches:
+                assert batch.inputs[0].numel() <= 4000
+                fed.update(_texts(batch.inputs))
+    assert fed == Counter(LINES[: int(samples.examples * samples.count + 0.5)])
+
+
+def test_an_empty_micro_batch_has_real_shapes_and_no_target(prepared: Prepared) -> None:
+    for config in (_config(Path("x")), _config(Path("x"), slot_tokens=4000)):
+        inputs, targets = _samples(prepared, config).empty(3)
+        assert len(inputs[0]) == 3
+        assert (targets == -100).all()
+
+
+def test_validation_takes_bundles_spread_over_the_split(prepared: Prepared) -> None:
+    samples = _samples(prepared, _config(Path("x"), slot_tokens=2000), "validation")
+    batches = list(validation_batches(samples, wanted=3, size=1, rank=0, world=1, device=torch.device("cpu")))
+    assert [batch.slot for batch in batches] == [0, 1, 2]
+    lengths = [batch.inputs[0].shape[1] for batch in batches]
+    assert lengths == sorted(lengths)
+    assert lengths[0] < lengths[2]
