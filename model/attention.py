@@ -1,15 +1,19 @@
 """Multi-head self-attention with grouped heads, rotary positions and a key-value cache, causal or not.
 
-Shapes: x (B, T, C); q (B, H, T, D); k and v (B, G, T, D) with C = H D. The arithmetic is in `triton_kernels.attention`.
+Shapes: x (B, T, C); q (B, H, T, D); k and v (B, G, T, D); C = H D unless `head_size` is given.
+The arithmetic is in `triton_kernels.attention`.
 
     layer = Attention(width=128, heads=4, kv_heads=2)
     y = layer(x, rotation)                                    # (B, T, 128) -> (B, T, 128)
 """
 
+import math
+
 import torch
 from torch import nn
 
 from model.linear import Linear
+from model.norm import RMSNorm
 from triton_kernels.attention import attention
 from triton_kernels.rope import rope
 
@@ -58,16 +62,21 @@ class Attention(nn.Module):
         width: int,
         heads: int,
         kv_heads: int,
+        head_size: int = 0,
         bias: bool = False,
+        qkv_bias: bool = False,
+        qk_norm: float | None = None,
         dropout: float = 0.0,
         onednn: bool = False,
         causal: bool = True,
     ) -> None:
+        """`qk_norm`: the eps of RMSNorms over each head's query and key (Dehghani et al., 2023); None: without."""
         super().__init__()
         self.causal = causal
-        self.heads, self.kv_heads, self.head_size = heads, kv_heads, width // heads
-        self.qkv = Linear(width, (heads + 2 * kv_heads) * self.head_size, bias=bias, onednn=onednn)
-        self.out = Linear(width, width, bias=bias, onednn=onednn)
+        self.heads, self.kv_heads, self.head_size = heads, kv_heads, head_size or width // heads
+        self.qkv = Linear(width, (heads + 2 * kv_heads) * self.head_size, bias=bias or qkv_bias, onednn=onednn)
+        self.q_norm, self.k_norm = (None if qk_norm is None else RMSNorm(self.head_size, eps=qk_norm) for _ in "qk")
+        self.out = Linear(heads * self.head_size, width, bias=bias, onednn=onednn)
         self.dropout = dropout
 
     def forward(
@@ -79,21 +88,34 @@ class Attention(nn.Module):
         key_lengths: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """(B, T, C) -> (B, T, C). `mask` (B, 1, T, S) and `key_lengths` (B,) hide padding on top of the order."""
-        batch, tokens, width = x.shape
+        batch, tokens, _ = x.shape
         heads = self.qkv(x).view(batch, tokens, -1, self.head_size).transpose(1, 2)  # (B, H + 2 G, T, D)
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
             q, k = rope(q, *rotation), rope(k, *rotation)
         if cache is not None:
             k, v = cache.extend(k, v)
         dropout = self.dropout if self.training else 0.0
         y = attention(q, k, v, causal=self.causal, mask=mask, key_lengths=key_lengths, dropout=dropout)
-        return self.out(y.transpose(1, 2).reshape(batch, tokens, width))  # type: ignore[no-any-return]
+        return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
-def rotation_table(positions: torch.Tensor, head_size: int, theta: float) -> Rotation:
-    """Cosine and sine for positions (B or 1, T): angles position * theta^(-2 i / D), in fp32."""
+def rotation_table(
+    positions: torch.Tensor, head_size: int, theta: float, scaling: tuple[float, float, float, float] | None = None
+) -> Rotation:
+    """Cosine and sine for positions (B or 1, T): angles position * theta^(-2 i / D), in fp32.
+
+    With `scaling` (factor, low, high, context) a frequency that turns fewer than `low` times in `context` is divided by the
+    factor, one that turns more than `high` times is kept, and between them it goes over evenly (Llama 3.1).
+    """
     exponent = torch.arange(0, head_size, 2, dtype=torch.float32, device=positions.device) / head_size
-    angles = positions[:, None, :, None].float() / theta**exponent
+    radius = theta**exponent
+    if scaling is not None:
+        factor, low, high, context = scaling
+        kept = ((context / (2 * math.pi * radius) - low) / (high - low)).clamp(0, 1)
+        radius = radius / (kept + (1 - kept) / factor)
+    angles = positions[:, None, :, None].float() / radius
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()

@@ -16,7 +16,7 @@ from torch import nn
 from model.attention import Attention, LayerCache, Rotation, rotation_table
 from model.feed_forward import GELU, ReLU, SwiGLU
 from model.norm import LayerNorm, RMSNorm
-from model.shape import DecoderShape, has_biases, hidden_width, post_norm
+from model.shape import DecoderShape, has_biases, head_size, hidden_width, post_norm
 
 
 class Block(nn.Module):
@@ -54,7 +54,10 @@ def build_attention(shape: DecoderShape, onednn: bool, *, causal: bool = True) -
         width=shape.width,
         heads=shape.heads,
         kv_heads=shape.kv_heads or shape.heads,
+        head_size=shape.head_size,
         bias=has_biases(shape),
+        qkv_bias=shape.qkv_bias,
+        qk_norm=shape.norm_eps if shape.qk_norm else None,
         dropout=shape.dropout,
         onednn=onednn,
         causal=causal,
@@ -63,7 +66,9 @@ def build_attention(shape: DecoderShape, onednn: bool, *, causal: bool = True) -
 
 def build_norm(shape: DecoderShape) -> LayerNorm | RMSNorm:
     """The flavour's norm."""
-    return RMSNorm(shape.width) if shape.flavour == "llama" else LayerNorm(shape.width, bias=has_biases(shape))
+    if shape.flavour == "llama":
+        return RMSNorm(shape.width, eps=shape.norm_eps)
+    return LayerNorm(shape.width, bias=has_biases(shape), eps=shape.norm_eps)
 
 
 def build_final_norm(shape: DecoderShape) -> nn.Module:
@@ -75,8 +80,10 @@ def build_feed_forward(shape: DecoderShape, onednn: bool) -> nn.Module:
     """The flavour's feed-forward."""
     if shape.flavour == "llama":
         return SwiGLU(shape.width, hidden_width(shape), onednn=onednn)
-    kind = GELU if shape.flavour == "gpt2" else ReLU
-    return kind(shape.width, hidden_width(shape), bias=has_biases(shape), onednn=onednn)
+    if shape.flavour == "gpt2":
+        tanh = shape.gelu == "tanh"
+        return GELU(shape.width, hidden_width(shape), bias=shape.bias, tanh=tanh, onednn=onednn)
+    return ReLU(shape.width, hidden_width(shape), bias=has_biases(shape), onednn=onednn)
 
 
 def build_positions(shape: DecoderShape) -> nn.Embedding | None:
@@ -97,7 +104,7 @@ def with_positions(
         positions = torch.arange(x.shape[1], device=x.device)[None]
     if shape.flavour == "original":
         return x * math.sqrt(shape.width) + sinusoids(positions, shape.width).to(x.dtype), None
-    return x, rotation_table(positions, shape.width // shape.heads, shape.rope_theta)
+    return x, rotation_table(positions, head_size(shape), shape.rope_theta, shape.rope_scaling)
 
 
 def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:

@@ -31,13 +31,21 @@ class CrossAttention(nn.Module):
     """Every query sees the whole memory of its sentence (Vaswani et al., 2017, section 3.2.3)."""
 
     def __init__(
-        self, *, width: int, heads: int, kv_heads: int, bias: bool = False, dropout: float = 0.0, onednn: bool = False
+        self,
+        *,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        head_size: int = 0,
+        bias: bool = False,
+        dropout: float = 0.0,
+        onednn: bool = False,
     ) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_size = heads, kv_heads, width // heads
-        self.q = Linear(width, width, bias=bias, onednn=onednn)
+        self.heads, self.kv_heads, self.head_size = heads, kv_heads, head_size or width // heads
+        self.q = Linear(width, heads * self.head_size, bias=bias, onednn=onednn)
         self.kv = Linear(width, 2 * kv_heads * self.head_size, bias=bias, onednn=onednn)
-        self.out = Linear(width, width, bias=bias, onednn=onednn)
+        self.out = Linear(heads * self.head_size, width, bias=bias, onednn=onednn)
         self.dropout = dropout
 
     def forward(
@@ -54,4 +62,4 @@ class CrossAttention(nn.Module):
         else:
             k, v = cache.keys, cache.values
         y = attention(q, k, v, key_lengths=lengths, dropout=self.dropout if self.training else 0.0)
-        return self.out(y.transpose(1, 2).reshape(x.shape))  # type: ignore[no-any-return]
+        return self.out(y.transpose(1, 2).flatten(2).view(*x.shape[:2], -1))  # type: ignore[no-any-return]

@@ -15,16 +15,17 @@ from triton_kernels.swiglu import swiglu
 
 
 class GELU(nn.Module):
-    """W2 gelu(W1 x)."""
+    """W2 gelu(W1 x); `tanh`: by the approximation."""
 
-    def __init__(self, width: int, hidden: int, *, bias: bool = False, onednn: bool = False) -> None:
+    def __init__(self, width: int, hidden: int, *, bias: bool = False, tanh: bool = False, onednn: bool = False) -> None:
         super().__init__()
+        self.tanh = tanh
         self.up = Linear(width, hidden, bias=bias, onednn=onednn)
         self.down = Linear(hidden, width, bias=bias, onednn=onednn)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, C) -> (B, T, C)."""
-        return self.down(gelu(self.up(x)))  # type: ignore[no-any-return]
+        return self.down(gelu(self.up(x), tanh=self.tanh))  # type: ignore[no-any-return]
 
 
 class ReLU(nn.Module):

@@ -1,16 +1,19 @@
-"""A decoder's weights to and from the layouts of Hugging Face: `gpt2` as GPT2LMHeadModel, `llama` as LlamaForCausalLM.
+"""A decoder's weights to and from the layouts of Hugging Face.
+
+    gpt2 flavour     GPT2LMHeadModel
+    llama flavour    LlamaForCausalLM; with qkv_bias Qwen2ForCausalLM; with qk_norm Qwen3ForCausalLM
 
 Queries, keys and values lie in the same order, and RoPE pairs number i of a head with i + D / 2 in both. What differs: GPT-2
-keeps linear weights as (in, out) and always has biases, which are zeros where `model.bias` is false; Llama keeps queries,
+keeps linear weights as (in, out) and always has biases, which are zeros where the model has none; the others keep queries,
 keys and values apart. What `config.json` says of the arithmetic is in `model.hugging_face_config`.
 
     description, tensors = to_hugging_face(model, end_id=0)       # config.json, and tensors by name
-    notes = from_hugging_face(other, description, tensors)        # [], and `other` gives the same logits
+    from_hugging_face(other, description, tensors)                # `other` gives the same logits
 """
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,19 +21,22 @@ from torch import nn
 
 from model.hugging_face_config import check_description, describe
 from model.linear import Linear
+from model.shape import key_width, query_width
 from model.transformer import Decoder
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the modules of a flavour lie: our name and theirs, which are several for rows of one tensor of ours."""
+    """Where our modules lie: our name and theirs, which are several for rows of one tensor of ours."""
 
     root: str
     blocks: str
     outside: dict[str, tuple[str, ...]]
     inside: dict[str, tuple[str, ...]]
-    biases: bool = False
+    biased: tuple[str, ...] = ()
+    """Ours that always have a bias there."""
     transposed: bool = False
+    """Linear weights in blocks are (in, out)."""
 
     def theirs(self, name: str) -> tuple[str, ...]:
         """Their names of one of our modules; none for one that holds no weights itself."""
@@ -40,37 +46,48 @@ class _Layout:
         return tuple(f"{self.blocks}.{match[1]}.{each}" for each in self.inside.get(match[2], ()))
 
 
-_LAYOUTS = {
-    "gpt2": _Layout(
-        root="transformer.",
-        blocks="transformer.h",
-        outside={"embedding": ("transformer.wte",), "positions": ("transformer.wpe",), "norm": ("transformer.ln_f",)},
-        inside={
-            "norm1": ("ln_1",),
-            "attention.qkv": ("attn.c_attn",),
-            "attention.out": ("attn.c_proj",),
-            "norm2": ("ln_2",),
-            "feed_forward.up": ("mlp.c_fc",),
-            "feed_forward.down": ("mlp.c_proj",),
-        },
-        biases=True,
-        transposed=True,
-    ),
-    "llama": _Layout(
-        root="model.",
-        blocks="model.layers",
-        outside={"embedding": ("model.embed_tokens",), "norm": ("model.norm",), "head": ("lm_head",)},
-        inside={
-            "norm1": ("input_layernorm",),
-            "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            "attention.out": ("self_attn.o_proj",),
-            "norm2": ("post_attention_layernorm",),
-            "feed_forward.gate": ("mlp.gate_proj",),
-            "feed_forward.up": ("mlp.up_proj",),
-            "feed_forward.down": ("mlp.down_proj",),
-        },
-    ),
+_GPT2 = _Layout(
+    root="transformer.",
+    blocks="transformer.h",
+    outside={
+        "embedding": ("transformer.wte",),
+        "positions": ("transformer.wpe",),
+        "norm": ("transformer.ln_f",),
+        "head": ("lm_head",),
+    },
+    inside={
+        "norm1": ("ln_1",),
+        "attention.qkv": ("attn.c_attn",),
+        "attention.out": ("attn.c_proj",),
+        "norm2": ("ln_2",),
+        "feed_forward.up": ("mlp.c_fc",),
+        "feed_forward.down": ("mlp.c_proj",),
+    },
+    biased=("norm", "norm1", "attention.qkv", "attention.out", "norm2", "feed_forward.up", "feed_forward.down"),
+    transposed=True,
+)
+_LLAMA = _Layout(
+    root="model.",
+    blocks="model.layers",
+    outside={"embedding": ("model.embed_tokens",), "norm": ("model.norm",), "head": ("lm_head",)},
+    inside={
+        "norm1": ("input_layernorm",),
+        "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attention.out": ("self_attn.o_proj",),
+        "norm2": ("post_attention_layernorm",),
+        "feed_forward.gate": ("mlp.gate_proj",),
+        "feed_forward.up": ("mlp.up_proj",),
+        "feed_forward.down": ("mlp.down_proj",),
+    },
+)
+_HEAD_NORMS = {"attention.q_norm": ("self_attn.q_norm",), "attention.k_norm": ("self_attn.k_norm",)}
+_LAYOUTS: dict[str, _Layout] = {
+    "gpt2": _GPT2,
+    "llama": _LLAMA,
+    "qwen2": replace(_LLAMA, biased=("attention.qkv",)),
+    "qwen3": replace(_LLAMA, inside=_LLAMA.inside | _HEAD_NORMS),
 }
+"""By the model type that `config.json` names."""
 _NO_WEIGHT = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 """Constants that older folders hold among the weights: the causal mask, the rotary frequencies."""
 
@@ -94,11 +111,11 @@ class _Home:
 def to_hugging_face(model: Decoder, end_id: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """What `config.json` says of a model, and its weights by their names there, fp32 copies on the CPU.
 
-    `end_id` is the id that ends a document. Raises ValueError, with the setting's name, for what the layout cannot say.
+    `end_id` is the id that ends a document. Raises ValueError, with the setting's name, for what no layout can say.
     """
     description = describe(model.shape, model.vocabulary_size, end_id)
     tensors: dict[str, torch.Tensor] = {}
-    for home in _homes(model):
+    for home in _homes(model, _LAYOUTS[description["model_type"]]):
         value = torch.zeros(sum(home.rows)) if home.ours is None else home.ours.detach().to("cpu", torch.float32)
         for name, part in zip(home.names, value.split(home.rows), strict=True):
             part = part.t() if home.transposed else part
@@ -106,46 +123,46 @@ def to_hugging_face(model: Decoder, end_id: int) -> tuple[dict[str, Any], dict[s
     return description, tensors
 
 
-def from_hugging_face(model: Decoder, description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Gives a model the weights of a folder, from its `config.json` and its tensors, each of which is read once.
+def from_hugging_face(model: Decoder, description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Gives a model the weights of a folder, from its `config.json` and its tensors.
 
-    Returns sentences about what will not be quite the same. Raises ValueError, a sentence about the folder, where the model
-    is another one or the weights are not all there; the model may then hold some of them.
+    Raises ValueError, a sentence about the folder, where the model is another one or the weights are not all there; it may
+    then hold some of them.
     """
-    notes = check_description(model.shape, description)
-    flavour = model.shape.flavour
-    found = _by_full_name(_LAYOUTS[flavour], description, tensors)
+    check_description(model.shape, description)
+    kind = description["model_type"]
+    layout = _LAYOUTS[kind]
+    found = _by_full_name(model, layout, description, tensors)
     with torch.no_grad():
-        for home in _homes(model):
+        for home in _homes(model, layout):
             _fill(model, home, [_take(found, tensors, name) for name in home.names])
     if rest := sorted(name for name in found if not _NO_WEIGHT.search(name)):
-        raise ValueError(f"it has weights that model.flavour `{flavour}` has no place for: {', '.join(rest[:4])}")
-    return notes
+        raise ValueError(f"it has weights for which a `{kind}` here has no place: {', '.join(rest[:4])}")
 
 
-def _homes(model: Decoder) -> Iterator[_Home]:
+def _homes(model: Decoder, layout: _Layout) -> Iterator[_Home]:
     """Every tensor of the layout, in the model's order."""
-    shape, layout = model.shape, _LAYOUTS[model.shape.flavour]
-    head = shape.width // shape.heads
-    apart = (shape.heads * head, *[(shape.kv_heads or shape.heads) * head] * 2)
+    apart = (query_width(model.shape), key_width(model.shape), key_width(model.shape))
     for name, module in model.named_modules():
         names = layout.theirs(name)
-        kinds = ("weight", "bias") if layout.biases and not isinstance(module, nn.Embedding) else ("weight",)
-        for kind in kinds if names else ():
+        biased = re.sub(r"^blocks\.\d+\.", "", name) in layout.biased
+        for kind in ("weight", "bias")[: 1 + biased] if names else ():
             rows = apart if len(names) == 3 else (module.get_parameter("weight").shape[0],)
-            transposed = layout.transposed and kind == "weight" and isinstance(module, Linear)
+            transposed = layout.transposed and kind == "weight" and isinstance(module, Linear) and module is not model.head
             yield _Home(module, kind, tuple(f"{each}.{kind}" for each in names), rows, transposed)
 
 
-def _by_full_name(layout: _Layout, description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def _by_full_name(
+    model: Decoder, layout: _Layout, description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, str]:
     """The folder's names by the full ones (OpenAI's GPT-2 leaves the root away), with a head where we have one."""
     found = {name if name.startswith((layout.root, "lm_head.")) else layout.root + name: name for name in tensors}
     embedding = found.get(f"{layout.outside['embedding'][0]}.weight")
-    if "head" in layout.outside:
-        if description.get("tie_word_embeddings", False) and embedding:
+    if model.head is not None:
+        if description.get("tie_word_embeddings", layout is _GPT2) and embedding:
             found["lm_head.weight"] = embedding
     elif (head := found.pop("lm_head.weight", None)) and embedding and not torch.equal(tensors[head], tensors[embedding]):
-        raise ValueError("its lm_head.weight is not its embedding, and model.flavour `gpt2` has one weight for both")
+        raise ValueError("its lm_head.weight is not its embedding, though its config.json ties one to the other")
     return found
 
 

@@ -16,7 +16,7 @@ from triton_kernels.rms_norm import add_rms_norm, rms_norm
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm with an optional bias, as GPT-2 has it (eps 1e-5)."""
+    """LayerNorm with an optional bias, as GPT-2 has it."""
 
     def __init__(self, width: int, *, bias: bool = True, eps: float = 1e-5) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm as Llama has it (eps 1e-5)."""
+    """RMSNorm as Llama has it."""
 
     def __init__(self, width: int, *, eps: float = 1e-5) -> None:
         super().__init__()

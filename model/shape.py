@@ -36,6 +36,20 @@ class DecoderShape(Protocol):
     @property
     def rope_theta(self) -> float: ...
     @property
+    def rope_scaling(self) -> tuple[float, float, float, float] | None: ...
+    @property
+    def head_size(self) -> int: ...
+    @property
+    def qkv_bias(self) -> bool: ...
+    @property
+    def qk_norm(self) -> bool: ...
+    @property
+    def norm_eps(self) -> float: ...
+    @property
+    def gelu(self) -> Literal["exact", "tanh"]: ...
+    @property
+    def tied(self) -> bool | None: ...
+    @property
     def linear(self) -> str: ...
 
 
@@ -70,9 +84,29 @@ def has_biases(shape: DecoderShape) -> bool:
     return shape.bias or shape.flavour == "original"
 
 
+def head_size(shape: DecoderShape) -> int:
+    """Numbers of a head's query, key or value: as set, else C / H."""
+    return shape.head_size or shape.width // shape.heads
+
+
+def query_width(shape: DecoderShape) -> int:
+    """Numbers of all queries of a token, H D."""
+    return shape.heads * head_size(shape)
+
+
+def key_width(shape: DecoderShape) -> int:
+    """Numbers of all keys of a token, G D, and of all values."""
+    return (shape.kv_heads or shape.heads) * head_size(shape)
+
+
+def is_tied(shape: DecoderShape) -> bool:
+    """Whether the head is the embedding: as set, else as the flavour has it."""
+    return shape.flavour != "llama" if shape.tied is None else shape.tied
+
+
 def count_parameters(shape: DecoderShape, vocabulary_size: int) -> int:
     """Parameters of the decoder, tied ones once, without building it."""
-    embeddings = vocabulary_size * shape.width * (2 if shape.flavour == "llama" else 1)
+    embeddings = vocabulary_size * shape.width * (1 if is_tied(shape) else 2)
     return embeddings + _positions(shape) + shape.layers * _block(shape) + _final_norm(shape)
 
 
@@ -84,9 +118,9 @@ def classifier_parameters(shape: ClassifierShape, vocabulary_size: int, classes:
 
 
 def flops_per_token(shape: DecoderShape, vocabulary_size: int) -> float:
-    """Operations to train on a token: 6 a matrix weight, 12 L C T for attention (Chowdhery et al., 2022, app. B)."""
+    """Operations to train on a token: 6 a matrix weight, 12 L H D T for attention (Chowdhery et al., 2022, app. B)."""
     matrices = shape.layers * _matrices(shape) + vocabulary_size * shape.width
-    return 6.0 * matrices + 12.0 * shape.layers * shape.width * shape.context
+    return 6.0 * matrices + 12.0 * shape.layers * query_width(shape) * shape.context
 
 
 def classifier_flops_per_token(shape: ClassifierShape) -> float:
@@ -96,8 +130,7 @@ def classifier_flops_per_token(shape: ClassifierShape) -> float:
 
 def _attention_weights(shape: DecoderShape) -> int:
     """Weights of a block's attention: queries, keys, values, and the output."""
-    grouped = 2 * (shape.kv_heads or shape.heads) * (shape.width // shape.heads)
-    return shape.width * (shape.width + grouped) + shape.width * shape.width
+    return shape.width * (2 * query_width(shape) + 2 * key_width(shape))
 
 
 def translator_parameters(shape: TranslatorShape, source_vocabulary: int, target_vocabulary: int | None = None) -> int:
@@ -113,7 +146,7 @@ def translator_flops_per_token(shape: TranslatorShape, target_vocabulary: int) -
     encoder_layers = shape.encoder_layers or shape.layers
     matrices = (encoder_layers + shape.layers) * _matrices(shape) + shape.layers * _attention_weights(shape)
     attentions = encoder_layers + 2 * shape.layers
-    return 6.0 * (matrices + target_vocabulary * shape.width) + 12.0 * attentions * shape.width * shape.context
+    return 6.0 * (matrices + target_vocabulary * shape.width) + 12.0 * attentions * query_width(shape) * shape.context
 
 
 def convnet_parameters(
@@ -152,13 +185,15 @@ def _matrices(shape: DecoderShape) -> int:
 def _block(shape: DecoderShape) -> int:
     """Parameters of a block with one attention."""
     biases = hidden_width(shape) + shape.width if has_biases(shape) else 0
-    return _matrices(shape) - _attention_weights(shape) + biases + _attention(shape) + 2 * _norm(shape)
+    own = query_width(shape) + 2 * key_width(shape) if shape.qkv_bias and not has_biases(shape) else 0
+    own += shape.qk_norm * 2 * head_size(shape)
+    return _matrices(shape) - _attention_weights(shape) + biases + _attention(shape) + own + 2 * _norm(shape)
 
 
 def _attention(shape: DecoderShape) -> int:
-    """Parameters of an attention, to itself or to a memory."""
-    grouped = 2 * (shape.kv_heads or shape.heads) * (shape.width // shape.heads)
-    return _attention_weights(shape) + (2 * shape.width + grouped if has_biases(shape) else 0)
+    """Parameters of an attention to a memory, and of one to itself but for what Qwen adds."""
+    biases = query_width(shape) + 2 * key_width(shape) + shape.width if has_biases(shape) else 0
+    return _attention_weights(shape) + biases
 
 
 def _norm(shape: DecoderShape) -> int:

@@ -15,12 +15,12 @@ from torch import nn
 from model.attention import LayerCache
 from model.block import Block, build_final_norm, build_positions, initialise, with_positions
 from model.linear import Linear, linear, use_onednn
-from model.shape import DecoderShape, flops_per_token
+from model.shape import DecoderShape, flops_per_token, is_tied
 from triton_kernels.linear_cross_entropy import linear_cross_entropy
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, norm and a head that shares its weight with the embedding, but not under `llama`."""
+    """Embedding, blocks, norm and a head, which may be the embedding's weight."""
 
     def __init__(self, shape: DecoderShape, vocabulary_size: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Decoder(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
         self.blocks = nn.ModuleList(Block(shape, self.onednn) for _ in range(shape.layers))
         self.norm = build_final_norm(shape)
-        self.head = Linear(shape.width, vocabulary_size, onednn=self.onednn) if shape.flavour == "llama" else None
+        self.head = None if is_tied(shape) else Linear(shape.width, vocabulary_size, onednn=self.onednn)
         initialise(self, shape, additions=2 * shape.layers)
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

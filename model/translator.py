@@ -43,6 +43,7 @@ class TargetBlock(nn.Module):
             width=shape.width,
             heads=shape.heads,
             kv_heads=shape.kv_heads or shape.heads,
+            head_size=shape.head_size,
             bias=has_biases(shape),
             dropout=shape.dropout,
             onednn=onednn,

@@ -20,7 +20,7 @@ class Export(Finished):
     """Which run's model, and for whom."""
 
     to: Literal["hugging_face"] = setting("hugging_face")
-    """Whose layout: that of Hugging Face's Llama or GPT-2, in safetensors."""
+    """Whose layout: that of Hugging Face's Llama, Qwen2, Qwen3 or GPT-2, in safetensors."""
     folder: str | None = setting(None)
     """Folder or URI to write to; None: `export/hugging_face` in the run's folder."""
 

@@ -45,10 +45,27 @@ class Model(Section):
     """Channels of each convolution of a convolutional network."""
     hidden: tuple[int, ...] = setting((512, 128), at_least=1, fixed=True)
     """Widths of a convolutional network's fully connected layers, without the last, which has one number a class."""
-    init_from: str | None = setting(None, fixed=True)
-    """Folder or URI of a Hugging Face model, Llama or GPT-2, in safetensors, whose weights a new run starts with.
+    rope_scaling: tuple[float, float, float, float] | None = setting(None, above=0, fixed=True)
+    """Slower rotary frequencies for a longer context, as Llama 3.1 and later have them.
 
-    The other settings must describe that model (what differs is named), and `tokenizer.file` should be the one beside it."""
+    A factor, a low and a high factor of frequency, and the context before: [8, 1, 4, 8192], for instance."""
+    head_size: int = setting(0, at_least=0, fixed=True)
+    """Numbers of each head's query, key and value; 0: width / heads."""
+    qkv_bias: bool = setting(False, fixed=True)
+    """Biases of queries, keys and values, whatever model.bias is, as Qwen2 has them."""
+    qk_norm: bool = setting(False, fixed=True)
+    """RMSNorm over each head's query and key, before rotary positions, as Qwen3 has it."""
+    norm_eps: float = setting(1e-5, above=0, fixed=True)
+    """What norms add to the variance or mean square before its root."""
+    gelu: Literal["exact", "tanh"] = setting("exact", fixed=True)
+    """GELU by the error function, or its approximation by tanh, with which OpenAI's GPT-2 was trained."""
+    tied: bool | None = setting(None, fixed=True)
+    """Whether the head shares the embedding's weight; None: it does, but not with `llama`."""
+    init_from: str | None = setting(None, fixed=True)
+    """Folder or URI of a Hugging Face model in safetensors, whose weights a new run starts with: Llama, Qwen2, Qwen3, GPT-2.
+
+    The other settings must describe that model (the error names the flags that do), and `tokenizer.file` should be the one
+    beside it."""
     kernels: Literal["auto", "triton", "torch"] = setting("auto")
     """Attention and the other hot operations: our Triton kernels, or PyTorch's own; `auto` takes Triton on GPUs.
 
@@ -58,16 +75,24 @@ class Model(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.width % self.heads:
-            raise self.error("width", f"must be a multiple of model.heads, {self.heads}")
+        if not self.head_size and self.width % self.heads:
+            raise self.error("width", f"must be a multiple of model.heads, {self.heads}, unless model.head_size is set")
         if self.kv_heads and self.heads % self.kv_heads:
             raise self.error("kv_heads", f"must divide model.heads, {self.heads}")
-        if self.flavour == "llama" and self.width // self.heads % 2:
+        if self.flavour == "llama" and self.head_size % 2:
+            raise self.error("head_size", "must be even, which rotary positions need")
+        if self.flavour == "llama" and not self.head_size and self.width // self.heads % 2:
             raise self.error("width", "must give every head an even size, which rotary positions need")
         if self.flavour == "original" and self.width % 2:
             raise self.error("width", "must be even, as sinusoidal positions are pairs")
         if self.flavour == "llama" and self.bias:
             raise self.error("bias", "must be false with model.flavour `llama`, whose layers have none")
+        if self.flavour != "gpt2" and self.gelu != "exact":
+            raise self.error("gelu", f"must be `exact` with model.flavour `{self.flavour}`, which has no GELU")
+        if self.flavour != "llama" and self.rope_scaling:
+            raise self.error("rope_scaling", f"must be None with model.flavour `{self.flavour}`, which does not rotate")
+        if self.rope_scaling and self.rope_scaling[1] >= self.rope_scaling[2]:
+            raise self.error("rope_scaling", "must have a low factor, its second number, below the high one, its third")
         if self.init_from:
             # Workers have other working directories than the one in which this was typed.
             object.__setattr__(self, "init_from", absolute(self.init_from))

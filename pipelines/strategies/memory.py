@@ -19,7 +19,7 @@ gradients are until the last one. `deepspeed` (ZeRO; Rajbhandari et al., 2020, s
 
 from dataclasses import dataclass
 
-from model.shape import count_parameters
+from model.shape import count_parameters, is_tied
 from pipelines.config import Config
 from pipelines.strategies.activations import FP32, Arithmetic, Moment, half_sizes, moments, parameter_sizes
 from pipelines.strategies.tree import roots, visits
@@ -136,7 +136,7 @@ def _fsdp(
     shard = FP32 * count / shards
     optimizer = shard * _moments_of(config)
     block = sum(map(sum, half_sizes(config.model)))
-    head = vocabulary_size * config.model.width if config.model.flavour == "llama" else 0
+    head = 0 if is_tied(config.model) else vocabulary_size * config.model.width
     whole = Whole(config, count, block, head, several=several)
     activations = max(each.activations + whole.bytes_at(each) for each in held)
     most = max(each.activations + whole.bytes_at(each) + FP32 * each.done * block / shards for each in held)

@@ -20,8 +20,9 @@ from pipelines.tasks.task import IGNORED, Column, Document, Encoders, Facts, Inp
 
 if TYPE_CHECKING:
     import torch
-    from model.translator import Translator
     from torch import nn
+
+    from model.translator import Translator
 
 
 class Translation(Task):

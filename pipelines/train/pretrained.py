@@ -41,12 +41,10 @@ def start_from(model: nn.Module, folder: Folder, tokenizer: Folder, say: Callabl
 
     with tempfile.TemporaryDirectory() as copies:
         try:
-            notes = from_hugging_face(model, folder.read_json("config.json"), _Tensors(folder, Path(copies)))
+            from_hugging_face(model, folder.read_json("config.json"), _Tensors(folder, Path(copies)))
         except (ValueError, FileNotFoundError, SafetensorError) as error:
             raise _error(folder, str(error)) from error
     say(f"weights from {folder}")
-    for note in notes:
-        say(f"warning: model.init_from: {note}")
 
 
 class _Tensors(Mapping[str, torch.Tensor]):

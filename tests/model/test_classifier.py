@@ -16,7 +16,7 @@ SIZES: dict[str, Any] = {"layers": 2, "heads": 4, "width": 32, "context": 16}
 SHAPES = [
     Model(**SIZES, pooling="mean"),
     Model(**SIZES, bias=True, norm="post", pooling="first"),
-    Model(**SIZES, flavour="llama", kv_heads=2, pooling="attention"),
+    Model(**SIZES, flavour="llama", kv_heads=2, head_size=6, qkv_bias=True, qk_norm=True, pooling="attention"),
     Model(**SIZES, flavour="llama", norm="post", pooling="mean"),
     Model(**SIZES, flavour="original", pooling="attention"),
     Model(**SIZES, flavour="original", norm="pre", pooling="first"),

@@ -3,6 +3,7 @@
 That the layouts mean the same to transformers is shown in tests/pipelines/evaluate/test_export.py, beside its import.
 """
 
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,12 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.hugging_face import from_hugging_face, to_hugging_face
-from model.hugging_face_config import EPS
+from model.hugging_face_config import check_description, describe, model_type
+from model.norm import LayerNorm, RMSNorm
 from model.transformer import Decoder
-from pipelines.config import Model
+from pipelines.config import Config, Model
+from pipelines.config.parse import parse
 
 GPT2 = Model(layers=2, heads=2, width=8, context=6, bias=True)
 LLAMA = Model(flavour="llama", layers=2, heads=4, kv_heads=2, width=16, feed_forward=24, context=6)
+QWEN2 = replace(LLAMA, qkv_bias=True, tied=True, norm_eps=1e-6)
+QWEN3 = replace(LLAMA, qk_norm=True, head_size=6)
+SCALED = replace(LLAMA, rope_scaling=(8.0, 1.0, 4.0, 64.0), tied=True)
+SHAPES = {"gpt2": GPT2, "llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
 VOCABULARY = 11
 
 
@@ -46,20 +53,36 @@ def _same(one: Decoder, other: Decoder) -> bool:
     half=st.integers(1, 3),
     hidden=st.integers(0, 9),
     bias=st.booleans(),
+    tied=st.sampled_from([None, False, True]),
+    size=st.integers(0, 2),
+    kind=st.sampled_from(["llama", "qwen2", "qwen3"]),
 )
 def test_the_way_back_gives_every_bit(
-    llama: bool, layers: int, groups: int, queries: int, half: int, hidden: int, bias: bool
+    llama: bool,
+    layers: int,
+    groups: int,
+    queries: int,
+    half: int,
+    hidden: int,
+    bias: bool,
+    tied: bool | None,
+    size: int,
+    kind: str,
 ) -> None:
     heads = groups * queries
     sizes: dict[str, Any] = {"layers": layers, "heads": heads, "width": heads * 2 * half, "feed_forward": hidden}
-    kind: dict[str, Any] = {"flavour": "llama", "kv_heads": groups} if llama else {"bias": bias}
-    shape = Model(context=4, **sizes, **kind)
+    extra: dict[str, Any] = {"bias": bias}
+    if llama:
+        extra = {"flavour": "llama", "kv_heads": groups, "head_size": 2 * size}
+        extra |= {"qkv_bias": kind == "qwen2", "qk_norm": kind == "qwen3"}
+    shape = Model(context=4, tied=tied, **sizes, **extra)
+    assert model_type(shape) == (kind if llama else "gpt2")
     model, other = _decoder(shape), _decoder(shape, seed=1)
-    assert from_hugging_face(other, *to_hugging_face(model, end_id=0)) == []
+    from_hugging_face(other, *to_hugging_face(model, end_id=0))
     assert _same(model, other)
 
 
-@pytest.mark.parametrize("shape", [replace(GPT2, bias=False), LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("shape", [replace(GPT2, bias=False), *SHAPES.values()])
 def test_an_export_shares_no_memory_with_the_model(shape: Model) -> None:
     model = _decoder(shape)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -74,26 +97,18 @@ def test_openais_folder_has_short_names_and_masks() -> None:
     description, tensors = to_hugging_face(model, end_id=0)
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     tensors |= {"h.0.attn.bias": torch.ones(1, 1, 6, 6).tril(), "h.0.attn.masked_bias": torch.tensor(-1e4)}
-    assert from_hugging_face(other, description, tensors) == []
+    from_hugging_face(other, description, tensors)
     assert _same(model, other)
 
 
-def test_openais_gelu_is_told() -> None:
-    description, tensors = to_hugging_face(_decoder(GPT2), end_id=0)
-    (note,) = from_hugging_face(_decoder(GPT2), description | {"activation_function": "gelu_new"}, tensors)
-    x = torch.linspace(-10, 10, 100_001, dtype=torch.float64)
-    gap = torch.nn.functional.gelu(x) - torch.nn.functional.gelu(x, approximate="tanh")
-    assert "at most 0.0005 off" in note
-    assert 0.0004 < gap.abs().max() < 0.0005
-
-
-def test_a_tied_llama_starts_with_its_embedding_as_head() -> None:
-    description, tensors = to_hugging_face(_decoder(LLAMA), end_id=0)
-    del tensors["lm_head.weight"]
-    other = _decoder(LLAMA, seed=1)
-    from_hugging_face(other, description | {"tie_word_embeddings": True}, tensors)
+@pytest.mark.parametrize("shape", [QWEN2, replace(GPT2, gelu="tanh"), SCALED], ids=["qwen2", "gpt2", "llama"])
+def test_a_head_of_its_own_may_start_as_the_embedding(shape: Model) -> None:
+    description, tensors = to_hugging_face(_decoder(shape), end_id=0)
+    assert "lm_head.weight" not in tensors
+    other = _decoder(replace(shape, tied=False), seed=1)
+    from_hugging_face(other, description, tensors)
     assert other.head is not None
-    assert torch.equal(other.head.weight, tensors["model.embed_tokens.weight"])
+    assert torch.equal(other.head.weight, other.embedding.weight)
     assert other.head.weight.data_ptr() != other.embedding.weight.data_ptr()
 
 
@@ -112,22 +127,36 @@ def test_weights_in_bfloat16_become_the_models_own_dtype() -> None:
     assert torch.equal(other.embedding.weight, model.embedding.weight.bfloat16().float())
 
 
+LINEAR = {"rope_type": "linear", "factor": 2.0}
 REFUSED: list[tuple[Model, dict[str, Any], str]] = [
-    (LLAMA, {"model_type": "qwen2"}, r"model_type 'qwen2'.*no biases on queries, keys and values"),
-    (LLAMA, {"model_type": "qwen3"}, r"model_type 'qwen3'.*no norms on queries and keys"),
-    (LLAMA, {"model_type": "bert"}, r"model_type 'bert', which is neither gpt2 nor llama$"),
-    (LLAMA, {"rms_norm_eps": 1e-6}, r"rms_norm_eps is 1e-06, and model.flavour `llama` has 1e-05"),
-    (LLAMA, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0}}, r"rope_type is 'llama3'"),
+    (LLAMA, {"model_type": "bert"}, r"model_type 'bert', which is none of gpt2, llama, qwen2, qwen3$"),
+    (LLAMA, {"model_type": "qwen2"}, r"give --model.qkv_bias true$"),
+    (LLAMA, {"model_type": "qwen3"}, r"give --model.qk_norm true$"),
+    (QWEN2, {"model_type": "llama", "tie_word_embeddings": False}, r"give --model.qkv_bias false --model.tied false$"),
+    (QWEN3, {"head_dim": None}, r"give --model.head_size 128$"),
+    (LLAMA, {"head_dim": 8}, r"give --model.head_size 8$"),
+    (LLAMA, {"tie_word_embeddings": True}, r"give --model.tied true$"),
+    (LLAMA, {"rms_norm_eps": 1e-6}, r"give --model.norm_eps 1e-06$"),
     (LLAMA, {"rope_parameters": None, "rope_theta": 500000.0}, r"give --model.rope_theta 500000.0$"),
-    (LLAMA, {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, r"rope_type is 'linear'"),
+    (SCALED, {"rope_parameters": None, "rope_scaling": None}, r"give --model.rope_scaling null$"),
+    (SCALED, {"rope_parameters": {"rope_type": "llama3"}}, r"config.json has no 'factor'$"),
+    (LLAMA, {"rope_parameters": LINEAR}, r"rope_type is 'linear', and a `llama` here has 'default' or 'llama3'$"),
+    (LLAMA, {"rope_parameters": None, "rope_scaling": {"type": "yarn"}}, r"rope_type is 'yarn'"),
+    (LLAMA, {"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0.5"),
     (LLAMA, {"attention_bias": True}, r"attention_bias is True"),
+    (QWEN3, {"attention_bias": True}, r"attention_bias is True, and a `qwen3` here has False"),
+    (QWEN2, {"use_sliding_window": True}, r"use_sliding_window is True"),
+    (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types is .*'sliding_attention'"),
     (LLAMA, {"mlp_bias": True}, r"mlp_bias is True"),
-    (LLAMA, {"head_dim": 8}, r"head_dim is 8"),
-    (LLAMA, {"hidden_act": "gelu"}, r"hidden_act is 'gelu'"),
+    (LLAMA, {"hidden_act": "gelu", "num_hidden_layers": 3}, r"hidden_act is 'gelu'"),
     (LLAMA, {"num_hidden_layers": 3, "num_key_value_heads": 4}, r"give --model.layers 3 --model.kv_heads 4$"),
+    (replace(GPT2, norm="post"), {}, r"give --model.norm pre$"),
     (GPT2, {"n_inner": 40, "n_head": 4}, r"give --model.heads 4 --model.feed_forward 40$"),
-    (GPT2, {"layer_norm_epsilon": 1e-6}, r"layer_norm_epsilon is 1e-06"),
+    (GPT2, {"layer_norm_epsilon": 1e-6}, r"give --model.norm_eps 1e-06$"),
+    (GPT2, {"activation_function": "gelu_new"}, r"give --model.gelu tanh$"),
     (GPT2, {"activation_function": "relu"}, r"activation_function is 'relu'"),
+    (GPT2, {"tie_word_embeddings": False}, r"give --model.tied false$"),
+    (replace(GPT2, bias=False), {"bias": True}, r"give --model.bias true$"),
     (GPT2, {"scale_attn_weights": False}, r"scale_attn_weights is False"),
     (GPT2, {"scale_attn_by_inverse_layer_idx": True}, r"scale_attn_by_inverse_layer_idx is True"),
 ]
@@ -135,17 +164,21 @@ REFUSED: list[tuple[Model, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("shape", "changes", "message"), REFUSED, ids=[str(case[1]) for case in REFUSED])
 def test_another_arithmetic_is_refused_by_its_name(shape: Model, changes: dict[str, Any], message: str) -> None:
-    description, tensors = to_hugging_face(_decoder(shape), end_id=0)
+    description, tensors = to_hugging_face(_decoder(replace(shape, norm="pre")), end_id=0)
     with pytest.raises(ValueError, match=message):
         from_hugging_face(_decoder(shape), description | changes, tensors)
 
 
-def test_another_flavour_lists_what_to_set() -> None:
-    description, tensors = to_hugging_face(_decoder(LLAMA), end_id=0)
-    with pytest.raises(
-        ValueError, match=r"--model.flavour llama --model.heads 4 .*--model.width 16 --model.feed_forward 24$"
-    ):
-        from_hugging_face(_decoder(GPT2), description, tensors)
+@pytest.mark.parametrize("shape", [*SHAPES.values(), SCALED, replace(GPT2, bias=False, gelu="tanh", tied=False)])
+def test_the_flags_that_are_named_describe_the_folder(shape: Model) -> None:
+    description, _ = to_hugging_face(_decoder(shape), end_id=0)
+    with pytest.raises(ValueError, match=r"the settings describe: give --model\.") as raised:
+        check_description(Model(), description)
+    flags = str(raised.value).partition(": give ")[2]
+    told = parse(Config, shlex.split(flags), program="train.py").settings.model
+    check_description(told, description)
+    # The folder is read up to any length; all else is told.
+    assert describe(replace(told, context=6), VOCABULARY, end_id=0) == description
 
 
 def test_a_description_without_sizes_is_refused() -> None:
@@ -179,7 +212,7 @@ def test_a_tensor_of_another_shape_is_named_with_both(shape: Model, name: str, e
 
 def test_weights_without_a_place_are_named() -> None:
     description, tensors = to_hugging_face(_decoder(LLAMA), end_id=0)
-    with pytest.raises(ValueError, match=r"no place for: model\.layers\.0\.self_attn\.q_norm\.weight$"):
+    with pytest.raises(ValueError, match=r"no place: model\.layers\.0\.self_attn\.q_norm\.weight$"):
         from_hugging_face(_decoder(LLAMA), description, tensors | {"model.layers.0.self_attn.q_norm.weight": torch.ones(4)})
 
 
@@ -198,25 +231,39 @@ def test_too_few_positions_are_refused() -> None:
 def test_biases_are_not_dropped() -> None:
     description, tensors = to_hugging_face(_decoder(GPT2), end_id=0)
     with pytest.raises(ValueError, match=r"has biases, .* --model\.bias true"):
-        from_hugging_face(_decoder(replace(GPT2, bias=False)), description, tensors)
+        from_hugging_face(_decoder(replace(GPT2, bias=False)), description | {"bias": False}, tensors)
 
 
-def test_a_gpt2_with_a_head_of_its_own_is_refused() -> None:
-    description, tensors = to_hugging_face(_decoder(GPT2), end_id=0)
-    embedding = tensors["transformer.wte.weight"]
-    from_hugging_face(_decoder(GPT2), description, tensors | {"lm_head.weight": embedding.clone()})
+@pytest.mark.parametrize(("shape", "embedding"), [(GPT2, "transformer.wte"), (QWEN2, "model.embed_tokens")])
+def test_a_tied_head_may_be_there_twice_but_not_differ(shape: Model, embedding: str) -> None:
+    description, tensors = to_hugging_face(_decoder(shape), end_id=0)
+    head = tensors[f"{embedding}.weight"].clone()
+    from_hugging_face(_decoder(shape), description, tensors | {"lm_head.weight": head})
     with pytest.raises(ValueError, match=r"lm_head\.weight is not its embedding"):
-        from_hugging_face(_decoder(GPT2), description, tensors | {"lm_head.weight": embedding + 1})
+        from_hugging_face(_decoder(shape), description, tensors | {"lm_head.weight": head + 1})
 
 
-def test_grouped_heads_are_nothing_that_gpt2_can_say() -> None:
-    with pytest.raises(ValueError, match=r"model\.kv_heads is 1"):
-        to_hugging_face(_decoder(replace(GPT2, kv_heads=1)), end_id=0)
+UNSAYABLE = [
+    (replace(GPT2, kv_heads=1), r"model\.kv_heads is 1"),
+    (replace(GPT2, head_size=6), r"model\.head_size is 6"),
+    (replace(GPT2, qk_norm=True), r"model\.qk_norm is True"),
+    (replace(QWEN2, qk_norm=True), r"model\.qkv_bias is True.*model\.qk_norm"),
+    (replace(LLAMA, head_size=6, width=18), r"model\.heads is 4: .*model\.width, 18"),
+    (replace(GPT2, norm="post"), r"model\.norm is post"),
+    (replace(GPT2, flavour="original", bias=False), r"model\.flavour is `original`"),
+]
 
 
-@pytest.mark.parametrize("shape", [GPT2, LLAMA], ids=["gpt2", "llama"])
-def test_norms_have_the_epsilon_that_is_described(shape: Model) -> None:
-    assert {norm.eps for norm in _decoder(shape).modules() if hasattr(norm, "eps")} == {EPS}
+@pytest.mark.parametrize(("shape", "message"), UNSAYABLE)
+def test_what_no_layout_can_say_is_named(shape: Model, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        to_hugging_face(_decoder(shape), end_id=0)
+
+
+@pytest.mark.parametrize("shape", [replace(each, norm_eps=1e-3) for each in SHAPES.values()], ids=SHAPES.keys())
+def test_all_norms_have_the_epsilon_that_is_described(shape: Model) -> None:
+    found = [norm.eps for norm in _decoder(shape).modules() if isinstance(norm, LayerNorm | RMSNorm)]
+    assert found == [1e-3] * (2 * shape.layers * (2 if shape.qk_norm else 1) + 1)
 
 
 def test_a_description_is_checked_without_torch() -> None:

@@ -62,6 +62,29 @@ def test_same_losses_with_kernels_and_without(shape: Model) -> None:
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=2e-4)
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Model(layers=1, heads=2, width=32, context=19, gelu="tanh", norm_eps=1e-3, tied=False, qkv_bias=True),
+        Model(flavour="llama", layers=1, heads=4, kv_heads=2, width=48, context=19, head_size=16, qk_norm=True, tied=True),
+    ],
+    ids=["gpt2 by tanh", "qwen3"],
+)
+def test_same_gradients_with_kernels_and_without(shape: Model) -> None:
+    torch.manual_seed(0)
+    model = Decoder(shape, 61)
+    ids = torch.randint(0, 61, (2, shape.context))
+    found = []
+    for kernels in ("torch", "triton"):
+        use_kernels(kernels)
+        loss_sum, _ = model(ids, ids)
+        found.append(torch.autograd.grad(loss_sum, list(model.parameters())))
+        assert set(kernels_ran().values()) == {kernels}
+    for expected, mine in zip(*found, strict=True):
+        # Both are fp32: a gradient is a sum over 38 tokens of what has come through ten sums of up to 200 terms.
+        torch.testing.assert_close(mine, expected, rtol=0, atol=100 * torch.finfo().eps * float(expected.abs().max()))
+
+
 def _under_wrappers(rank: int, world: int) -> list[float]:
     """The gradients' squares, summed, of one decoder alone, under DDP, under FSDP2, and under FSDP2 with checkpointing."""
     from torch.distributed._composable import checkpoint

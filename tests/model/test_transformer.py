@@ -1,10 +1,12 @@
 """The decoder: its sizes, its initialisation, its loss, its causality, in all flavours."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from model.attention import rotation_table
 from model.block import sinusoids
 from model.shape import count_parameters
 from model.transformer import Decoder
@@ -16,6 +18,19 @@ FLAVOURS = [
     Model(flavour="llama", layers=2, heads=4, kv_heads=2, width=32, context=16),
     Model(norm="post", layers=2, heads=4, width=32, context=16),
     Model(flavour="original", layers=2, heads=4, width=32, context=16),
+    Model(layers=2, heads=4, width=32, context=16, qkv_bias=True, head_size=6, gelu="tanh", tied=False),
+    Model(
+        flavour="llama",
+        layers=2,
+        heads=3,
+        kv_heads=1,
+        width=32,
+        context=16,
+        head_size=8,
+        qk_norm=True,
+        tied=True,
+        rope_scaling=(8.0, 1.0, 4.0, 64.0),
+    ),
 ]
 
 
@@ -24,9 +39,20 @@ def test_parameters_are_counted_without_building(shape: Model) -> None:
     assert count_parameters(shape, 65) == sum(p.numel() for p in Decoder(shape, 65).parameters())
 
 
-def test_gpt2_small_has_its_published_size() -> None:
-    shape = Model(layers=12, heads=12, width=768, context=1024, bias=True)
-    assert count_parameters(shape, 50257) == 124_439_808
+LLAMA = Model(flavour="llama", layers=16, heads=32, kv_heads=8, width=2048, feed_forward=8192, tied=True)
+QWEN2 = replace(LLAMA, layers=24, heads=14, kv_heads=2, width=896, feed_forward=4864, qkv_bias=True)
+QWEN3 = replace(LLAMA, layers=28, heads=16, head_size=128, width=1024, feed_forward=3072, qk_norm=True)
+PUBLISHED = {
+    "GPT-2": (Model(layers=12, heads=12, width=768, context=1024, bias=True), 50_257, 124_439_808),
+    "Llama 3.2 1B": (LLAMA, 128_256, 1_235_814_400),
+    "Qwen2.5 0.5B": (QWEN2, 151_936, 494_032_768),
+    "Qwen3 0.6B": (QWEN3, 151_936, 596_049_920),
+}
+
+
+@pytest.mark.parametrize(("shape", "vocabulary", "published"), PUBLISHED.values(), ids=PUBLISHED.keys())
+def test_published_models_have_their_published_sizes(shape: Model, vocabulary: int, published: int) -> None:
+    assert count_parameters(shape, vocabulary) == published
 
 
 @pytest.mark.parametrize("shape", FLAVOURS)
@@ -83,9 +109,22 @@ def test_sinusoids_follow_the_formula() -> None:
             assert float(table[position, 2 * i + 1]) == pytest.approx(math.cos(angle), abs=2e-5)
 
 
-def test_gpt2_shares_embedding_and_head_and_llama_does_not() -> None:
-    assert Decoder(FLAVOURS[0], 65).head is None
-    assert Decoder(FLAVOURS[2], 65).head is not None
+def test_gpt2_shares_embedding_and_head_and_llama_does_not_unless_told() -> None:
+    gpt2, llama = FLAVOURS[0], FLAVOURS[2]
+    for shape in (gpt2, replace(gpt2, tied=True), replace(llama, tied=True)):
+        assert Decoder(shape, 65).head is None
+    for shape in (llama, replace(llama, tied=False), replace(gpt2, tied=False)):
+        assert Decoder(shape, 65).head is not None
+
+
+def test_scaled_frequencies_are_kept_divided_or_between() -> None:
+    """Radii of a head of 8 are 1, 10, 100, 1000; in a context of 64 they turn 10.2, 1.02, 0.1 and 0.01 times."""
+    positions = torch.tensor([[1]])
+    cos, sin = rotation_table(positions, 8, 10_000.0, (8.0, 1.0, 4.0, 64.0))
+    turns = 64 / (2 * math.pi * 10)
+    kept = (turns - 1) / 3
+    expected = [1.0, (kept + (1 - kept) / 8) / 10, 1 / 800, 1 / 8000]
+    assert torch.atan2(sin, cos).flatten().tolist() == pytest.approx(expected * 2, rel=1e-5)
 
 
 def test_a_decoder_learns_a_sequence_by_heart() -> None:
@@ -105,6 +144,9 @@ def test_flops_follow_the_published_count() -> None:
     shape = Model(layers=2, heads=4, width=32, context=16)
     matrices = 2 * (4 * 32 * 32 + 2 * 32 * 128) + 65 * 32
     assert Decoder(shape, 65).flops_per_token() == 6 * matrices + 12 * 2 * 32 * 16
+    # Larger heads make the matrices around attention larger, and attention itself.
+    matrices += 2 * 4 * 32 * 32
+    assert Decoder(replace(shape, head_size=16), 65).flops_per_token() == 6 * matrices + 12 * 2 * 64 * 16
 
 
 @pytest.mark.parametrize("shape", FLAVOURS)

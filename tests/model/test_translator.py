@@ -20,7 +20,7 @@ SHAPES = [
     Model(**SIZES, flavour="original"),
     Model(**SIZES, flavour="original", norm="pre", encoder_layers=1),
     Model(**SIZES, flavour="gpt2", encoder_layers=3),
-    Model(**SIZES, flavour="llama", kv_heads=2),
+    Model(**SIZES, flavour="llama", kv_heads=2, head_size=6, qkv_bias=True, qk_norm=True),
     Model(**SIZES, flavour="llama", norm="post"),
 ]
 SOURCES, TARGETS = 19, 23

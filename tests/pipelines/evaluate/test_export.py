@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from model.generate import generate
 from model.transformer import Decoder
 from pipelines.config import Config, Model, SettingError, Tokenizer
 from pipelines.config.parse import to_yaml
@@ -19,6 +20,7 @@ from pipelines.evaluate.opening import Opened
 from pipelines.files import Folder
 from pipelines.launch.job import Place
 from pipelines.launch.worker import build_training
+from pipelines.tasks import build_task
 from pipelines.tokenizers import train_tokenizer
 from pipelines.train.loop import Training
 from tests.processes import make_job
@@ -29,11 +31,20 @@ CLOSE = 1e-5
 TEXT = "def naïve(x):\n\treturn 'the 12 quick foxes — 平方 🙂'  # twice  \n\n"
 GPT2 = Model(layers=2, heads=4, width=32, context=16)
 LLAMA = Model(flavour="llama", layers=2, heads=4, kv_heads=2, width=32, context=16)
+SCALING = (8.0, 1.0, 4.0, 64.0)
+"""Of four frequencies one is kept, one lies between and two are divided."""
 SHAPES = {
-    "gpt2": GPT2,
-    "gpt2 with biases": replace(GPT2, bias=True, feed_forward=48),
-    "llama": replace(LLAMA, kv_heads=0),
-    "llama with grouped heads": replace(LLAMA, feed_forward=40, rope_theta=500_000.0),
+    "gpt2": ("GPT2LMHeadModel", GPT2),
+    "gpt2 with biases": ("GPT2LMHeadModel", replace(GPT2, bias=True, feed_forward=48, tied=False)),
+    "gpt2 with biases of queries, by tanh": ("GPT2LMHeadModel", replace(GPT2, qkv_bias=True, gelu="tanh", norm_eps=1e-3)),
+    "llama": ("LlamaForCausalLM", replace(LLAMA, kv_heads=0)),
+    "llama with grouped heads": ("LlamaForCausalLM", replace(LLAMA, feed_forward=40, rope_theta=500_000.0)),
+    "llama 3.2": ("LlamaForCausalLM", replace(LLAMA, tied=True, rope_scaling=SCALING, norm_eps=1e-3)),
+    "llama with larger heads": ("LlamaForCausalLM", replace(LLAMA, head_size=12)),
+    "qwen2": ("Qwen2ForCausalLM", replace(LLAMA, qkv_bias=True, rope_theta=1e6)),
+    "qwen2, tied, smaller heads": ("Qwen2ForCausalLM", replace(LLAMA, qkv_bias=True, tied=True, head_size=6)),
+    "qwen3": ("Qwen3ForCausalLM", replace(LLAMA, qk_norm=True, norm_eps=1e-2)),
+    "qwen3, tied, larger heads": ("Qwen3ForCausalLM", replace(LLAMA, qk_norm=True, tied=True, head_size=16, heads=6)),
 }
 TOKENIZERS = {
     "bytes": Tokenizer(kind="bytes"),
@@ -44,12 +55,13 @@ TOKENIZERS = {
 
 def _opened(shape: Model, folder: Folder, tokenizer: Tokenizer = TOKENIZERS["bytes"]) -> Opened:
     """A model in which no two numbers are alike, norms and biases included, and a tokenizer of its own."""
-    encoder = train_tokenizer(tokenizer, [TEXT[:40], "some other text 12"] * 50, folder, echo=lambda _: None)
+    encoder = train_tokenizer(tokenizer, [TEXT[:40], "some other text 12"] * 50, folder / "tokenizer", echo=lambda _: None)
     torch.manual_seed(0)
     model = Decoder(shape, encoder.vocabulary_size).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.3)
-    return Opened(Config(model=shape), model, encoder, step=0, tokenizer=folder)
+    config = Config(model=shape)
+    return Opened(config, build_task(config, None, {"tokenizer": encoder}), model, step=0, place=folder)
 
 
 def _loaded(folder: Folder) -> Any:
@@ -71,12 +83,24 @@ def _gap(ours: torch.nn.Module, theirs: Any) -> float:
         return float((ours.logits(ours.hidden(ids)) - expected).abs().max())
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_transformers_gives_the_same_logits(shape: Model, tmp_path: Path) -> None:
+def _same_greedy_text(ours: torch.nn.Module, theirs: Any) -> None:
+    """Prompts side by side, padded on the left, go on alike with either cache."""
+    assert isinstance(ours, Decoder)
+    prompts = [[3, 1, 4, 1, 5], [9, 2]]
+    ids = torch.tensor([prompts[0], [0, 0, 0, *prompts[1]]])
+    mask = torch.tensor([[1] * 5, [0, 0, 0, 1, 1]])
+    theirs.generation_config.eos_token_id = None
+    expected = theirs.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=9, pad_token_id=0)
+    assert list(generate(ours, prompts, tokens=9, temperature=0)) == expected[:, 5:].t().tolist()
+
+
+@pytest.mark.parametrize(("kind", "shape"), SHAPES.values(), ids=SHAPES.keys())
+def test_transformers_gives_the_same_logits_and_text(kind: str, shape: Model, tmp_path: Path) -> None:
     opened = _opened(shape, Folder(f"{tmp_path}/tokenizer"))
     theirs = _loaded(export_hugging_face(opened, Folder(f"{tmp_path}/export")))
-    assert type(theirs).__name__ == ("GPT2LMHeadModel" if shape.flavour == "gpt2" else "LlamaForCausalLM")
+    assert type(theirs).__name__ == kind
     assert _gap(opened.model, theirs) <= CLOSE
+    _same_greedy_text(opened.model, theirs)
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS.keys())
@@ -115,22 +139,43 @@ def test_what_the_layout_cannot_say_is_an_error_of_its_setting(tmp_path: Path) -
     assert not Folder(f"{tmp_path}/export").names()
 
 
-def _source(kind: str, folder: Path) -> Any:
-    """A tiny model of transformers' own, for bytes, saved in several files, and its tokenizer."""
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+GROUPED: dict[str, Any] = SIZES | {"num_key_value_heads": 2}
+LLAMA3: dict[str, Any] = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+OTHERS = replace(LLAMA, feed_forward=48, norm_eps=1e-6)
+SOURCES: dict[str, tuple[str, dict[str, Any], Model]] = {
+    "gpt2 by tanh": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4}, replace(GPT2, bias=True, gelu="tanh")),
+    "llama": ("Llama", GROUPED | {"rms_norm_eps": 1e-3}, replace(OTHERS, norm_eps=1e-3)),
+    "llama 3.2": (
+        "Llama",
+        GROUPED | {"tie_word_embeddings": True, "head_dim": 12, "rope_parameters": LLAMA3},
+        replace(OTHERS, tied=True, head_size=12, rope_theta=5e5, rope_scaling=SCALING),
+    ),
+    "tied llama as one that is not": ("Llama", GROUPED | {"tie_word_embeddings": True}, replace(OTHERS, tied=False)),
+    "qwen2": ("Qwen2", GROUPED, replace(OTHERS, qkv_bias=True)),
+    "tied qwen2": ("Qwen2", GROUPED | {"tie_word_embeddings": True}, replace(OTHERS, qkv_bias=True, tied=True)),
+    "qwen3": ("Qwen3", SIZES | {"num_key_value_heads": 4, "head_dim": 8}, replace(OTHERS, qk_norm=True, kv_heads=0)),
+    "tied qwen3": (
+        "Qwen3",
+        GROUPED | {"tie_word_embeddings": True, "head_dim": 16},
+        replace(OTHERS, qk_norm=True, tied=True, head_size=16),
+    ),
+}
+"""transformers' class, what it is told beyond its defaults, and our settings for it."""
 
+
+def _source(kind: str, folder: Path) -> Any:
+    """A tiny model of transformers' own, for bytes, saved in several files."""
+    import transformers
+
+    name, sizes, _ = SOURCES[kind]
     torch.manual_seed(1)
-    if kind == "gpt2":
-        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
-        model: Any = GPT2LMHeadModel(GPT2Config(vocab_size=257, activation_function="gelu", **sizes))
-    else:
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-        tied = kind == "tied llama"
-        config = LlamaConfig(vocab_size=257, num_key_value_heads=2, rms_norm_eps=1e-5, tie_word_embeddings=tied, **sizes)
-        model = LlamaForCausalLM(config)
+    described = getattr(transformers, f"{name}Config")(vocab_size=257, **sizes)
+    model: Any = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(described)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.3)
-    model.save_pretrained(folder, max_shard_size="50KB")
+    model.save_pretrained(folder, max_shard_size="40KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
     return model.eval()
 
@@ -140,19 +185,13 @@ def _training(config: Config, storage: Path, run: str = "run") -> tuple[Training
     return build_training(make_job(config, storage, run), Place(), [], lambda: False, said.append), said
 
 
-SOURCES = {
-    "gpt2": replace(GPT2, bias=True),
-    "llama": replace(LLAMA, feed_forward=48),
-    "tied llama": replace(LLAMA, feed_forward=48),
-}
-
-
 @pytest.mark.parametrize("kind", SOURCES)
 def test_a_run_starts_with_the_logits_of_its_source(kind: str, tmp_path: Path) -> None:
     source = _source(kind, tmp_path / "source")
-    config = tiny(write_text(tmp_path), model=replace(SOURCES[kind], init_from=str(tmp_path / "source")))
+    config = tiny(write_text(tmp_path), model=replace(SOURCES[kind][2], init_from=str(tmp_path / "source")))
     training, said = _training(config, tmp_path)
     assert _gap(training.model.eval(), source) <= CLOSE
+    _same_greedy_text(training.model, source)
     assert said == [f"weights from {tmp_path}/source"]
     # What it has learned stays: the source is read for a fresh run alone, and may be gone when this one goes on.
     training.run()

@@ -42,6 +42,12 @@ def _drawn(seed: int) -> tuple[Config, int]:
     )
     if model.flavour == "gpt2":
         model = replace(model, bias=draw.random() < 0.5)
+    else:
+        model = replace(model, head_size=draw.choice([0, 0, 8, 48]))
+    model = replace(model, qkv_bias=draw.random() < 0.3, qk_norm=draw.random() < 0.5, tied=draw.choice([None, False, True]))
+    model = replace(model, norm=draw.choice(["auto", "auto", "post"]))
+    if model.flavour == "gpt2" and draw.random() < 0.3:
+        model = replace(model, flavour="original")
     checkpointing = draw.choice(["none", "none", "selective", "full"])
     train: dict[str, Any] = {"slots": draw.randint(1, 3), "slot_size": 2, "activation_checkpointing": checkpointing}
     return _config(model, **train), draw.choice([50, 300, 2000])
