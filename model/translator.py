@@ -75,7 +75,8 @@ class TargetBlock(nn.Module):
 class Decoding:
     """What is known of B sentences while R rows of translations are written, R a multiple of B.
 
-    Memory (B, S, C) and lengths (B,) of the sources, and by layer a cache of the rows and one of the sentences.
+    Memory (B, S, C) and lengths (B,) of the sources; by layer of the decoder a cache of the rows, for `longest` tokens, and
+    one of the sentences.
     """
 
     def __init__(self, memory: torch.Tensor, lengths: torch.Tensor, layers: int, longest: int) -> None:
@@ -141,10 +142,6 @@ class Translator(nn.Module):
         for block in self.encoder:
             x = block(x, rotation, None, None, lengths)
         return self.encoder_norm(x)  # type: ignore[no-any-return]
-
-    def start(self, memory: torch.Tensor, lengths: torch.Tensor, longest: int) -> Decoding:
-        """What `decode` needs for translations of at most so many tokens."""
-        return Decoding(memory, lengths, len(self.decoder), longest)
 
     def decode(self, ids: torch.Tensor, decoding: Decoding) -> torch.Tensor:
         """Logits (R, V) of what follows the next token (R,) of every row."""
