@@ -1,11 +1,14 @@
 """Settings of what is read and how it becomes samples: the source, the tokenizer, the order."""
 
+import codecs
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from pipelines.config.section import Section, setting
 
-SourceKind = Literal["auto", "python", "text", "json", "csv", "parquet", "huggingface", "registered"]
+SourceKind = Literal[
+    "auto", "python", "text", "lines", "labelled", "folders", "json", "csv", "parquet", "huggingface", "registered"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,17 +21,31 @@ class Data(Section):
     """What to train on: `python` (the standard library's own source), a path, glob or URI of text, JSON lines, CSV or
     Parquet files, the name or folder of a Hugging Face dataset, or the name of a registered source."""
     kind: SourceKind = setting("auto", fixed=True)
-    """What the source is; `auto` sees it from its name and its files."""
+    """What the source is; `auto` sees it from its name and its files, except `lines` (each line of a text file is a
+    document) and `labelled` (a line is a label, a blank or tab, and a text). `folders`: a folder of files for each class."""
     column: str = setting("text", fixed=True)
     """The column (or JSON key) that holds the text, in sources that have columns."""
+    label_column: str = setting("label", fixed=True)
+    """The column that holds the label, for tasks that read one: text, whole numbers or truth values."""
+    target_column: str = setting("target", fixed=True)
+    """The column that holds what the text becomes, for tasks that read one: its translation, an answer, a summary."""
+    image_column: str = setting("image", fixed=True)
+    """The column that holds the image, for tasks that read one: a file's bytes, its path or a data URI."""
+    target_source: str | None = setting(None, fixed=True)
+    """Text files whose lines belong to those of `source`, which are text files too: each pair of lines is a document. Other
+    sources then name two files with a comma between."""
+    encoding: str = setting("utf-8", fixed=True)
+    """How text files, JSON and CSV are encoded, as Python names it; other than UTF-8, a file is read by one task."""
     split: str = setting("train", fixed=True)
-    """The split of a Hugging Face dataset."""
+    """The split of a Hugging Face dataset; a source may name another after a `#` (`--data.test_source imdb#test`)."""
     validation: Literal["hash", "tail", "source"] = setting("hash", fixed=True)
     """Which documents validate: a fraction by a hash of each, the tail of the whole text, or a source of their own."""
     validation_fraction: float = setting(0.05, above=0, below=1, fixed=True)
     """The share of documents (`hash`) or of bytes (`tail`) that validates."""
     validation_source: str | None = setting(None, fixed=True)
     """The source that validates when `validation` is `source`."""
+    test_source: str | None = setting(None)
+    """A source that is neither trained on nor validates: evaluation scores the finished model on it."""
     on_error: Literal["raise", "skip"] = setting("raise", fixed=True)
     """At an unreadable or empty file, or a document that is not UTF-8: end with an error, or skip and count it."""
     shard_mib: float = setting(32.0, above=0, at_most=4096, fixed=True)
@@ -50,6 +67,13 @@ class Data(Section):
             raise self.error("source", "must name what to train on, for instance `python` or a path")
         if self.validation == "source" and not self.validation_source:
             raise self.error("validation_source", "must be given when data.validation is `source`")
+        try:
+            "text".encode(self.encoding)
+            codecs.lookup(self.encoding)
+        except LookupError:
+            raise self.error("encoding", "must name an encoding of text, utf-8 or latin-1 for instance") from None
+        if self.target_source and self.kind not in ("auto", "text", "lines"):
+            raise self.error("target_source", f"needs text files, while data.kind is {self.kind!r}: use --data.kind lines")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -118,6 +118,10 @@ class Task:
         """What it reads of a row; a source without columns gives the first one alone."""
         return (Column("data.column", self.config.data.column),)
 
+    def shaped_by(self) -> dict[str, Any]:
+        """What else than its columns, tokenizers and the data's settings shapes its examples, as JSON."""
+        return {}
+
     @property
     def ids(self) -> int:
         """All numbers in examples are below this; known with the facts."""
