@@ -31,6 +31,9 @@ class Data(Section):
     """The column that holds what the text becomes, for tasks that read one: its translation, an answer, a summary."""
     image_column: str = setting("image", fixed=True)
     """The column that holds the image, for tasks that read one: a file's bytes, its path or a data URI."""
+    image_size: tuple[int, int, int] | None = setting(None, at_least=1, fixed=True)
+    """Channels (1: grey, or 3), height and width to which images are brought, `[3, 32, 32]` for instance; None: all images
+    have one size."""
     target_source: str | None = setting(None, fixed=True)
     """Text files whose lines belong to those of `source`, which are text files too: each pair of lines is a document. Other
     sources then name two files with a comma between."""
@@ -65,6 +68,8 @@ class Data(Section):
         super().__post_init__()
         if not self.source:
             raise self.error("source", "must name what to train on, for instance `python` or a path")
+        if self.image_size and self.image_size[0] not in (1, 3):
+            raise self.error("image_size", "must have 1 channel or 3")
         if self.validation == "source" and not self.validation_source:
             raise self.error("validation_source", "must be given when data.validation is `source`")
         try:

@@ -25,8 +25,8 @@ def test_the_page_followed_literally_trains_the_task(tmp_path: Path) -> None:
     assert python == "python"
     short = ["--launch", "inline", "--record.mlflow", "false", "--run", "own", "--validation.every", "20"]
     text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog\n" * 500)
-    data = ["--data.source", str(text), "--data.validation", "tail", "--tokenizer.vocabulary_size", "300"]
+    text.write_text("".join(map(chr, range(32, 127))) * 300)  # each character has neighbours of its own
+    data = ["--data.source", str(text), "--data.validation", "tail", "--tokenizer.kind", "bytes"]
     ended = subprocess.run(
         [
             sys.executable,
