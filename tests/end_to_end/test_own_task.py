@@ -14,11 +14,12 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_page_followed_literally_trains_the_task(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "own-task.md").read_text()
     content, line, command = re.findall(r"```(?:python)?\n(.*?)```", page, re.DOTALL)
-    file, registry = re.findall(r"`(pipelines/tasks/\w+\.py)`", page)[:2]
+    ((file, folder),) = re.findall(r"\*\*The file\*\*, `(\w+\.py)` in `([\w/]+)`", page)
+    ((registry),) = re.findall(r"\*\*The line\*\*, in `TASKS` in `([\w/.]+)`", page)
     assert len(content.splitlines()) < 100
     for package in ("pipelines", "model", "triton_kernels", "ray_jobs", "configs"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / file).write_text(content)
+    (tmp_path / folder / file).write_text(content)
     tasks = (tmp_path / registry).read_text()
     (tmp_path / registry).write_text(re.sub(r"(TASKS = \{\n)", lambda found: found[1] + line, tasks))
     python, *words = shlex.split(command)
