@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from pipelines.config import Data
-from pipelines.prepare.faults import Faulty
+from pipelines.prepare.faults import Fault, Faulty
 from pipelines.prepare.pieces import Part, Piece, Reader, Slice
 from pipelines.prepare.sources import Source
 from pipelines.tasks.task import Document
@@ -41,6 +41,22 @@ def divide(source: Source, validation: Source | None, data: Data) -> tuple[Part,
         for group in _groups(some, size):
             parts.append(Part(len(parts), tuple(group), split or None))
     return tuple(parts)
+
+
+def parts_of(source: Source, data: Data) -> tuple[Part, ...]:
+    """All parts of a source of which nothing validates. Raises DataError."""
+    slices = _slices(source, data)
+    groups = _groups(slices, part_bytes(sum(piece.bytes for piece in slices), data))
+    return tuple(Part(number, tuple(group), None) for number, group in enumerate(groups))
+
+
+def items(reader: Reader, part: Part) -> Iterator[Piece | Fault]:
+    """What a part gives, in order."""
+    for piece in part.slices:
+        try:
+            yield from reader.read(piece)
+        except Faulty as faulty:
+            yield faulty.fault
 
 
 def part_bytes(total: int, data: Data) -> int:

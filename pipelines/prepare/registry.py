@@ -78,7 +78,8 @@ class RegisteredReader:
                 yield Fault(place, f"is {len(values)} values for the columns {wanted}", "yield a tuple of them, or a dict")
 
     def _documents(self) -> Iterator[Any]:
-        # pipelines.prepare.registered fills the registry, here and in every worker.
+        # These fill the registry, here and in every worker.
+        import pipelines.prepare.embedded
         import pipelines.prepare.registered  # noqa: F401
 
         try:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pipelines.prepare.registered  # noqa: F401  (fills REGISTERED)
+import pipelines.prepare.embedded
+import pipelines.prepare.registered  # noqa: F401  (both fill REGISTERED)
 from pipelines.config import Data
 from pipelines.files import Folder, absolute
 from pipelines.prepare.faults import DataError

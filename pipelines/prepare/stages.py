@@ -22,7 +22,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines.files import Folder
-from pipelines.prepare.faults import Fault, Faulty
+from pipelines.prepare.faults import Fault
+from pipelines.prepare.parts import items
 from pipelines.prepare.pieces import Part, Piece, Reader
 from pipelines.prepare.shards import ShardWriter
 from pipelines.tasks.task import Document, Encoder, Encoders, Facts, Task
@@ -82,7 +83,7 @@ def read_part(job: Job, part: Part) -> Iterator[pa.Table]:
     """The part's pieces in order, then an empty row to say that it is whole. Raises DataError unless faults are skipped."""
     rows: list[tuple[Any, ...]] = []
     size, document, ended = 0, -1, True
-    for item in _items(job, part):
+    for item in items(job.readers[part.split or "train"], part):
         if isinstance(item, Fault):
             if not job.skip:
                 raise item.error()
@@ -109,7 +110,7 @@ def survey_part(job: Job, part: Part) -> Facts:
 
 
 def _documents(job: Job, part: Part) -> Iterator[Document]:
-    for item in _items(job, part):
+    for item in items(job.readers[part.split or "train"], part):
         if isinstance(item, Piece):
             yield item.document
         elif not job.skip:
@@ -122,15 +123,6 @@ def _pack(document: Document) -> str:
 
 def _unpack(text: str, fields: int) -> Document:
     return (text,) if fields == 1 else tuple(json.loads(text))
-
-
-def _items(job: Job, part: Part) -> Iterator[Piece | Fault]:
-    reader = job.readers[part.split or "train"]
-    for piece in part.slices:
-        try:
-            yield from reader.read(piece)
-        except Faulty as faulty:
-            yield faulty.fault
 
 
 def _table(rows: list[tuple[Any, ...]]) -> pa.Table:

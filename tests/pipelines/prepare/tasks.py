@@ -49,7 +49,7 @@ class Labelled(Task):
         return {**super().learn(surveys, encoders), "labels": labels}
 
     def encode(self, document: Document, encoders: Encoders) -> tuple[np.ndarray, None]:
-        if "unreadable" in document[0]:
+        if "(unreadable)" in document[0]:
             raise ValueError("is unreadable")
         return np.append(self.facts["labels"].index(document[1]), encoders["tokenizer"].encode(document[0])), None
 
