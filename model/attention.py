@@ -8,7 +8,6 @@ The arithmetic is in `triton_kernels.attention`.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -22,14 +21,16 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosine and sine of the rotary angles, each (B or 1, 1, T, D)."""
 
 
-@dataclass
 class LayerCache:
-    """Keys and values that one layer has computed, (B, G, capacity, D) each, filled up to `length`."""
+    """Keys and values that one layer has computed, (B, G, capacity, D) each, filled up to `length`.
 
-    capacity: int
-    length: int = 0
-    keys: torch.Tensor | None = None
-    values: torch.Tensor | None = None
+    No dataclass: FSDP2 hands blocks copies of those, and what a copy is filled with is lost.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.length = capacity, 0
+        self.keys: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None
 
     def extend(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds keys and values (B, G, T, D) and returns all so far. The capacity must suffice."""

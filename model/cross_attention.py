@@ -7,8 +7,6 @@ of B: neighbouring rows of x share a sentence, and read its keys and values once
     y = layer(x, memory, lengths)                             # (6, T, 128), (2, S, 128) -> (6, T, 128)
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 
@@ -16,12 +14,12 @@ from model.linear import Linear
 from triton_kernels.attention import attention
 
 
-@dataclass
 class MemoryCache:
-    """Keys and values of the memory, (B, G, S, D) each, once a layer has computed them."""
+    """Keys and values of the memory, (B, G, S, D) each, once a layer has computed them; no dataclass, as LayerCache."""
 
-    keys: torch.Tensor | None = None
-    values: torch.Tensor | None = None
+    def __init__(self) -> None:
+        self.keys: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None
 
     def select(self, sentences: torch.Tensor) -> None:
         """Keeps the sentences with these numbers."""

@@ -123,9 +123,12 @@ def to_hugging_face(model: Decoder, end_id: int) -> tuple[dict[str, Any], dict[s
     return description, tensors
 
 
-def from_hugging_face(model: Decoder, description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+def from_hugging_face(
+    model: Decoder, description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, spare_ids: bool = False
+) -> None:
     """Gives a model the weights of a folder, from its `config.json` and its tensors.
 
+    `spare_ids`: the folder may have more ids than the model, and the last ones are left out. Qwen pads its vocabulary so.
     Raises ValueError, a sentence about the folder, where the model is another one or the weights are not all there; it may
     then hold some of them.
     """
@@ -135,7 +138,7 @@ def from_hugging_face(model: Decoder, description: Mapping[str, Any], tensors: M
     found = _by_full_name(model, layout, description, tensors)
     with torch.no_grad():
         for home in _homes(model, layout):
-            _fill(model, home, [_take(found, tensors, name) for name in home.names])
+            _fill(model, home, [_take(found, tensors, name) for name in home.names], spare_ids)
     if rest := sorted(name for name in found if not _NO_WEIGHT.search(name)):
         raise ValueError(f"it has weights for which a `{kind}` here has no place: {', '.join(rest[:4])}")
 
@@ -172,8 +175,10 @@ def _take(found: dict[str, str], tensors: Mapping[str, torch.Tensor], name: str)
     return tensors[found.pop(name)]
 
 
-def _fill(model: Decoder, home: _Home, parts: list[torch.Tensor]) -> None:
+def _fill(model: Decoder, home: _Home, parts: list[torch.Tensor], spare_ids: bool) -> None:
     """Copies what was read into our tensor. Of learned positions, the first ones suffice."""
+    if spare_ids and home.module in (model.embedding, model.head):
+        parts = [parts[0][: model.vocabulary_size]]
     if home.module is model.positions:
         if len(parts[0]) < model.shape.context:
             raise ValueError(f"it has {len(parts[0])} positions: lower model.context, {model.shape.context}, to that")

@@ -146,7 +146,7 @@ def translator_flops_per_token(shape: TranslatorShape, target_vocabulary: int) -
     encoder_layers = shape.encoder_layers or shape.layers
     matrices = (encoder_layers + shape.layers) * _matrices(shape) + shape.layers * _attention_weights(shape)
     attentions = encoder_layers + 2 * shape.layers
-    return 6.0 * (matrices + target_vocabulary * shape.width) + 12.0 * attentions * shape.width * shape.context
+    return 6.0 * (matrices + target_vocabulary * shape.width) + 12.0 * attentions * query_width(shape) * shape.context
 
 
 def convnet_parameters(

@@ -8,7 +8,6 @@ of targets that count. What is padded at the end of a source or of a target chan
     loss_sum, counted = model(source, lengths, target_inputs, targets)
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -73,18 +72,17 @@ class TargetBlock(nn.Module):
         return x + self.dropout(self.feed_forward(y))  # type: ignore[no-any-return]
 
 
-@dataclass
 class Decoding:
-    """What is known of B sentences while R rows of translations are written, R a multiple of B."""
+    """What is known of B sentences while R rows of translations are written, R a multiple of B.
 
-    memory: torch.Tensor
-    """What the encoder made of them, (B, S, C)."""
-    lengths: torch.Tensor
-    """Tokens of each source, (B,)."""
-    caches: list[LayerCache]
-    """Of the rows, one a layer."""
-    memory_caches: list[MemoryCache]
-    """Of the sentences, one a layer."""
+    Memory (B, S, C) and lengths (B,) of the sources; by layer of the decoder a cache of the rows, for `longest` tokens, and
+    one of the sentences.
+    """
+
+    def __init__(self, memory: torch.Tensor, lengths: torch.Tensor, layers: int, longest: int) -> None:
+        self.memory, self.lengths = memory, lengths
+        self.caches = [LayerCache(longest) for _ in range(layers)]
+        self.memory_caches = [MemoryCache() for _ in range(layers)]
 
     def select(self, rows: torch.Tensor) -> None:
         """Keeps the rows with these numbers, in this order; those of a sentence stay side by side, and in it."""
@@ -144,11 +142,6 @@ class Translator(nn.Module):
         for block in self.encoder:
             x = block(x, rotation, None, None, lengths)
         return self.encoder_norm(x)  # type: ignore[no-any-return]
-
-    def start(self, memory: torch.Tensor, lengths: torch.Tensor, longest: int) -> Decoding:
-        """What `decode` needs for translations of at most so many tokens."""
-        caches = [LayerCache(longest) for _ in self.decoder]
-        return Decoding(memory, lengths, caches, [MemoryCache() for _ in self.decoder])
 
     def decode(self, ids: torch.Tensor, decoding: Decoding) -> torch.Tensor:
         """Logits (R, V) of what follows the next token (R,) of every row."""

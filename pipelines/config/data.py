@@ -1,11 +1,14 @@
 """Settings of what is read and how it becomes samples: the source, the tokenizer, the order."""
 
+import codecs
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from pipelines.config.section import Section, setting
 
-SourceKind = Literal["auto", "python", "text", "json", "csv", "parquet", "huggingface", "registered"]
+SourceKind = Literal[
+    "auto", "python", "text", "lines", "labelled", "folders", "json", "csv", "parquet", "huggingface", "registered"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,17 +21,34 @@ class Data(Section):
     """What to train on: `python` (the standard library's own source), a path, glob or URI of text, JSON lines, CSV or
     Parquet files, the name or folder of a Hugging Face dataset, or the name of a registered source."""
     kind: SourceKind = setting("auto", fixed=True)
-    """What the source is; `auto` sees it from its name and its files."""
+    """What the source is; `auto` sees it from its name and its files, except `lines` (each line of a text file is a
+    document) and `labelled` (a line is a label, a blank or tab, and a text). `folders`: a folder of files for each class."""
     column: str = setting("text", fixed=True)
     """The column (or JSON key) that holds the text, in sources that have columns."""
+    label_column: str = setting("label", fixed=True)
+    """The column that holds the label, for tasks that read one: text, whole numbers or truth values."""
+    target_column: str = setting("target", fixed=True)
+    """The column that holds what the text becomes, for tasks that read one: its translation, an answer, a summary."""
+    image_column: str = setting("image", fixed=True)
+    """The column that holds the image, for tasks that read one: a file's bytes, its path or a data URI."""
+    image_size: tuple[int, int, int] | None = setting(None, at_least=1, fixed=True)
+    """Channels (1: grey, or 3), height and width to which images are brought, `[3, 32, 32]` for instance; None: all images
+    have one size."""
+    target_source: str | None = setting(None, fixed=True)
+    """Text files whose lines belong to those of `source`, which are text files too: each pair of lines is a document. Other
+    sources then name two files with a comma between."""
+    encoding: str = setting("utf-8", fixed=True)
+    """How text files, JSON and CSV are encoded, as Python names it; other than UTF-8, a file is read by one task."""
     split: str = setting("train", fixed=True)
-    """The split of a Hugging Face dataset."""
+    """The split of a Hugging Face dataset; a source may name another after a `#` (`--data.test_source imdb#test`)."""
     validation: Literal["hash", "tail", "source"] = setting("hash", fixed=True)
     """Which documents validate: a fraction by a hash of each, the tail of the whole text, or a source of their own."""
     validation_fraction: float = setting(0.05, above=0, below=1, fixed=True)
     """The share of documents (`hash`) or of bytes (`tail`) that validates."""
     validation_source: str | None = setting(None, fixed=True)
     """The source that validates when `validation` is `source`."""
+    test_source: str | None = setting(None)
+    """A source that is neither trained on nor validates: evaluation scores the finished model on it."""
     on_error: Literal["raise", "skip"] = setting("raise", fixed=True)
     """At an unreadable or empty file, or a document that is not UTF-8: end with an error, or skip and count it."""
     shard_mib: float = setting(32.0, above=0, at_most=4096, fixed=True)
@@ -48,8 +68,17 @@ class Data(Section):
         super().__post_init__()
         if not self.source:
             raise self.error("source", "must name what to train on, for instance `python` or a path")
+        if self.image_size and self.image_size[0] not in (1, 3):
+            raise self.error("image_size", "must have 1 channel or 3")
         if self.validation == "source" and not self.validation_source:
             raise self.error("validation_source", "must be given when data.validation is `source`")
+        try:
+            "text".encode(self.encoding)
+            codecs.lookup(self.encoding)
+        except LookupError:
+            raise self.error("encoding", "must name an encoding of text, utf-8 or latin-1 for instance") from None
+        if self.target_source and self.kind not in ("auto", "text", "lines"):
+            raise self.error("target_source", f"needs text files, while data.kind is {self.kind!r}: use --data.kind lines")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +95,9 @@ class Tokenizer(Section):
     """Path or URI of the `tokenizer.json` when `kind` is `file`."""
     end_token: str | None = setting(None, fixed=True)
     """The token of that file which ends a document; None looks for a usual one (`<|endoftext|>`, `</s>`, ...)."""
+    chat_template: str = setting("auto", fixed=True)
+    """How the task `completion` writes prompt and completion as a chat: `auto`, by the template beside `tokenizer.file`, if
+    there is one (`chat_template.jinja` or in `tokenizer_config.json`); a file with one; `none`, one after the other."""
     shared: bool = setting(True, fixed=True)
     """In translation, one vocabulary for both languages; else each has its own."""
     training_mib: float = setting(64.0, above=0, fixed=True)
@@ -75,5 +107,9 @@ class Tokenizer(Section):
         super().__post_init__()
         if self.kind == "file" and not self.file:
             raise self.error("file", "must be given when tokenizer.kind is `file`")
+        if self.kind != "file" and self.chat_template not in ("auto", "none"):
+            raise self.error(
+                "chat_template", "must be `auto` or `none` but with tokenizer.kind `file`, whose tokens it writes"
+            )
         if self.kind == "bpe" and self.vocabulary_size < 257:
             raise self.error("vocabulary_size", "must be at least 257 for bpe: 256 bytes and the end token")

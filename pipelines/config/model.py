@@ -52,15 +52,15 @@ class Model(Section):
     head_size: int = setting(0, at_least=0, fixed=True)
     """Numbers of each head's query, key and value; 0: width / heads."""
     qkv_bias: bool = setting(False, fixed=True)
-    """Biases of queries, keys and values, whatever model.bias is, as Qwen2 has them."""
+    """Biases of self-attention's queries, keys and values, whatever model.bias is, as Qwen2 has them."""
     qk_norm: bool = setting(False, fixed=True)
-    """RMSNorm over each head's query and key, before rotary positions, as Qwen3 has it."""
+    """RMSNorm over each head's query and key in self-attention, before rotary positions, as Qwen3 has it."""
     norm_eps: float = setting(1e-5, above=0, fixed=True)
     """What norms add to the variance or mean square before its root."""
     gelu: Literal["exact", "tanh"] = setting("exact", fixed=True)
     """GELU by the error function, or its approximation by tanh, with which OpenAI's GPT-2 was trained."""
     tied: bool | None = setting(None, fixed=True)
-    """Whether the head shares the embedding's weight; None: it does, but not with `llama`."""
+    """Whether a language model's head shares the embedding's weight; None: it does, but not with `llama`."""
     init_from: str | None = setting(None, fixed=True)
     """Folder or URI of a Hugging Face model in safetensors, whose weights a new run starts with: Llama, Qwen2, Qwen3, GPT-2.
 

@@ -83,6 +83,14 @@ class _Tokenise:
         return tokenise(self._job, table)
 
 
+def run_each(function: Callable[[Job, Part], Result], job: Job, parts: Iterable[Part]) -> list[Result]:
+    """The function's results, a task a part, in their order. Raises DataError as it does."""
+    remote, shared = ray.remote(function).options(max_retries=1), ray.put(job)
+    with _unwrapped():
+        results: list[Result] = ray.get([remote.remote(shared, part) for part in parts])
+        return results
+
+
 def run_alone(function: Callable[..., Result], *arguments: Any) -> Result:
     """The function's result, computed in one task. Raises DataError, SettingError as it does."""
     with _unwrapped():

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 _REMEDY = "mend or remove it, or leave out what cannot be read with --data.on_error skip"
 
+_OTHER_ENCODING = f"name its encoding (--data.encoding latin-1, for instance), {_REMEDY}"
+
 
 class DataError(ValueError):
     """The data cannot be prepared. The message names the file or setting, the reason and the remedy."""
@@ -60,4 +62,4 @@ def faults_of(place: str) -> Iterator[None]:
 def not_utf8(place: str, error: UnicodeDecodeError, offset: int = 0) -> Fault:
     """The fault of a text whose bytes, which begin at `offset` of their file, are not UTF-8."""
     at = offset + error.start
-    return Fault(place, f"is not UTF-8: byte 0x{error.object[error.start]:02x} at {at}")
+    return Fault(place, f"is not UTF-8: byte 0x{error.object[error.start]:02x} at {at}", _OTHER_ENCODING)

@@ -2,36 +2,42 @@
 
 Neither the storage nor the number of workers is part of it, nor what only the feed reads (`data.shuffle`, `data.prefetch`).
 
-    fingerprint(config)                                       # "5f1e0c92a83b77d4"
+    fingerprint(config, task)                                 # "5f1e0c92a83b77d4"
 """
 
+import codecs
 import hashlib
 import json
 from typing import Any
 
-from pipelines.config import Config
+from pipelines.config import Config, Tokenizer
 from pipelines.prepare.sources import Source, open_source
+from pipelines.tasks.task import Task
 from pipelines.tokenizers.training import read_file
 
 FORMAT = 1
 """Raised when shards of the same data and settings come out otherwise than before."""
 
 
-def open_sources(config: Config) -> tuple[Source, Source | None]:
+def open_sources(config: Config, task: Task) -> tuple[Source, Source | None]:
     """The source, and the one that validates where `data.validation` is `source`. Raises DataError."""
     data = config.data
-    own = data.validation_source if data.validation == "source" else None
-    return open_source(data, data.source), open_source(data, own) if own else None
+    names = [data.source, data.validation_source if data.validation == "source" else None]
+    source, validation = (
+        open_source(data, name, task.columns, whole=task.window is None) if name else None for name in names
+    )
+    assert source
+    return source, validation
 
 
-def fingerprint(config: Config) -> str:
+def fingerprint(config: Config, task: Task) -> str:
     """The hash of what a preparation under these settings depends on. Raises DataError, SettingError."""
-    return fingerprint_of(config, *open_sources(config))
+    return fingerprint_of(config, task, *open_sources(config, task))
 
 
-def fingerprint_of(config: Config, source: Source, validation: Source | None) -> str:
+def fingerprint_of(config: Config, task: Task, source: Source, validation: Source | None) -> str:
     """The same for sources that are open already."""
-    data, tokenizer = config.data, config.tokenizer
+    data = config.data
     content: dict[str, Any] = {
         "format": FORMAT,
         "task": config.task,
@@ -39,14 +45,26 @@ def fingerprint_of(config: Config, source: Source, validation: Source | None) ->
         "validation": data.validation,
         "on_error": data.on_error,
         "shard_mib": data.shard_mib,
-        "tokenizer": tokenizer.kind,
     }
-    if source.kind in ("json", "csv", "parquet", "huggingface"):
-        content["column"] = data.column
+    if len(task.columns) > 1:
+        content["columns"] = [[column.name, column.kind] for column in task.columns]
+    elif source.kind in ("json", "csv", "parquet", "huggingface"):
+        content["column"] = task.columns[0].name
+    if (encoding := codecs.lookup(data.encoding).name) != "utf-8":
+        content["encoding"] = encoding
+    if shape := task.shaped_by():
+        content["shape"] = shape
     if validation is not None:
         content["validation_source"] = validation.identity
     else:
         content["validation_fraction"] = data.validation_fraction
+    if task.tokenizers:
+        content |= _tokenizer(config.tokenizer)
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+    content: dict[str, Any] = {"tokenizer": tokenizer.kind}
     if tokenizer.kind in ("characters", "bpe"):
         content["vocabulary_size"] = tokenizer.vocabulary_size
     if tokenizer.kind == "bpe":
@@ -54,4 +72,4 @@ def fingerprint_of(config: Config, source: Source, validation: Source | None) ->
     if tokenizer.kind == "file":
         content["file"] = hashlib.sha256(read_file(tokenizer).encode()).hexdigest()
         content["end_token"] = tokenizer.end_token
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    return content

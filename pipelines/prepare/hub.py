@@ -1,8 +1,9 @@
 """Hugging Face datasets: a folder written by `save_to_disk`, a folder that `load_dataset` reads, or a name on the hub.
 
-A configuration follows the name after a colon. Rows are read from the memory-mapped Arrow files that `datasets` keeps.
+A configuration follows the name after a colon. Rows are read from the memory-mapped Arrow files that `datasets` keeps;
+numbers of a `ClassLabel` become their names.
 
-    reader = HuggingFaceReader("wikitext:wikitext-2-raw-v1", "train", "text")
+    reader = HuggingFaceReader("wikitext:wikitext-2-raw-v1", "train", columns)
     reader.slices(reader.file(), 32 << 20)                    # ranges of rows
     reader.read(Slice(file, 0, 1000, 0))                      # their documents
 """
@@ -15,9 +16,9 @@ from itertools import pairwise
 from typing import Any
 
 from pipelines.files import Folder
-from pipelines.prepare.faults import DataError, Fault, Faulty
+from pipelines.prepare.faults import DataError, Fault
+from pipelines.prepare.fields import Columns, document, find_columns
 from pipelines.prepare.pieces import File, Piece, Slice
-from pipelines.prepare.rows import document, no_column
 
 _ROWS = 256
 _SAVED = ("state.json", "dataset_dict.json")
@@ -35,7 +36,7 @@ class HuggingFaceReader:
     source: str
     """Name on the hub with an optional `:configuration`, or absolute path of a folder."""
     split: str
-    column: str
+    columns: Columns
 
     def file(self) -> File:
         """What stands for the dataset where other sources have files. Raises DataError where it cannot be loaded."""
@@ -60,16 +61,23 @@ class HuggingFaceReader:
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
         """The documents of the rows in the slice."""
         dataset = self._dataset()
-        if self.column not in dataset.column_names:
-            raise Faulty(no_column(self.source, self.column, dataset.column_names))
-        texts, stop = dataset.select_columns([self.column]).with_format("arrow"), piece.stop or 0
+        find_columns(self.source, self.columns, dataset.column_names)
+        names = [column.name for column in self.columns]
+        table, stop = dataset.select_columns(names).with_format("arrow"), piece.stop or 0
+        classes = [getattr(dataset.features[name], "names", None) for name in names]
         for first in range(piece.start, stop, _ROWS):
-            values = texts[first : min(first + _ROWS, stop)][self.column].to_pylist()
-            for row, value in enumerate(values, first + 1):
-                yield from document(value, f"{self.source}, split {self.split}, row {row}", self.column)
+            rows = table[first : min(first + _ROWS, stop)]
+            fields = [_named(rows[name].to_pylist(), given) for name, given in zip(names, classes, strict=True)]
+            for row, values in enumerate(zip(*fields, strict=True), first + 1):
+                yield from document(values, f"{self.source}, split {self.split}, row {row}", self.columns)
 
     def _dataset(self) -> Any:
         return _load(self.source, self.split)
+
+
+def _named(values: list[Any], names: list[str] | None) -> list[Any]:
+    """The names of labels instead of their numbers; the hub writes -1 where a row has none."""
+    return [None if value in (None, -1) else names[value] for value in values] if names else values
 
 
 @lru_cache(maxsize=4)

@@ -5,8 +5,10 @@ list_files("s3://bucket/books")                           # a folder: every file
 list_files("missing.txt")                                 # DataError
 """
 
+import codecs
 import os
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipelines.files import absolute, filesystem
@@ -17,8 +19,13 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileInfo, FileSystem
 
 
-def list_files(place: str) -> list[File]:
-    """The files at a path, glob, folder or URI. Raises DataError where there are none."""
+def list_files(place: str, encoding: str = "utf-8") -> list[File]:
+    """The files at a path, glob, folder or URI, whose text is in that encoding. Raises DataError where there are none."""
+    name = codecs.lookup(encoding).name
+    return [replace(file, encoding=name) for file in _list(place)]
+
+
+def _list(place: str) -> list[File]:
     uri = absolute(place)
     system, path = _reach(uri)
     info = system.get_file_info(path)

@@ -4,16 +4,17 @@ The division depends on the source and the settings alone, never on the number o
 goes on where it was, on whatever cluster, and gives the same shards.
 
     parts = divide(sources, config.data)                      # (Part(number=0, slices=..., split=None), ...)
-    for text in sample(reader, sampled_slices(slices, 64 << 20), 64 << 20): ...
+    for document in sample(reader, sampled_slices(slices, 64 << 20), 64 << 20): ...
 """
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from pipelines.config import Data
-from pipelines.prepare.faults import Faulty
+from pipelines.prepare.faults import Fault, Faulty
 from pipelines.prepare.pieces import Part, Piece, Reader, Slice
 from pipelines.prepare.sources import Source
+from pipelines.tasks.task import Document
 
 SMALLEST = 256 << 10
 """Bytes of text that a part has at least, where the source has as many."""
@@ -40,6 +41,22 @@ def divide(source: Source, validation: Source | None, data: Data) -> tuple[Part,
         for group in _groups(some, size):
             parts.append(Part(len(parts), tuple(group), split or None))
     return tuple(parts)
+
+
+def parts_of(source: Source, data: Data) -> tuple[Part, ...]:
+    """All parts of a source of which nothing validates. Raises DataError."""
+    slices = _slices(source, data)
+    groups = _groups(slices, part_bytes(sum(piece.bytes for piece in slices), data))
+    return tuple(Part(number, tuple(group), None) for number, group in enumerate(groups))
+
+
+def items(reader: Reader, part: Part) -> Iterator[Piece | Fault]:
+    """What a part gives, in order."""
+    for piece in part.slices:
+        try:
+            yield from reader.read(piece)
+        except Faulty as faulty:
+            yield faulty.fault
 
 
 def part_bytes(total: int, data: Data) -> int:
@@ -103,8 +120,8 @@ def sampled_slices(slices: list[Slice], size: int) -> list[Slice]:
     return [slices[len(slices) * i // _SAMPLED_SLICES] for i in range(_SAMPLED_SLICES)]
 
 
-def sample(reader: Reader, slices: list[Slice], size: int) -> Iterator[str]:
-    """Texts from the beginning of each slice, about `size` bytes together; faults pass unseen."""
+def sample(reader: Reader, slices: list[Slice], size: int) -> Iterator[Document]:
+    """Documents from the beginning of each slice, about `size` bytes together; faults pass unseen."""
     total = sum(piece.bytes for piece in slices)
     share = size / max(total, 1)
     left = 0.0
@@ -112,17 +129,17 @@ def sample(reader: Reader, slices: list[Slice], size: int) -> Iterator[str]:
         left += max(piece.bytes * share, 1)
         if left <= 0:  # earlier slices gave more than their share, since a piece is taken whole
             continue
-        for text in _texts(reader, piece):
-            left -= len(text)
-            yield text
+        for document in _documents(reader, piece):
+            left -= sum(map(len, document))
+            yield document
             if left <= 0 and total > size:
                 break
 
 
-def _texts(reader: Reader, piece: Slice) -> Iterator[str]:
+def _documents(reader: Reader, piece: Slice) -> Iterator[Document]:
     try:
         for item in reader.read(piece):
             if isinstance(item, Piece):
-                yield item.text
+                yield item.document
     except Faulty:
         return

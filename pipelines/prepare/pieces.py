@@ -3,7 +3,7 @@
 A reader knows one format. It says which slices a file has, and reads one of them, whichever process it is in:
 
     for piece in reader.read(Slice(file, 0, 33_554_432, 33_554_432)):
-        piece.text, piece.begins, piece.ends                  # a document, or a stretch of a long one
+        piece.document, piece.begins, piece.ends              # a document, or a stretch of a long one
 """
 
 from collections.abc import Iterator
@@ -11,9 +11,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pipelines.prepare.faults import Fault
+from pipelines.tasks.task import Document
 
 PIECE = 1 << 20
 """Bytes of text that are handled at once; a longer document comes as several pieces where its format allows."""
+
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+"""Endings of compressed files, and what pyarrow calls them."""
 
 HEAD = 4096
 """Characters of a document whose hash says whether it validates."""
@@ -31,6 +35,18 @@ class File:
     """Bytes on disk."""
     stamp: int = 0
     """Time of the last change in nanoseconds; 0 where the file system has none."""
+    encoding: str = "utf-8"
+    """How its text is encoded, as Python calls it."""
+
+    @property
+    def streamed(self) -> bool:
+        """Whether it is read from the beginning only: it is compressed, or its bytes become UTF-8 as they are read."""
+        return self.encoding != "utf-8" or self.name.endswith(tuple(COMPRESSIONS))
+
+    @property
+    def folder(self) -> str:
+        """The path or URI of the folder in which it lies."""
+        return self.uri.rpartition("/")[0]
 
 
 @dataclass(frozen=True)
@@ -41,7 +57,7 @@ class Slice:
     start: int
     """First unit."""
     stop: int | None
-    """Unit after the last; None: to the end, wherever that is (a compressed file's length is known once it is read)."""
+    """Unit after the last; None: to the end, wherever that is (a streamed file's length is known once it is read)."""
     bytes: int
     """Bytes of text in it, roughly; parts are made equal by them."""
 
@@ -65,13 +81,23 @@ class Part:
 class Piece:
     """A document, or a stretch of one that is long."""
 
-    text: str
+    document: Document
+    """Its fields, or the stretch of its only one."""
     begins: bool = True
     """Whether the document begins here."""
     ends: bool = True
     """Whether it ends here."""
     head: str | None = None
-    """Its document's first HEAD characters; None: those of `text`."""
+    """Its document's first HEAD characters; None: those that are here."""
+    place: str = ""
+    """The file it comes from, and where in it."""
+
+    @property
+    def identity(self) -> str:
+        """What decides by its hash whether the document validates: equal inputs are never on both sides."""
+        if len(self.document) > 1:
+            return self.document[0]  # whole, since the files of many images begin alike
+        return self.document[0][:HEAD] if self.head is None else self.head
 
 
 class Reader(Protocol):

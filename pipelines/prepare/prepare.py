@@ -1,4 +1,4 @@
-"""Raw data to a prepared folder, once: `<storage>/.prepared/<fingerprint>/` with shards, tokenizer and manifest.
+"""Raw data to a prepared folder, once: `<storage>/.prepared/<fingerprint>/` with shards, tokenizers and manifest.
 
 A finished preparation is reused at once; an interrupted one goes on at its next part, and gives the same bytes.
 
@@ -9,7 +9,7 @@ A finished preparation is reused at once; an interrupted one goes on at its next
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipelines.config import Config, Tokenizer
@@ -18,15 +18,17 @@ from pipelines.prepare.faults import DataError
 from pipelines.prepare.fingerprint import fingerprint_of, open_sources
 from pipelines.prepare.manifest import FILE, Manifest, Shard
 from pipelines.prepare.parts import divide, sample, sampled_slices
-from pipelines.prepare.pieces import Part, Reader, Slice
+from pipelines.prepare.pieces import Part, Slice
 from pipelines.prepare.progress import shown
 from pipelines.prepare.shards import same_file
 from pipelines.prepare.sources import Source
-from pipelines.prepare.stages import SPLITS, Job, id_type, read_part, tokenise, write_part
-from pipelines.tasks.task import Encoder, Task
+from pipelines.prepare.stages import SPLITS, Job, id_type, read_part, survey_part, tokenise, write_part
+from pipelines.tasks.task import Facts, Task
 from pipelines.tokenizers import load_tokenizer, train_tokenizer
 
 Echo = Callable[[str], None]
+
+_FACTS = "facts.json"
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Prepared:
     """Data that is ready to train on."""
 
     folder: Folder
-    """`<storage>/.prepared/<fingerprint>`, with the tokenizer in `tokenizer/`."""
+    """`<storage>/.prepared/<fingerprint>`, with each of the task's tokenizers in a folder of its name."""
     manifest: Manifest
     reused: bool
     """Whether an earlier preparation was found whole."""
@@ -45,24 +47,28 @@ def prepare(config: Config, storage: Folder, task: Task, *, on_ray: bool = True,
 
     Raises DataError where the data cannot be used and SettingError where the tokenizer's settings cannot.
     """
-    source, validation = open_sources(config)
-    digest = fingerprint_of(config, source, validation)
+    source, validation = open_sources(config, task)
+    digest = fingerprint_of(config, task, source, validation)
     folder = storage / ".prepared" / digest
     if (manifest := finished(folder)) is not None:
-        echo(f"data: {_counts(manifest)}, prepared before ({folder})")
+        echo(f"data: {_counts(manifest, task)}, prepared before ({folder})")
         return Prepared(folder, manifest, reused=True)
     started = time.time()
     parts = divide(source, validation, config.data)
-    encoder = _tokenizer(config, source, parts, folder, on_ray, echo)
     readers = {"train": source.reader, "validation": (validation or source).reader}
     job = Job(folder, readers, task, config.data.validation_fraction, config.data.on_error == "skip")
+    for name in task.tokenizers:
+        _make_tokenizer(config, job, parts, name, on_ray, echo)
+    facts = _facts(job, parts, on_ray)
+    job = replace(job, task=type(task)(config, facts))
     records = _run(job, parts, on_ray, echo)
-    manifest = _manifest(config, digest, source, encoder, records)
+    manifest = _manifest(config, digest, source, job.task, records)
     _check(config, manifest)
     manifest.save(folder)
     folder.remove("parts")
+    folder.remove(_FACTS)
     folder.remove_temporary(before=started)
-    _report(manifest, records, folder, time.time() - started, echo)
+    _report(manifest, task, records, folder, time.time() - started, echo)
     return Prepared(folder, manifest, reused=False)
 
 
@@ -76,16 +82,18 @@ def finished(folder: Folder) -> Manifest | None:
     return manifest if all(folder.size(shard.file) == shard.bytes for shard in shards) else None
 
 
-def _tokenizer(config: Config, source: Source, parts: tuple[Part, ...], folder: Folder, on_ray: bool, echo: Echo) -> Encoder:
-    """The tokenizer of the prepared folder, trained in one task unless an interrupted preparation left it."""
+def _make_tokenizer(config: Config, job: Job, parts: tuple[Part, ...], name: str, on_ray: bool, echo: Echo) -> None:
+    """Makes one of the prepared folder's tokenizers, in one task, unless an interrupted preparation left it."""
     try:
-        return load_tokenizer(folder / "tokenizer")
+        load_tokenizer(job.folder / name)
     except (FileNotFoundError, ValueError):
         pass
+    else:
+        return
     of_source = [part for part in parts if part.split != "validation" or config.data.validation == "tail"]
     size = 2**63 if config.tokenizer.kind == "characters" else int(config.tokenizer.training_mib * 2**20)
     slices = sampled_slices([piece for part in of_source for piece in part.slices], size)
-    arguments = config.tokenizer, source.reader, slices, size, folder / "tokenizer"
+    arguments = config.tokenizer, job, slices, size, name
     if on_ray and config.tokenizer.kind in ("characters", "bpe"):  # the others take less than starting a task
         from pipelines.prepare.cluster import run_alone
 
@@ -94,14 +102,34 @@ def _tokenizer(config: Config, source: Source, parts: tuple[Part, ...], folder: 
         lines = _train(*arguments)
     for line in lines:
         echo(line)
-    return load_tokenizer(folder / "tokenizer")
 
 
-def _train(settings: Tokenizer, reader: Reader, slices: list[Slice], size: int, folder: Folder) -> list[str]:
+def _train(settings: Tokenizer, job: Job, slices: list[Slice], size: int, name: str) -> list[str]:
     """Makes the tokenizer; the lines to print, since a task of Ray's has no terminal."""
     lines: list[str] = []
-    train_tokenizer(settings, sample(reader, slices, size), folder, lines.append)
+    documents = sample(job.readers["train"], slices, size)
+    texts = (text for document in documents for text in job.task.texts(document, name))
+    train_tokenizer(settings, texts, job.folder / name, lines.append)
     return lines
+
+
+def _facts(job: Job, parts: tuple[Part, ...], on_ray: bool) -> Facts:
+    """What the task learns of the data, unless an interrupted preparation left it: where it must, in a pass over all."""
+    if not job.task.surveyed:
+        return job.task.learn([], job.encoders)
+    try:
+        found: Facts = job.folder.read_json(_FACTS)
+        return found
+    except (FileNotFoundError, ValueError):
+        pass
+    if on_ray:
+        from pipelines.prepare.cluster import run_each
+
+        surveys = run_each(survey_part, job, parts)
+    else:
+        surveys = [survey_part(job, part) for part in parts]
+    job.folder.put_json(_FACTS, job.task.learn(surveys, job.encoders))
+    return _facts(job, parts, on_ray)
 
 
 def _run(job: Job, parts: tuple[Part, ...], on_ray: bool, echo: Echo) -> list[dict[str, Any]]:
@@ -136,21 +164,23 @@ def _done(folder: Folder) -> dict[int, dict[str, Any]]:
     return records
 
 
-def _manifest(config: Config, digest: str, source: Source, encoder: Encoder, records: list[dict[str, Any]]) -> Manifest:
+def _manifest(config: Config, digest: str, source: Source, task: Task, records: list[dict[str, Any]]) -> Manifest:
     skipped = [fault for record in records for fault in record["faults"]]
     unnamed = sum(record["skipped"] for record in records) - len(skipped)
     if unnamed:
         skipped.append({"place": config.data.source, "reason": f"and {unnamed} more documents"})
+    learned = dict(task.facts)
     shards = {split: [Shard(**shard) for record in records if (shard := record["shards"][split])] for split in SPLITS}
     return Manifest(
         fingerprint=digest,
-        id_type=str(id_type(encoder)),
-        vocabulary_size=encoder.vocabulary_size,
-        end_id=encoder.end_id,
+        id_type=str(id_type(task)),
+        vocabulary_size=learned.pop("vocabulary_size", 0),
+        end_id=learned.pop("end_id", 0),
         splits=shards,
         source={"kind": source.kind, "name": config.data.source, "files": len(source.files)}
         | {"bytes": sum(file.size for file in source.files)},
         skipped=skipped,
+        learned=learned,
     )
 
 
@@ -175,14 +205,18 @@ def _check(config: Config, manifest: Manifest) -> None:
     raise DataError(f"no document for {empty}: {share} leaves none of {count}; {remedy}, or name a --data.validation_source")
 
 
-def _report(manifest: Manifest, records: list[dict[str, Any]], folder: Folder, seconds: float, echo: Echo) -> None:
+def _report(
+    manifest: Manifest, task: Task, records: list[dict[str, Any]], folder: Folder, seconds: float, echo: Echo
+) -> None:
     if count := sum(record["skipped"] for record in records):
         first = manifest.skipped[0]
         named = f"the first {first['place']}: {first['reason']}"
         echo(f"data: {count} files or documents skipped, {named}; listed in {folder}/{FILE}")
-    echo(f"data: {_counts(manifest)}, prepared in {seconds:.1f} s ({folder})")
+    echo(f"data: {_counts(manifest, task)}, prepared in {seconds:.1f} s ({folder})")
 
 
-def _counts(manifest: Manifest) -> str:
+def _counts(manifest: Manifest, task: Task) -> str:
+    if task.window is None:
+        return " and ".join(f"{manifest.documents(split):,} {split}" for split in SPLITS) + " examples"
     tokens = " and ".join(f"{manifest.tokens(split):,} {split}" for split in SPLITS)
     return f"{tokens} tokens of {manifest.vocabulary_size:,} kinds"

@@ -2,20 +2,22 @@
 
 @register_source("poems", version="2")                    # in pipelines/prepare/registered.py
 def poems() -> Iterator[str]: ...
-RegisteredReader("poems").read(...)                       # what --data.source poems makes of it
+RegisteredReader("poems", columns).read(...)              # what --data.source poems makes of it
 """
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from pipelines.prepare.faults import Fault, Faulty
+from pipelines.prepare.fields import Columns, document, named
 from pipelines.prepare.pieces import File, Piece, Slice
-from pipelines.prepare.rows import document
 
-Documents = Callable[[], Iterator[str]]
+Documents = Callable[[], Iterator[Any]]
+"""What yields texts, tuples in the order of a task's columns, or mappings by the names of columns."""
 
 REGISTERED: dict[str, tuple[Documents, str]] = {}
 """Registered functions by name, each with its version."""
@@ -41,6 +43,7 @@ class RegisteredReader:
     """The documents of a registered function: one slice, since only the function can find them. Units are documents."""
 
     source: str
+    columns: Columns
 
     def file(self) -> File:
         """What stands for the function where other sources have files; its name changes with code and version."""
@@ -63,10 +66,20 @@ class RegisteredReader:
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
         """The documents of the slice."""
         for number, value in enumerate(islice(self._documents(), piece.start, piece.stop), piece.start + 1):
-            yield from document(value, f"registered source {self.source}, document {number}", "what it yields")
+            place = f"registered source {self.source}, document {number}"
+            if isinstance(value, Mapping):
+                yield from named(value, place, self.columns)
+                continue
+            values = value if isinstance(value, tuple) else (value,)
+            if len(values) == len(self.columns):
+                yield from document(values, place, self.columns)
+            else:
+                wanted = ", ".join(column.name for column in self.columns)
+                yield Fault(place, f"is {len(values)} values for the columns {wanted}", "yield a tuple of them, or a dict")
 
-    def _documents(self) -> Iterator[str]:
-        # pipelines.prepare.registered fills the registry, here and in every worker.
+    def _documents(self) -> Iterator[Any]:
+        # These fill the registry, here and in every worker.
+        import pipelines.prepare.embedded
         import pipelines.prepare.registered  # noqa: F401
 
         try:

@@ -1,6 +1,6 @@
 """What `data.source` names: its kind, its files, and the reader of its format.
 
-source = open_source(config.data, config.data.source)
+source = open_source(config.data, config.data.source, task.columns, whole=task.window is None)
 source.kind, len(source.files)                            # "text", 12
 source.reader.slices(source.files[0], 32 << 20)           # see pipelines.prepare.parts
 """
@@ -9,28 +9,41 @@ import os
 import sys
 import sysconfig
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pipelines.prepare.registered  # noqa: F401  (fills REGISTERED)
+import pipelines.prepare.embedded
+import pipelines.prepare.registered  # noqa: F401  (both fill REGISTERED)
 from pipelines.config import Data
 from pipelines.files import Folder, absolute
 from pipelines.prepare.faults import DataError
+from pipelines.prepare.fields import Columns
+from pipelines.prepare.folders import IMAGES, FolderReader
 from pipelines.prepare.hub import HuggingFaceReader, saved_dataset
+from pipelines.prepare.lines import JsonReader, LabelledReader, LineReader
 from pipelines.prepare.listing import list_files, place_exists
-from pipelines.prepare.pieces import File, Reader
+from pipelines.prepare.parallel import ParallelReader
+from pipelines.prepare.pieces import COMPRESSIONS, File, Reader
 from pipelines.prepare.registry import REGISTERED, RegisteredReader
-from pipelines.prepare.rows import CsvReader, JsonReader, ParquetReader
-from pipelines.prepare.streams import COMPRESSIONS
+from pipelines.prepare.rows import CsvReader, ParquetReader
 from pipelines.prepare.text import TextReader
 
 _ENDINGS = {
     ".jsonl": "json", ".ndjson": "json", ".json": "json",
     ".csv": "csv", ".tsv": "csv",
     ".parquet": "parquet", ".pq": "parquet",
+    **dict.fromkeys(IMAGES, "image"),
 }  # fmt: skip
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_GIVES = {"text": ["text"], "python": ["text"], "lines": ["text"], "parallel": ["text", "text"],
+          "labelled": ["label", "text"], "image": ["image"]}  # fmt: skip
+"""What sources without names of columns have: kinds of columns."""
+_READERS: dict[str, Callable[[Columns], Reader]] = {
+    "json": JsonReader, "csv": CsvReader, "parquet": ParquetReader,
+    "lines": LineReader, "labelled": LabelledReader, "folders": FolderReader,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,46 +55,117 @@ class Source:
     """In the order of the stream."""
     reader: Reader
     """How each of them is read."""
+    targets: tuple[File, ...] = ()
+    """The files whose lines belong to theirs, where there are such."""
 
     @property
     def identity(self) -> dict[str, Any]:
         """What the source is, the same wherever it lies; any change of it asks for a new preparation."""
-        return {"kind": self.kind, "files": [[file.name, file.size, file.stamp] for file in self.files]}
+        found = {"kind": self.kind, "files": [[file.name, file.size, file.stamp] for file in self.files]}
+        if self.targets:
+            found["targets"] = [[file.name, file.size, file.stamp] for file in self.targets]
+        return found
 
 
-def open_source(data: Data, name: str) -> Source:
-    """The source that `name` (`data.source` or `data.validation_source`) stands for. Raises DataError."""
+def open_source(data: Data, name: str, columns: Columns, *, whole: bool = False) -> Source:
+    """The source that `name` stands for (`data.source`, or another of its form), with the columns that a task reads.
+
+    `whole`: documents come in one piece. Raises DataError where there is no such source, or none with these columns.
+    """
+    if data.target_source:
+        return _parallel(data, name, columns)
     kind = data.kind if data.kind != "auto" else _kind(name)
     if kind == "python":
-        return Source(kind, standard_library(), TextReader(skip=data.on_error == "skip"))
+        _refuse_columns(kind, name, columns)
+        return Source(kind, standard_library(), TextReader(data.on_error == "skip", whole))
     if kind == "registered":
         if name not in REGISTERED:
             known = ", ".join(sorted(REGISTERED))
             raise DataError(
                 f"data.source {name!r} is not registered in pipelines/prepare/registered.py, where there are: {known}"
             )
-        own = RegisteredReader(name)
+        own = RegisteredReader(name, columns)
         return Source(kind, (own.file(),), own)
     if kind == "huggingface":
-        hub = HuggingFaceReader(absolute(name) if place_exists(name) else name, data.split, data.column)
+        place, split = _with_split(name)
+        hub = HuggingFaceReader(absolute(place) if place_exists(place) else place, split or data.split, columns)
         return Source(kind, (hub.file(),), hub)
-    files = list_files(name)
+    files = list_files(name, data.encoding)
     if kind == "files":
-        kind = _kind_of_files(name, files)
-    elif kind != "text" and len(files) > 1:
+        kind = _kind_of_files(name, files, columns)
+    elif kind in ("json", "csv", "parquet") and len(files) > 1:
         files = [file for file in files if _format(file.name) == kind] or files
-    return Source(kind, tuple(files), _reader(kind, data))
+    if kind == "folders":
+        files = _in_folders(name, files, columns)
+    _refuse_columns(kind, name, columns)
+    return Source(kind, tuple(files), _reader(kind, data, columns, whole))
 
 
-def _reader(kind: str, data: Data) -> Reader:
+def _reader(kind: str, data: Data, columns: Columns, whole: bool) -> Reader:
     if kind == "text":
-        return TextReader(skip=data.on_error == "skip")
-    if kind == "json":
-        return JsonReader(data.column)
-    return CsvReader(data.column) if kind == "csv" else ParquetReader(data.column)
+        return TextReader(data.on_error == "skip", whole)
+    return _READERS[kind](columns)
+
+
+def _parallel(data: Data, name: str, columns: Columns) -> Source:
+    """The source and the file of its targets: `data.target_source`, or what follows a comma in another source's name."""
+    target = data.target_source
+    if name != data.source:
+        name, _, target = name.partition(",")
+    files = tuple(list_files(name, data.encoding))
+    if len(columns) == 1:
+        _refuse_columns("lines", name, columns)
+        return Source("lines", files, LineReader(columns))
+    _refuse_columns("parallel", name, columns)
+    if not target:
+        raise DataError(f"{name!r} has no targets: name two files with a comma between, as data.target_source is given")
+    targets = tuple(list_files(target, data.encoding))
+    if len(files) != len(targets):
+        raise DataError(
+            f"{name!r} is {len(files)} files and {target!r} {len(targets)}: name equally many, so that their lines are pairs"
+        )
+    pairs = {file.uri: other for file, other in zip(files, targets, strict=True)}
+    return Source("parallel", files, ParallelReader(columns, pairs), targets)
+
+
+def _refuse_columns(kind: str, name: str, columns: Columns) -> None:
+    """Raises DataError where a source without names of columns lacks some that the task reads."""
+    given = ["label", _form(columns)] if kind == "folders" else _GIVES.get(kind)
+    if given is not None and Counter[str](column.kind for column in columns) - Counter(given):
+        wanted = ", ".join(f"{column.setting} ({column.kind})" for column in columns)
+        raise DataError(
+            f"data.source {name!r} is read as {kind}, which gives {' and '.join(given)} alone, but the task reads {wanted}: "
+            "name JSON lines, CSV, Parquet or a Hugging Face dataset with these columns, or say what it is with --data.kind"
+        )
+
+
+def _form(columns: Columns) -> str:
+    return "image" if any(column.kind == "image" for column in columns) else "text"
+
+
+def _labelled(columns: Columns) -> bool:
+    return any(column.kind == "label" for column in columns)
+
+
+def _in_folders(name: str, files: list[File], columns: Columns) -> list[File]:
+    """The texts, or images, that lie in folders; where no label is asked for, the others too."""
+    form = _form(columns)
+    found = [file for file in files if _format(file.name) == form and ("/" in file.name or not _labelled(columns))]
+    if not found:
+        raise DataError(
+            f"data.source {name!r} has no {form} files in folders: put those of a class into a folder of its name"
+        )
+    return found
+
+
+def _with_split(name: str) -> tuple[str, str]:
+    """A Hugging Face dataset and its split, where one follows a `#`."""
+    place, _, split = name.partition("#")
+    return (name, "") if place_exists(name) else (place, split)
 
 
 def _kind(name: str) -> str:
+    name, _ = _with_split(name)
     if name == "python":
         return "python"
     if name in REGISTERED:
@@ -103,7 +187,11 @@ def _format(name: str) -> str:
     return _ENDINGS.get(os.path.splitext(stem)[1], "text")
 
 
-def _kind_of_files(name: str, files: list[File]) -> str:
+def _kind_of_files(name: str, files: list[File], columns: Columns) -> str:
+    form, labelled = _form(columns), _labelled(columns)
+    inside = [file for file in files if "/" in file.name or not labelled]
+    if (labelled or form == "image") and inside and all(_format(file.name) == form for file in inside):
+        return "folders"
     counts = Counter(_format(file.name) for file in files)
     if len(counts) > 1:
         found = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())

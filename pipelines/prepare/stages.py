@@ -1,13 +1,16 @@
 """What is done with a part, in three stages that pass Arrow tables: read, tokenise, write. With Ray Data or without.
 
-read_part      part → (part, document, begins, ends, validation, text, fault_place, fault_reason), some MiB a table
+read_part      part → (part, document, begins, ends, validation, text, place, fault), some MiB a table; a fault is the reason
+               why there is no document, and the fields of a document that has several are a JSON array in `text`
 tokenise       the same with ids (large_list of the id type) and loss_mask (large_list<uint8> or null) for text
 write_part     a part's tables → its shards and, last, parts/00003.json
+survey_part    a part → what the task is to know of its documents, where it has to know them all before it encodes
 
 record = write_part(job, (tokenise(job, table) for table in read_part(job, part)))
 record["shards"]                                          # {"train": {...}, "validation": None}
 """
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -19,10 +22,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines.files import Folder
-from pipelines.prepare.faults import Fault, Faulty
-from pipelines.prepare.pieces import HEAD, Part, Piece, Reader
+from pipelines.prepare.faults import Fault
+from pipelines.prepare.parts import items
+from pipelines.prepare.pieces import Part, Piece, Reader
 from pipelines.prepare.shards import ShardWriter
-from pipelines.tasks.task import Document, Encoder, Task
+from pipelines.tasks.task import Document, Encoder, Encoders, Facts, Task
 from pipelines.tokenizers import load_tokenizer
 
 SPLITS = ("train", "validation")
@@ -39,8 +43,8 @@ _TEXT = pa.schema(
         "ends": pa.bool_(),
         "validation": pa.bool_(),
         "text": pa.large_string(),
-        "fault_place": pa.string(),
-        "fault_reason": pa.string(),
+        "place": pa.string(),
+        "fault": pa.string(),
     }
 )
 
@@ -59,19 +63,19 @@ class Job:
     """Whether faults are counted instead of raised."""
 
     @property
-    def encoder(self) -> Encoder:
-        """The tokenizer, loaded once a process."""
-        return _encoder(self.folder / "tokenizer")
+    def encoders(self) -> Encoders:
+        """The task's tokenizers, loaded once a process."""
+        return {name: _encoder(self.folder / name) for name in self.task.tokenizers}
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def _encoder(folder: Folder) -> Encoder:
     return load_tokenizer(folder)
 
 
-def validates(head: str, fraction: float) -> bool:
-    """Whether the document with these first HEAD characters validates, whatever other documents there are."""
-    digest = blake2b(head.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+def validates(identity: str, fraction: float) -> bool:
+    """Whether the document with this identity (see Piece) validates, whatever other documents there are."""
+    digest = blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest) < fraction * 2**64
 
 
@@ -79,7 +83,7 @@ def read_part(job: Job, part: Part) -> Iterator[pa.Table]:
     """The part's pieces in order, then an empty row to say that it is whole. Raises DataError unless faults are skipped."""
     rows: list[tuple[Any, ...]] = []
     size, document, ended = 0, -1, True
-    for item in _items(job, part):
+    for item in items(job.readers[part.split or "train"], part):
         if isinstance(item, Fault):
             if not job.skip:
                 raise item.error()
@@ -89,9 +93,10 @@ def read_part(job: Job, part: Part) -> Iterator[pa.Table]:
         ended = item.ends
         validation = part.split == "validation"
         if part.split is None:
-            validation = validates(item.text[:HEAD] if item.head is None else item.head, job.validation_fraction)
-        rows.append((part.number, document, item.begins, item.ends, validation, item.text, None, None))
-        size += len(item.text)
+            validation = validates(item.identity, job.validation_fraction)
+        text = _pack(item.document)
+        rows.append((part.number, document, item.begins, item.ends, validation, text, item.place, None))
+        size += len(text)
         if size >= _TABLE_BYTES or len(rows) >= _TABLE_ROWS:
             yield _table(rows)
             rows, size = [], 0
@@ -99,13 +104,25 @@ def read_part(job: Job, part: Part) -> Iterator[pa.Table]:
     yield _table(rows)
 
 
-def _items(job: Job, part: Part) -> Iterator[Piece | Fault]:
-    reader = job.readers[part.split or "train"]
-    for piece in part.slices:
-        try:
-            yield from reader.read(piece)
-        except Faulty as faulty:
-            yield faulty.fault
+def survey_part(job: Job, part: Part) -> Facts:
+    """What the task is to know of the part's documents. Raises DataError unless faults are skipped."""
+    return job.task.survey(_documents(job, part))
+
+
+def _documents(job: Job, part: Part) -> Iterator[Document]:
+    for item in items(job.readers[part.split or "train"], part):
+        if isinstance(item, Piece):
+            yield item.document
+        elif not job.skip:
+            raise item.error()
+
+
+def _pack(document: Document) -> str:
+    return document[0] if len(document) == 1 else json.dumps(document, ensure_ascii=False)
+
+
+def _unpack(text: str, fields: int) -> Document:
+    return (text,) if fields == 1 else tuple(json.loads(text))
 
 
 def _table(rows: list[tuple[Any, ...]]) -> pa.Table:
@@ -114,35 +131,66 @@ def _table(rows: list[tuple[Any, ...]]) -> pa.Table:
 
 
 def tokenise(job: Job, table: pa.Table) -> pa.Table:
-    """The table with the ids of each text instead of the text. An unfinished document's stretch gets no end token."""
-    encoder = job.encoder
+    """The table with the ids of each text instead of the text. An unfinished document's stretch gets no end token.
+
+    A document that the task cannot encode becomes a fault. Raises DataError unless faults are skipped.
+    """
     ids: list[np.ndarray] = []
     masks: list[np.ndarray | None] = []
-    for text, ends in zip(table["text"].to_pylist(), table["ends"].to_pylist(), strict=True):
-        document, mask = _encode(job.task, encoder, None if text is None else (text,), ends)
-        ids.append(document)
+    faults: dict[int, str] = {}
+    encoders, fields = job.encoders, len(job.task.columns)
+    for row, (text, ends) in enumerate(zip(table["text"].to_pylist(), table["ends"].to_pylist(), strict=True)):
+        example, mask = _NOTHING, None
+        if text is not None:
+            try:
+                example, mask = _encode(job.task, encoders, _unpack(text, fields), ends)
+            except ValueError as error:
+                faults[row] = str(error)
+        ids.append(example)
         masks.append(mask)
-    kind = id_type(encoder)
-    dtype = kind.to_pandas_dtype()
-    values = np.concatenate(ids).astype(dtype)
+    if faults:
+        table = _with_faults(job, table, faults)
+    kind = id_type(job.task)
+    values = np.concatenate(ids)
+    if len(values) and int(values.max()) >= job.task.ids:
+        raise RuntimeError(f"the task's example holds {values.max()}, but its numbers must be below `ids`, {job.task.ids}")
     offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
-    lists = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values, kind))
+    lists = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values.astype(kind.to_pandas_dtype()), kind))
     mask_column = pa.array(masks, pa.large_list(pa.uint8()))
     return table.drop_columns(["text"]).append_column("ids", lists).append_column("loss_mask", mask_column)
 
 
-def _encode(task: Task, encoder: Encoder, document: Document | None, ends: bool) -> tuple[np.ndarray, np.ndarray | None]:
-    if document is None:
-        return np.empty(0, np.uint32), None
-    ids, mask = task.encode(document, {"tokenizer": encoder})
-    if not ends and len(ids) and ids[-1] == encoder.end_id:
+_NOTHING = np.empty(0, np.uint32)
+
+
+def _encode(task: Task, encoders: Encoders, document: Document, ends: bool) -> tuple[np.ndarray, np.ndarray | None]:
+    ids, mask = task.encode(document, encoders)
+    if task.window is None and not len(ids):
+        raise ValueError("has nothing in it that the task could learn from")
+    if not ends and len(ids) and ids[-1] == task.facts["end_id"]:
         return ids[:-1], None if mask is None else mask[:-1]
     return ids, None if mask is None else mask.astype(np.uint8)
 
 
-def id_type(encoder: Encoder) -> pa.DataType:
-    """The smallest type that holds every id."""
-    return pa.uint16() if encoder.vocabulary_size <= 2**16 else pa.uint32()
+def _with_faults(job: Job, table: pa.Table, faults: dict[int, str]) -> pa.Table:
+    """The table with faults instead of some documents. Raises DataError unless faults are skipped."""
+    if not job.skip:
+        row, reason = next(iter(faults.items()))
+        raise Fault(table["place"][row].as_py(), reason).error()
+    for name in ("document", "validation", "fault"):
+        column = table[name].to_pylist()
+        for row, reason in faults.items():
+            column[row] = reason if name == "fault" else None
+        field = table.schema.field(name)
+        table = table.set_column(table.schema.get_field_index(name), field, pa.array(column, field.type))
+    return table
+
+
+def id_type(task: Task) -> pa.DataType:
+    """The smallest type that holds the task's numbers; tokens of a stream have two bytes at least."""
+    if task.ids <= 2**8 and task.window is None:
+        return pa.uint8()
+    return pa.uint16() if task.ids <= 2**16 else pa.uint32()
 
 
 def write_part(job: Job, tables: Iterable[pa.Table]) -> dict[str, Any]:
@@ -157,12 +205,12 @@ def write_part(job: Job, tables: Iterable[pa.Table]) -> dict[str, Any]:
             if rows.num_rows:
                 writer = writers.setdefault(split, ShardWriter(table.schema.field("ids").type.value_type))
                 writer.add(rows)
-        faulty = table.filter(pc.is_valid(table["fault_place"]))
+        faulty = table.filter(pc.is_valid(table["fault"]))
         skipped += faulty.num_rows
-        pairs = zip(faulty["fault_place"].to_pylist(), faulty["fault_reason"].to_pylist(), strict=True)
+        pairs = zip(faulty["place"].to_pylist(), faulty["fault"].to_pylist(), strict=True)
         faults += [{"place": place, "reason": reason} for place, reason in pairs][: _FAULTS_NAMED - len(faults)]
         last = table.slice(table.num_rows - 1)
-        whole = not (last["document"][0].is_valid or last["fault_place"][0].is_valid)
+        whole = not (last["document"][0].is_valid or last["fault"][0].is_valid)
     if not whole:
         raise RuntimeError(f"part {number} ended before its last row: this is a defect of Raystride, please report it")
     shards = {split: writer.finish(job.folder, f"{split}/{number:05d}.arrow") for split, writer in writers.items()}

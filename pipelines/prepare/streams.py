@@ -1,25 +1,17 @@
-"""Bytes of a file between two offsets, from any file system, decompressed where the file's name says that it is compressed.
+"""Bytes of a file between two offsets, from any file system: decompressed where its name says so, and as UTF-8.
 
 with open_range(file, 0, None) as stream:
     for at, line in lines(stream): ...                    # offset of the line's first byte, line without its newline
-compressed("notes.txt.gz")                                # True
 """
 
+import codecs
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from pipelines.files import filesystem
-from pipelines.prepare.faults import faults_of
-from pipelines.prepare.pieces import PIECE, File
-
-COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
-"""Endings of compressed files, and what pyarrow calls them."""
-
-
-def compressed(name: str) -> bool:
-    """Whether a file's name ends like that of a compressed one."""
-    return name.endswith(tuple(COMPRESSIONS))
+from pipelines.prepare.faults import Fault, Faulty, faults_of
+from pipelines.prepare.pieces import COMPRESSIONS, PIECE, File
 
 
 class ByteRange:
@@ -43,18 +35,41 @@ class ByteRange:
 
 @contextmanager
 def open_range(file: File, start: int = 0, stop: int | None = None) -> Iterator[ByteRange]:
-    """The file's (decompressed) bytes [start, stop). Raises Faulty."""
+    """The file's (decompressed, recoded) bytes [start, stop). Raises Faulty."""
     with faults_of(file.uri):
         system, path = filesystem(file.uri)
         packed = next((name for end, name in COMPRESSIONS.items() if file.name.endswith(end)), None)
         stream = system.open_input_stream(path, compression=packed) if packed else system.open_input_file(path)
     with stream:
         with faults_of(file.uri):
-            if packed:
-                _skip(stream, start)
+            source = stream if file.encoding == "utf-8" else _Recoded(stream, file)
+            if file.streamed:
+                _skip(source, start)
             else:
                 stream.seek(start)
-        yield ByteRange(stream, file.uri, start, stop)
+        yield ByteRange(source, file.uri, start, stop)
+
+
+class _Recoded:
+    """A stream of text in another encoding, as UTF-8. Raises Faulty where it is not of that encoding."""
+
+    def __init__(self, stream: Any, file: File) -> None:
+        self._stream, self._file = stream, file
+        self._decoder = codecs.getincrementaldecoder(file.encoding)()
+        self._ready, self._ended = b"", False
+
+    def read(self, size: int) -> bytes:
+        """The next bytes, `size` unless the text ends."""
+        while len(self._ready) < size and not self._ended:
+            data = self._stream.read(size)
+            self._ended = not data
+            try:
+                self._ready += self._decoder.decode(data, self._ended).encode("utf-8", "surrogatepass")
+            except UnicodeDecodeError as error:
+                reason = f"is not {self._file.encoding}: {error.reason}"
+                raise Faulty(Fault(self._file.uri, reason, "name its encoding with --data.encoding")) from error
+        given, self._ready = self._ready[:size], self._ready[size:]
+        return given
 
 
 def _skip(stream: Any, size: int) -> None:
@@ -63,12 +78,21 @@ def _skip(stream: Any, size: int) -> None:
 
 
 def length(file: File) -> int:
-    """Bytes in the decompressed file, found by reading it. Raises Faulty."""
+    """Bytes in the decompressed text, found by reading it. Raises Faulty."""
     total = 0
     with open_range(file) as stream:
         while data := stream.read(PIECE):
             total += len(data)
     return total
+
+
+def count_lines(file: File) -> int:
+    """Lines of the decompressed text, found by reading it. Raises Faulty."""
+    found, last = 0, b"\n"
+    with open_range(file) as stream:
+        while data := stream.read(PIECE):
+            found, last = found + data.count(b"\n"), data[-1:]
+    return found + (last != b"\n")
 
 
 def lines(stream: ByteRange) -> Iterator[tuple[int, bytes]]:

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from pipelines.prepare.faults import Fault, Faulty, not_utf8
 from pipelines.prepare.pieces import HEAD, PIECE, File, Piece, Slice
-from pipelines.prepare.streams import ByteRange, compressed, length, open_range
+from pipelines.prepare.streams import ByteRange, length, open_range
 
 _WINDOW = 1 << 16
 _VISIBLE = frozenset(range(33, 127))
@@ -27,12 +27,14 @@ class TextReader:
 
     skip: bool = False
     """Whether a range that is not UTF-8 is left out as a whole, which takes a look at it before any of it is yielded."""
+    whole: bool = False
+    """Whether a file is one piece, however long it is."""
 
     def slices(self, file: File, target: int) -> list[Slice]:
-        """Byte ranges of about `target` bytes; a compressed file is one slice of unknown length."""
-        if compressed(file.name):
+        """Byte ranges of about `target` bytes; a streamed file is one slice of unknown length."""
+        if file.streamed:
             return [Slice(file, 0, None, file.size)]
-        count = max(1, round(file.size / target))
+        count = 1 if self.whole else max(1, round(file.size / target))
         edges = [0, *(self._edge(file, file.size * i // count) for i in range(1, count)), file.size]
         return [Slice(file, a, b, b - a) for a, b in pairwise(edges) if b > a or count == 1]
 
@@ -46,7 +48,9 @@ class TextReader:
         return length(piece.file) - piece.start
 
     def seam(self, file: File, offset: int) -> int:
-        """The next character's first byte."""
+        """The next character's first byte; where files are whole, the end."""
+        if self.whole and offset:
+            return length(file)
         with open_range(file, offset) as stream:
             following = stream.read(4)
         return offset + next((i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
@@ -54,23 +58,24 @@ class TextReader:
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
         """The text in pieces of about PIECE bytes."""
         file = piece.file
-        ends = piece.stop is None or (not compressed(file.name) and piece.stop == file.size)
+        ends = self.whole or piece.stop is None or (not file.streamed and piece.stop == file.size)
         if self.skip and (fault := self._check(piece)):
             yield fault
             if ends and piece.start:
                 # The document's earlier ranges must not run into the next document.
-                yield Piece("", begins=False, head=self._head(file))
+                yield Piece(("",), begins=False, head=self._head(file))
             return
         head = None if ends and not piece.start else self._head(file)  # a range may be shorter than a head
         place, at = file.uri, piece.start
         with open_range(file, piece.start, piece.stop) as stream:
-            for data, last in _with_last(_blocks(stream)):
+            blocks = iter([b"".join(_blocks(stream))]) if self.whole else _blocks(stream)
+            for data, last in _with_last(block for block in blocks if block):
                 try:
                     text = data.decode()
                 except UnicodeDecodeError as error:
                     raise Faulty(not_utf8(place, error, at)) from error
                 head = text[:HEAD] if head is None else head
-                yield Piece(text, at == 0, last and ends, head)
+                yield Piece((text,), at == 0, last and ends, head, place)
                 at += len(data)
         if at == 0:
             yield Fault(place, "is empty")

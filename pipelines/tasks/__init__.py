@@ -7,6 +7,7 @@ from pipelines.tasks.task import Encoders, Facts, Task
 
 TASKS = {
     "language_model": "LanguageModel",
+    "completion": "Completion",
     "classification": "Classification",
     "translation": "Translation",
     "images": "Images",

@@ -58,6 +58,6 @@ class LanguageModel(Task):
         return scores | {"val_perplexity": math.exp(loss) if loss < 700 else math.inf}
 
     @property
-    def targets_per_sample(self) -> float:
+    def targets_per_sample(self) -> float | None:
         """Every token but the first."""
         return float(self.config.model.context)

@@ -18,7 +18,8 @@ class Overlap:
     """Of a text: lengths of text and reference and four orders of n-grams, right and all; for chrF six orders of three."""
 
     def __init__(self) -> None:
-        from sacrebleu.metrics import BLEU, CHRF
+        from sacrebleu.metrics.bleu import BLEU
+        from sacrebleu.metrics.chrf import CHRF
 
         self._bleu, self._chrf = BLEU(), CHRF()
 

@@ -36,11 +36,28 @@ Inputs = tuple["torch.Tensor", ...]
 """What a model takes besides the targets."""
 
 
+class Chat(Protocol):
+    """How a tokenizer writes turns of a chat; see `pipelines.tokenizers.chat`."""
+
+    def question(self, prompt: str) -> np.ndarray:
+        """Ids up to where the answer begins."""
+        ...
+
+    def answer(self, prompt: str, completion: str) -> np.ndarray:
+        """Ids of the answer and of what ends it."""
+        ...
+
+
 class Encoder(Protocol):
     """A tokenizer as preparation and generation use it; see `pipelines.tokenizers`."""
 
     vocabulary_size: int
     end_id: int
+
+    @property
+    def chat(self) -> Chat | None:
+        """Its chat template, where it has one."""
+        ...
 
     def encode(self, text: str) -> np.ndarray:
         """Ids (uint32) of a text, without an end token."""
@@ -100,6 +117,10 @@ class Task:
     def columns(self) -> tuple[Column, ...]:
         """What it reads of a row; a source without columns gives the first one alone."""
         return (Column("data.column", self.config.data.column),)
+
+    def shaped_by(self) -> dict[str, Any]:
+        """What else than its columns, tokenizers and the data's settings shapes its examples, as JSON."""
+        return {}
 
     @property
     def ids(self) -> int:

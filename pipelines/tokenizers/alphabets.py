@@ -17,6 +17,7 @@ class ByteEncoder:
 
     vocabulary_size = 257
     end_id = 256
+    chat = None
 
     def encode(self, text: str) -> np.ndarray:
         """Ids (uint32), one a byte."""
@@ -32,6 +33,7 @@ class CharacterEncoder:
 
     end_id = 0
     unknown_id = 1
+    chat = None
 
     def __init__(self, characters: str) -> None:
         self.characters = characters

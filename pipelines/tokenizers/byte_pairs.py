@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from pipelines.tokenizers.chat import Chat
 from pipelines.tokenizers.runs import bounded
 
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -20,6 +21,8 @@ PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S
 
 class BytePairEncoder:
     """tiktoken over a given vocabulary; ids outside it (special tokens) decode to nothing."""
+
+    chat: Chat | None = None
 
     def __init__(self, ranks: dict[bytes, int], end_id: int, size: int) -> None:
         from tiktoken import Encoding

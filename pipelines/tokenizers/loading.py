@@ -14,6 +14,7 @@ from typing import Any
 from pipelines.files import Folder
 from pipelines.tokenizers.alphabets import ByteEncoder, CharacterEncoder
 from pipelines.tokenizers.byte_pairs import BytePairEncoder, byte_pairs
+from pipelines.tokenizers.chat import load_chat
 from pipelines.tokenizers.ready import ReadyEncoder, parse, size
 
 KIND_FILE = "tokenizer_kind.json"
@@ -32,7 +33,10 @@ def load_tokenizer(folder: Folder) -> AnyEncoder:
     if kind.get("format") != FORMAT:
         raise ValueError(f"{folder}/{KIND_FILE} has another format than {FORMAT}: prepare the data again")
     content = folder.read(READY_FILE).decode() if "encoder" in kind else ""
-    return build_encoder(kind, content)
+    encoder = build_encoder(kind, content)
+    if isinstance(encoder, BytePairEncoder | ReadyEncoder):
+        encoder.chat = load_chat(folder, encoder)
+    return encoder
 
 
 class Tokenizers(Mapping[str, AnyEncoder]):

@@ -16,12 +16,16 @@ from pipelines.tokenizers.runs import bounded
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from pipelines.tokenizers.chat import Chat
+
 USUAL_ENDS = ("<|end|>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]", "[EOS]")
 """Names of end tokens in the tokenizers people use, looked for in this order."""
 
 
 class ReadyEncoder:
     """A Hugging Face tokenizer without the special tokens that its post-processor would add."""
+
+    chat: "Chat | None" = None
 
     def __init__(self, content: str, end_id: int) -> None:
         self._tokenizer = parse(content)

@@ -9,6 +9,7 @@ ready file is copied. Where tiktoken can encode, its ids are compared with token
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from pipelines.config import Tokenizer
 from pipelines.files import Folder, absolute
 from pipelines.tokenizers.alphabets import count_characters
 from pipelines.tokenizers.byte_pairs import NotBytePairs, byte_pairs
+from pipelines.tokenizers.chat import FILE as CHAT_FILE
+from pipelines.tokenizers.chat import find_chat
 from pipelines.tokenizers.loading import AnyEncoder, build_encoder, load_tokenizer, save_tokenizer
 from pipelines.tokenizers.ready import end_token, parse
 from pipelines.tokenizers.runs import bounded
@@ -46,7 +49,12 @@ def train_tokenizer(settings: Tokenizer, texts: Iterable[str], folder: Folder, e
             for _ in sample.of(texts):
                 if sample.full:
                     break
-        asked = settings.end_token if settings.kind == "file" else END
+        asked: str | None = END
+        if settings.kind == "file":
+            asked = settings.end_token
+            if chat := read_chat(settings):
+                folder.put_json(CHAT_FILE, chat)
+                asked = asked or chat["tokens"].get("eos_token")  # what ends a turn ends a document
         _save_ready(settings.kind, content, asked, sample.texts, folder, echo)
     return load_tokenizer(folder)
 
@@ -61,6 +69,15 @@ def read_file(settings: Tokenizer) -> str:
     except (OSError, ValueError) as error:
         raise settings.error("file", f"must be a readable Hugging Face `tokenizer.json`: {error}") from error
     return content
+
+
+def read_chat(settings: Tokenizer) -> dict[str, Any] | None:
+    """The chat template that the settings choose, as it is saved. Raises SettingError where it is none."""
+    assert settings.file is not None
+    try:
+        return find_chat(Folder(absolute(settings.file).rpartition("/")[0] or "/"), settings.chat_template)
+    except (OSError, ValueError) as error:
+        raise settings.error("chat_template", f"must be `auto`, `none` or a readable template: {error}") from error
 
 
 class _Sample:

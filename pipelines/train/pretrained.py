@@ -35,16 +35,19 @@ def start_from(model: nn.Module, folder: Folder, tokenizer: Folder, say: Callabl
         raise _error(folder, "it must be None for a task that trains no decoder")
     if not folder.exists("config.json"):
         raise _error(folder, "it has no config.json. It must be a folder, to which a model of a hub is downloaded first")
-    if folder.exists("tokenizer.json"):
+    same_ids = folder.exists("tokenizer.json")
+    if same_ids:
         _check_tokenizer(folder, tokenizer)
     from safetensors import SafetensorError
 
     with tempfile.TemporaryDirectory() as copies:
         try:
-            from_hugging_face(model, folder.read_json("config.json"), _Tensors(folder, Path(copies)))
+            description, tensors = folder.read_json("config.json"), _Tensors(folder, Path(copies))
+            from_hugging_face(model, description, tensors, spare_ids=same_ids)
         except (ValueError, FileNotFoundError, SafetensorError) as error:
             raise _error(folder, str(error)) from error
-    say(f"weights from {folder}")
+    spare = description.get("vocab_size", 0) - model.vocabulary_size
+    say(f"weights from {folder}" + (f", but for {spare} ids that its tokenizer does not have" if spare > 0 else ""))
 
 
 class _Tensors(Mapping[str, torch.Tensor]):

@@ -16,7 +16,7 @@ SIZES: dict[str, Any] = {"layers": 2, "heads": 4, "width": 32, "context": 16}
 SHAPES = [
     Model(**SIZES, pooling="mean"),
     Model(**SIZES, bias=True, norm="post", pooling="first"),
-    Model(**SIZES, flavour="llama", kv_heads=2, pooling="attention"),
+    Model(**SIZES, flavour="llama", kv_heads=2, head_size=6, qkv_bias=True, qk_norm=True, pooling="attention"),
     Model(**SIZES, flavour="llama", norm="post", pooling="mean"),
     Model(**SIZES, flavour="original", pooling="attention"),
     Model(**SIZES, flavour="original", norm="pre", pooling="first"),
@@ -43,7 +43,9 @@ def test_parameters_are_counted_without_building(shape: Model) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.sampled_from(MODELS), st.lists(st.integers(1, 12), min_size=1, max_size=4), st.integers(0, 4), st.integers(0))
+@given(
+    st.sampled_from(MODELS), st.lists(st.integers(1, 12), min_size=1, max_size=4), st.integers(0, 4), st.integers(0, 10**6)
+)
 def test_padding_changes_nothing(model: Classifier, lengths: list[int], more: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     longest = max(lengths)

@@ -20,8 +20,9 @@ SHAPES = [
     Model(**SIZES, flavour="original"),
     Model(**SIZES, flavour="original", norm="pre", encoder_layers=1),
     Model(**SIZES, flavour="gpt2", encoder_layers=3),
-    Model(**SIZES, flavour="llama", kv_heads=2),
+    Model(**SIZES, flavour="llama", kv_heads=2, head_size=6, qkv_bias=True, qk_norm=True),
     Model(**SIZES, flavour="llama", norm="post"),
+    Model(**SIZES, flavour="llama", head_size=6, qkv_bias=True, qk_norm=True),
 ]
 SOURCES, TARGETS = 19, 23
 
@@ -142,7 +143,7 @@ def test_loss_and_gradients_are_those_of_pytorchs_transformer(shape: Model, targ
 @given(
     st.sampled_from(MODELS),
     st.lists(st.tuples(st.integers(1, 8), st.integers(1, 8)), min_size=1, max_size=3),
-    st.integers(0),
+    st.integers(0, 10**6),
 )
 def test_padding_of_either_side_changes_nothing(model: Translator, sizes: list[tuple[int, int]], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

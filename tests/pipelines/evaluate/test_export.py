@@ -123,7 +123,7 @@ def test_a_ready_tokenizer_loses_what_training_never_saw(tmp_path: Path) -> None
     from transformers import AutoTokenizer
 
     _opened(GPT2, Folder(f"{tmp_path}/bpe"), TOKENIZERS["bpe"])
-    ready = HuggingFaceTokenizer.from_file(f"{tmp_path}/bpe/tokenizer.json")
+    ready = HuggingFaceTokenizer.from_file(f"{tmp_path}/bpe/tokenizer/tokenizer.json")
     ready.post_processor = processors.TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", 0)])
     ready.enable_truncation(4)
     ready.save(f"{tmp_path}/ready.json")

@@ -44,11 +44,12 @@ def test_an_interrupted_preparation_goes_on_with_another_number_of_workers(tmp_p
     from pipelines.tasks.language_model import LanguageModel
     from pipelines.tokenizers import train_tokenizer
 
-    source, _ = open_sources(config)
+    task = LanguageModel(config, {"vocabulary_size": 257, "end_id": 256})
+    source, _ = open_sources(config, task)
     parts = divide(source, None, config.data)
     folder = type(whole.folder)(f"{tmp_path}/begun/.prepared/{whole.manifest.fingerprint}")
     train_tokenizer(config.tokenizer, iter([]), folder / "tokenizer", print)
-    job = Job(folder, {"train": source.reader, "validation": source.reader}, LanguageModel(config), 0.05, False)
+    job = Job(folder, {"train": source.reader, "validation": source.reader}, task, 0.05, False)
     for part in parts[3:6]:
         write_part(job, (tokenise(job, table) for table in read_part(job, part)))
     lines: list[str] = []

@@ -16,12 +16,18 @@ from hypothesis import strategies as st
 
 from pipelines.config import Config, Tokenizer, Train
 from pipelines.files import Folder
-from pipelines.prepare.fingerprint import fingerprint
+from pipelines.prepare.fingerprint import fingerprint as fingerprint_for
 from pipelines.prepare.prepare import prepare
 from pipelines.prepare.stages import validates
 from pipelines.tasks.language_model import LanguageModel
 from pipelines.tasks.task import Document, Encoders
 from tests.pipelines.prepare.conftest import Prepare, documents, prepared, rows, settings
+
+
+def fingerprint(config: Config) -> str:
+    """That of a preparation for a language model."""
+    return fingerprint_for(config, LanguageModel(config))
+
 
 LINES = "".join(f"line {i}: some words of text\n" for i in range(20_000))
 
@@ -59,7 +65,10 @@ def test_the_fingerprint_depends_on_what_shapes_the_shards(corpus: Path) -> None
     config = settings(corpus)
     same = [
         replace(config, storage="elsewhere", run="other", seed=7),
-        replace(config, data=replace(config.data, shuffle="none", prefetch=9, column="other", source=f"{corpus}/")),
+        replace(
+            config,
+            data=replace(config.data, shuffle="none", prefetch=9, column="other", encoding="UTF8", source=f"{corpus}/"),
+        ),
         replace(config, train=Train(slots=2), tokenizer=replace(config.tokenizer, vocabulary_size=999)),
     ]
     other = [

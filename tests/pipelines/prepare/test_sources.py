@@ -10,8 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipelines.config import Data
 from pipelines.prepare.faults import DataError
-from pipelines.prepare.sources import open_source, standard_library
+from pipelines.prepare.sources import Source, open_source, standard_library
+from pipelines.tasks.task import Column
 from tests.pipelines.prepare.conftest import Prepare, documents, rows, settings
 
 TEXTS = [f'document {i}: "naïve", 日本語\nsecond line, {"x" * (i % 7)}\r\nlast' for i in range(300)]
@@ -72,6 +74,10 @@ def write_dataset_dict(folder: Path) -> Path:
 
     datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": TEXTS})).save_to_disk(folder / "dict")
     return folder / "dict"
+
+
+def opened(data: Data, place: str) -> Source:
+    return open_source(data, place, (Column("data.column", "text"),))
 
 
 WRITERS = [
@@ -185,7 +191,7 @@ def test_globs_folders_and_uris_name_the_same_files(tmp_path: Path) -> None:
         (tmp_path / name).write_text(name)
     data = settings("unused").data
     found = {
-        place: [file.name for file in open_source(data, f"{tmp_path}/{place}").files]
+        place: [file.name for file in opened(data, f"{tmp_path}/{place}").files]
         for place in ("a", "a/*.txt", "a/**/*.txt", "a/b/[23].*", "a/b/?.md", "a/1.txt")
     }
     assert found == {
@@ -196,9 +202,9 @@ def test_globs_folders_and_uris_name_the_same_files(tmp_path: Path) -> None:
         "a/b/?.md": ["3.md"],
         "a/1.txt": ["1.txt"],
     }
-    uri = open_source(data, f"file://{tmp_path}/a")
-    assert uri.identity == open_source(data, f"{tmp_path}/a").identity
-    remote = open_source(data, f"local://{tmp_path}/a")
+    uri = opened(data, f"file://{tmp_path}/a")
+    assert uri.identity == opened(data, f"{tmp_path}/a").identity
+    remote = opened(data, f"local://{tmp_path}/a")
     assert [file.name for file in remote.files] == found["a"]
 
 

@@ -62,6 +62,25 @@ def test_two_files_and_an_index_are_one_model(source: Path, own: Folder, scheme:
     assert said == [f"weights from {scheme}{source}"]
 
 
+def test_ids_that_no_tokenizer_has_are_left_out(source: Path, own: Folder) -> None:
+    torch.manual_seed(1)
+    padded = Decoder(SHAPE, 320)
+    description, tensors = to_hugging_face(padded, end_id=0)
+    (source / INDEX).unlink()
+    save_file(tensors, source / WEIGHTS)
+    (source / "config.json").write_text(json.dumps(description))
+    said: list[str] = []
+    model = _model(0)
+    start_from(model, Folder(str(source)), own, said.append)
+    assert said == [f"weights from {source}, but for 20 ids that its tokenizer does not have"]
+    ids = torch.arange(4)[None]
+    assert torch.equal(model.logits(model.hidden(ids)), padded.logits(padded.hidden(ids))[..., :300])
+    # Without a tokenizer beside it, nothing says that the ids mean the same.
+    (source / "tokenizer.json").unlink()
+    with pytest.raises(SettingError, match=r"has 320 ids and the run's tokenizer 300"):
+        start_from(_model(0), Folder(str(source)), own, print)
+
+
 def _without(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
 

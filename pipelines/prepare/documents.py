@@ -1,0 +1,47 @@
+"""The documents of a source that is not prepared: a test set that a finished model is scored on, or what it is to predict.
+
+found = open_documents(config.data, "mails.csv", inputs(task.columns))
+for part in found.parts:                                  # each can be read in another process
+    for place, document in found.read(part):              # "mails.csv, line 2", ("free money",)
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pipelines.config import Data
+from pipelines.prepare.faults import Fault
+from pipelines.prepare.fields import Columns
+from pipelines.prepare.parts import items, parts_of
+from pipelines.prepare.pieces import Part, Reader
+from pipelines.prepare.sources import open_source
+from pipelines.tasks.task import Document
+
+
+@dataclass(frozen=True)
+class Documents:
+    """A source's documents in parts, always whole. Small enough to send to a worker."""
+
+    reader: Reader
+    parts: tuple[Part, ...]
+    """In the order of the source."""
+    skip: bool
+    """Whether faults are left out instead of raised."""
+
+    def read(self, part: Part) -> Iterator[tuple[str, Document]]:
+        """The part's documents, in order, each with the place it comes from. Raises DataError unless faults are skipped."""
+        for item in items(self.reader, part):
+            if not isinstance(item, Fault):
+                yield item.place, item.document
+            elif not self.skip:
+                raise item.error()
+
+
+def open_documents(data: Data, name: str, columns: Columns) -> Documents:
+    """The documents of a source in the form of `data`, with these columns. Raises DataError."""
+    source = open_source(data, name, columns, whole=True)
+    return Documents(source.reader, parts_of(source, data), data.on_error == "skip")
+
+
+def inputs(columns: Columns) -> Columns:
+    """The columns that prediction reads: all but the label or the target that it finds."""
+    return tuple(column for column in columns if column.kind != "label" and column.setting != "data.target_column")

@@ -1,0 +1,109 @@
+"""What a row's values become: a document of the columns that a task reads, a fault, or nothing where all are empty.
+
+A text stays as it is, a label becomes text, an image (bytes, Hugging Face's {"bytes", "path"}, or the path of a file beside
+the one that names it) a data URI (RFC 2397).
+
+    for piece in document(["free money", 1], "mails.csv, line 7", (Column(...), Column(..., "label"))):
+        piece.document                                        # ("free money", "1")
+"""
+
+from base64 import b64encode
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pipelines.files import filesystem
+from pipelines.prepare.faults import Fault, Faulty, faults_of
+from pipelines.prepare.pieces import Piece
+from pipelines.tasks.task import Column
+
+Columns = tuple[Column, ...]
+
+_SIGNATURES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"BM": "bmp", b"RIFF": "webp"}
+
+
+def document(values: Sequence[Any], place: str, columns: Columns, folder: str = "") -> Iterator[Piece | Fault]:
+    """The document of the columns' values. Paths of images are relative to `folder`."""
+    try:
+        fields = tuple(_field(value, place, column, folder) for value, column in zip(values, columns, strict=True))
+    except Faulty as faulty:
+        yield faulty.fault
+        return
+    if all(fields):
+        yield Piece(fields, place=place)
+    elif any(fields):
+        empty = columns[fields.index("")]
+        remedy = f"fill it, name another column with --{empty.setting}, or leave such rows out with --data.on_error skip"
+        yield Fault(place, f"column {empty.name!r} is empty", remedy)
+
+
+def named(row: Mapping[str, Any], place: str, columns: Columns, folder: str = "") -> Iterator[Piece | Fault]:
+    """The document of a row whose values have names."""
+    for column in columns:
+        if column.name not in row:
+            yield no_column(place, column, list(row))
+            return
+    yield from document([row[column.name] for column in columns], place, columns, folder)
+
+
+def no_column(place: str, column: Column, found: Sequence[str]) -> Fault:
+    """The fault of a file or row without a column that was asked for."""
+    there = ", ".join(found[:20]) or "none"
+    remedy = f"name the one that holds the {column.kind} with --{column.setting}"
+    return Fault(place, f"has no column {column.name!r} but {there}", remedy)
+
+
+def find_columns(place: str, columns: Columns, found: Sequence[str]) -> None:
+    """Raises Faulty where one of the columns is not among those that a file has."""
+    for column in columns:
+        if column.name not in found:
+            raise Faulty(no_column(place, column, found))
+
+
+def data_uri(content: bytes) -> str:
+    """The data URI of an image file's bytes."""
+    kind = next((name for start, name in _SIGNATURES.items() if content.startswith(start)), None)
+    return f"data:{f'image/{kind}' if kind else 'application/octet-stream'};base64,{b64encode(content).decode()}"
+
+
+def _field(value: Any, place: str, column: Column, folder: str) -> str:
+    if value is None:
+        return ""
+    if column.kind == "image":
+        value = _image(value, place, column, folder)
+    elif column.kind == "label":
+        value = _label(value)
+    if not isinstance(value, str):
+        what = "text" if column.kind == "text" else f"a usable {column.kind}"
+        reason = f"column {column.name!r} holds a {type(value).__name__}, not {what}"
+        raise Faulty(Fault(place, reason, f"choose another with --{column.setting}"))
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        what = "is not UTF-8 (it holds half a surrogate pair, or bytes of another encoding)"
+        raise Faulty(Fault(place, f"column {column.name!r} {what}")) from error
+    return value
+
+
+def _label(value: Any) -> Any:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value) if isinstance(value, int) else value.strip() if isinstance(value, str) else value
+
+
+def _image(value: Any, place: str, column: Column, folder: str) -> Any:
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path") or ""
+    if isinstance(value, bytes):
+        return data_uri(value) if value else ""
+    if not value or not isinstance(value, str) or value.startswith("data:"):
+        return value
+    uri = value if value.startswith("/") or "://" in value or not folder else f"{folder}/{value}"
+    try:
+        with faults_of(uri):
+            system, path = filesystem(uri)
+            with system.open_input_stream(path) as stream:
+                content = stream.read()
+    except Faulty as faulty:
+        reason = f"column {column.name!r} names {uri!r}, which {faulty.fault.reason}"
+        raise Faulty(Fault(place, reason, faulty.fault.remedy)) from faulty
+    return data_uri(content) if content else ""

@@ -1,0 +1,75 @@
+"""Fine-tuning on pairs of a prompt and its completion: language modelling whose loss leaves out the prompt.
+
+Each pair is a sample of its own, padded to the longest beside it. With a tokenizer that has a chat template, prompt and
+completion are the turns of a chat, as the template writes them; else they follow each other, and an end token them.
+
+    task = Completion(config, {"vocabulary_size": 50257, "end_id": 50256}, encoders)
+    (inputs,), targets = task.collate(rows, masks)           # both (B, T), int64; the prompt's targets are IGNORED
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipelines.config import Config
+from pipelines.tasks.language_model import LanguageModel
+from pipelines.tasks.padding import pad
+from pipelines.tasks.task import IGNORED, Column, Document, Encoders, Facts, Inputs, Rows
+from pipelines.tokenizers.training import read_chat
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Completion(LanguageModel):
+    """The task of a decoder that answers."""
+
+    def __init__(self, config: Config, facts: Facts | None = None, encoders: Encoders | None = None) -> None:
+        super().__init__(config, facts, encoders)
+        self.window = None
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The prompt and the completion."""
+        data = self.config.data
+        return (Column("data.column", data.column), Column("data.target_column", data.target_column, answer=True))
+
+    def texts(self, document: Document, tokenizer: str) -> Iterable[str]:
+        """Both."""
+        return document
+
+    def shaped_by(self) -> dict[str, Any]:
+        """What is cut off, and the chat's template."""
+        tokenizer = self.config.tokenizer
+        return {"context": self.config.model.context, "chat": read_chat(tokenizer) if tokenizer.kind == "file" else None}
+
+    def encode(self, document: Document, encoders: Encoders) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of prompt and completion, of which the latter count. Of what is longer than context + 1, the prompt's
+        beginning goes first, but for one id, then the completion's end."""
+        encoder = encoders["tokenizer"]
+        chat = encoder.chat
+        end = np.array([encoder.end_id], np.uint32)
+        prompt = chat.question(document[0]) if chat else encoder.encode(document[0])
+        prompt = prompt if len(prompt) else end
+        if len(document) == 1:
+            return prompt, np.zeros(len(prompt), bool)
+        answer = chat.answer(*document) if chat else np.append(encoder.encode(document[1]), end)
+        room = self.config.model.context + 1
+        prompt = prompt[-max(1, room - len(answer)) :]
+        answer = answer[: room - len(prompt)]
+        return np.concatenate((prompt, answer)), np.arange(len(prompt) + len(answer)) >= len(prompt)
+
+    def collate(self, rows: Rows, masks: Rows | None) -> "tuple[Inputs, torch.Tensor]":
+        """Inputs are all but each pair's last id, targets all but its first; padding stands behind, and is no target."""
+
+        inputs, _ = pad([row[:-1] for row in rows])
+        kept = [np.ones(len(row), bool) for row in rows] if masks is None else masks
+        wanted = [np.where(mask, row.astype(np.int64), IGNORED)[1:] for row, mask in zip(rows, kept, strict=True)]
+        targets, _ = pad(wanted, IGNORED)
+        return (inputs,), targets
+
+    @property
+    def targets_per_sample(self) -> None:
+        """As many as pairs have ids, about."""
+        return

@@ -1,0 +1,146 @@
+"""Chats as a tokenizer's own template writes them: which words and special tokens stand around what each side says.
+
+The template is the Jinja text that Hugging Face keeps beside a tokenizer (`chat_template.jinja`, or in
+`tokenizer_config.json`). It comes from elsewhere, so it runs in Jinja's sandbox. Special tokens that it writes become their
+ids; what people write in between is encoded as any text, so nobody can forge a turn by typing `<|im_end|>`.
+
+    chat = load_chat(folder, encoder)                        # None: there is no template
+    question = chat.question("Who are you?")                 # ids up to where the answer begins
+    answer = chat.answer("Who are you?", "A model.")         # ids of the answer, with the token that ends a turn
+"""
+
+import json
+import re
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from pipelines.files import Folder
+from pipelines.tokenizers.ready import parse
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+FILE = "chat.json"
+"""In a tokenizer's folder: the template, and the tokens that it knows by name."""
+SPOKEN = "\ue000"
+"""Stands for what somebody says, to see what the template writes around it: a character that no text has."""
+NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class TextEncoder(Protocol):
+    """What is asked of an encoder here."""
+
+    def encode(self, text: str) -> np.ndarray: ...
+
+
+class Chat:
+    """A template and the special tokens of its tokenizer."""
+
+    def __init__(self, content: dict[str, Any], specials: dict[str, int], encoder: TextEncoder) -> None:
+        """`content` is that of the chat file. Raises ValueError where the template is none."""
+        self._template, self._tokens = _compile(content["template"]), content["tokens"]
+        self._specials, self._encoder = specials, encoder
+        names = sorted(specials, key=len, reverse=True)
+        self._cut = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
+
+    def question(self, prompt: str) -> np.ndarray:
+        """Ids (uint32) of a first turn and of what leads in the answer. Raises ValueError where the template refuses it."""
+        return self._ids(self._written(prompt), self._written(SPOKEN))
+
+    def answer(self, prompt: str, completion: str) -> np.ndarray:
+        """Ids (uint32) of an answer to that, and of what ends its turn. Raises ValueError as above."""
+        return self._ids(self._behind(prompt, completion), self._behind(SPOKEN, SPOKEN))
+
+    def _behind(self, prompt: str, completion: str) -> str:
+        """What a completion adds to its question."""
+        before, whole = self._written(prompt), self._written(prompt, completion)
+        if not whole.startswith(before):
+            raise ValueError("is another text for the chat template once it is answered: set tokenizer.chat_template none")
+        return whole[len(before) :]
+
+    def _written(self, prompt: str, completion: str | None = None) -> str:
+        from jinja2 import TemplateError
+
+        messages = [{"role": "user", "content": prompt}]
+        if completion is not None:
+            messages.append({"role": "assistant", "content": completion})
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=completion is None, **self._tokens)
+        except TemplateError as error:
+            raise ValueError(f"is refused by the chat template: {error}") from error
+
+    def _ids(self, text: str, pattern: str) -> np.ndarray:
+        """Special tokens become their ids, but not in what was said: it stands where SPOKEN does in the pattern."""
+        before, found, after = pattern.partition(SPOKEN)
+        fits = found and text.startswith(before) and text[len(before) :].endswith(after)
+        spoken = text[len(before) : len(text) - len(after)] if fits else ""
+        around = (before, after) if fits else (text, "")  # a template that looks at what is said, for instance
+        parts = [*self._marked(around[0]), *([self._encoder.encode(spoken)] if spoken else []), *self._marked(around[1])]
+        return np.concatenate([*parts, np.empty(0, np.uint32)])
+
+    def _marked(self, text: str) -> list[np.ndarray]:
+        pieces = self._cut.split(text) if self._cut else [text]
+        return [
+            np.array([self._specials[piece]], np.uint32) if piece in self._specials else self._encoder.encode(piece)
+            for piece in pieces
+            if piece
+        ]
+
+
+def load_chat(folder: Folder, encoder: TextEncoder) -> Chat | None:
+    """The chat of a tokenizer's folder; None where it was saved without one."""
+    if not folder.exists(FILE):
+        return None
+    tokenizer = parse(folder.read("tokenizer.json").decode())
+    specials = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    return Chat(folder.read_json(FILE), specials, encoder)
+
+
+def find_chat(place: Folder, chosen: str) -> dict[str, Any] | None:
+    """What to save of the template that `tokenizer.chat_template` chooses; `place` is where `tokenizer.json` lies.
+
+    Raises ValueError where a file that it names is no template.
+    """
+    config = place.read_json("tokenizer_config.json") if place.exists("tokenizer_config.json") else {}
+    template: Any = None
+    if chosen not in ("auto", "none"):
+        file = Folder.at(chosen)
+        template = Folder(file.uri.rpartition("/")[0]).read(file.uri.rpartition("/")[2]).decode()
+    elif chosen == "auto" and place.exists("chat_template.jinja"):
+        template = place.read("chat_template.jinja").decode()
+    elif chosen == "auto":
+        template = config.get("chat_template")
+        if isinstance(template, list):  # several by name
+            template = {each["name"]: each["template"] for each in template}.get("default")
+    if not template:
+        return None
+    _compile(template)
+    named = {name: config.get(name) for name in NAMES}
+    tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items() if token}
+    return {"template": template, "tokens": tokens}
+
+
+def _compile(template: str) -> "Template":
+    """The template, with what Hugging Face gives to templates besides Jinja's own."""
+    from jinja2 import TemplateError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    try:
+        return environment.from_string(template)
+    except TemplateError as error:
+        raise ValueError(f"its chat template is none: {error}") from error
+
+
+def _refuse(message: str) -> None:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, **options)

@@ -1,0 +1,99 @@
+"""Lines of two files that belong together, and text in other encodings than UTF-8."""
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipelines.config import Data, SettingError
+from pipelines.prepare.faults import DataError
+from pipelines.tokenizers import load_tokenizer
+from tests.pipelines.prepare.conftest import documents, prepared, rows, settings
+from tests.pipelines.prepare.tasks import TINY, Pairs, made
+
+
+def as_parallel(folder: Path, compress: bool = False) -> tuple[Path, Path]:
+    names = [
+        ("train.en", "".join(f"{i} häuser\n" for i in range(900))),
+        ("train.de", "".join(f"haus {i}\n" for i in range(900))),
+    ]
+    found = []
+    for name, text in names:
+        path = folder / (name + ".gz" * compress)
+        path.write_bytes(gzip.compress(text.encode()) if compress else text.encode())
+        found.append(path)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("validation", ["hash", "tail"])
+def test_lines_that_belong_together(tmp_path: Path, compress: bool, validation: str) -> None:
+    source, target = as_parallel(tmp_path, compress)
+    cut = {"validation": validation, "validation_fraction": 0.2, "shard_mib": TINY}
+    config = settings(source, target_source=str(target), tokenizer="characters", **cut)
+    result = made(Pairs, config, tmp_path / "runs")
+    assert len(result.manifest.splits["train"]) == 1 or not compress
+    first, second = (load_tokenizer(result.folder / name) for name in Pairs.tokenizers)
+    found = []
+    for split in ("train", "validation"):
+        for row in rows(result, split):
+            cut = row["loss_mask"].index(1)
+            found.append((first.decode(row["ids"][: cut - 1]), second.decode(row["ids"][cut:])))
+    wanted = [(f"{i} häuser", f"haus {i}") for i in range(900)]
+    assert found == wanted if validation == "tail" else sorted(found) == sorted(wanted)
+
+
+def test_files_of_unequal_length_do_not_belong_together(tmp_path: Path) -> None:
+    source, target = as_parallel(tmp_path)
+    with target.open("a") as stream:
+        stream.write("one more")
+    config = settings(source, target_source=str(target), on_error="skip")
+    with pytest.raises(DataError, match=r"train.en has 900 lines and \S+train.de has 901: name files with equally many"):
+        made(Pairs, config, tmp_path / "runs")
+    config = settings(source, target_source=str(target), validation="source", validation_source=str(target))
+    with pytest.raises(DataError, match="has no targets: name two files with a comma between"):
+        made(Pairs, config, tmp_path / "runs")
+
+
+def test_a_pair_of_which_one_line_is_empty(tmp_path: Path) -> None:
+    source, target = tmp_path / "a.txt", tmp_path / "b.txt"
+    source.write_text("one\ntwo\n\nfour\n" * 9)
+    target.write_text("eins\n\n\nvier\n" * 9)
+    config = settings(source, target_source=str(target), validation_fraction=0.5)
+    with pytest.raises(DataError, match=r"a.txt, line 2: column 'target' is empty"):
+        made(Pairs, config, tmp_path / "runs")
+    config = replace(config, data=replace(config.data, on_error="skip", validation="tail"))
+    result = made(Pairs, config, tmp_path / "runs")
+    assert sum(map(result.manifest.documents, ("train", "validation"))) == 18
+    assert len(result.manifest.skipped) == 9
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "cp1252", "gbk"])
+@pytest.mark.parametrize("ending", ["txt", "jsonl", "csv"])
+def test_text_in_other_encodings(tmp_path: Path, encoding: str, ending: str) -> None:
+    texts = [f"{i}: {'日本' if encoding in ('utf-16', 'gbk') else 'né'}, {'x' * (i % 50)}" for i in range(2000)]
+    written = {
+        "txt": "\n".join(texts),
+        "jsonl": "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts),
+        "csv": "\n".join(["text", *(f'"{text}"' for text in texts)]),
+    }[ending]
+    (tmp_path / f"data.{ending}").write_bytes(written.encode(encoding))
+    config = settings(tmp_path / f"data.{ending}", encoding=encoding, shard_mib=TINY, validation="tail")
+    result = prepared(config, tmp_path / "runs")
+    found = documents(result, "train"), documents(result, "validation")
+    assert (found[0][0] + found[1][0] == written) if ending == "txt" else found[0] + found[1] == texts
+    wrong = replace(config, data=replace(config.data, encoding="ascii"))
+    with pytest.raises(DataError, match=r"is not ascii: .*--data.encoding"):
+        prepared(wrong, tmp_path / "runs")
+
+
+def test_only_encodings_of_text_are_taken() -> None:
+    for name in ("latin1", "UTF8", "shift_jis"):
+        Data(encoding=name)
+    for name in ("latin-7000", "hex", "zip"):
+        with pytest.raises(SettingError, match=r"data.encoding is .*utf-8 or latin-1"):
+            Data(encoding=name)
+    with pytest.raises(SettingError, match=r"data.target_source .*--data.kind lines"):
+        Data(target_source="x", kind="csv")

@@ -1,0 +1,82 @@
+"""The networks of all tasks in shards: the same gradients, texts and translations as in one process."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from model.beam import translate
+from model.classifier import Classifier
+from model.convnet import ConvNet
+from model.generate import generate
+from model.transformer import Decoder
+from model.translator import Translator
+from pipelines.config import Model, Optimizer
+from pipelines.strategies.deepspeed import ZeRO
+from pipelines.strategies.fsdp import FullySharded
+from pipelines.train.optimizer import build_optimizer
+from tests.distributed import run_distributed
+
+SHAPE = Model(flavour="original", layers=2, heads=2, width=16, context=8, pooling="attention")
+IDS, LENGTHS = torch.arange(48).view(8, 6) * 7 % 11, torch.tensor([6, 3, 1, 5, 2, 6, 4, 4])
+LABELS = torch.arange(8) % 3
+IMAGES = torch.arange(8 * 75).view(8, 3, 5, 5).to(torch.uint8)
+IDS_AFTER = IDS.roll(-1, 1)
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...]]] = {
+    "decoder": (lambda: Decoder(SHAPE, 11), (IDS, IDS_AFTER)),
+    "classifier": (lambda: Classifier(SHAPE, 11, 3), (IDS, LENGTHS, LABELS)),
+    "translator": (lambda: Translator(SHAPE, 11), (IDS, LENGTHS, IDS, IDS_AFTER)),
+    "convnet": (lambda: ConvNet((3, 5, 5), 3, channels=(4, 6), hidden=(8,)), (IMAGES, LABELS)),
+}
+SAMPLE: dict[str, Any] = {"tokens": 7, "temperature": 0}
+OPTIONS: dict[str, Any] = {"start_id": 0, "end_id": 1, "longest": 6, "beams": 2}
+
+
+def _built(build: Callable[[], nn.Module]) -> nn.Module:
+    """The same one in every process, whose words differ by their weights."""
+    torch.manual_seed(0)
+    model = build()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0.0, 0.3)
+    return model
+
+
+def _norms_and_words(rank: int, world: int, kind: str) -> tuple[list[float], list[list[int]], list[list[int]]]:
+    """Norm of each network's gradient, and what decoder and translator write, this for sentences of this worker's own."""
+    norms = []
+    for build, batch in CASES.values():
+        device = torch.device("cpu")
+        strategy = FullySharded(device, rank, world) if kind == "fsdp" else ZeRO(device, rank, world, stage=3)
+        model, _ = strategy.prepare(_built(build), partial(build_optimizer, Optimizer()))
+        strategy.begin()
+        loss, _ = model(*(tensor[rank::world] for tensor in batch))
+        strategy.backward(loss, torch.zeros(1), slot=rank, last=True)
+        norms.append(strategy.norm().item())
+        if isinstance(model, Decoder):
+            texts = list(generate(model, [[3], [5, 4]], **SAMPLE))
+        if isinstance(model, Translator):
+            part = slice(0, 1) if rank else slice(1, 8)
+            translations = translate(model, IDS[part], LENGTHS[part], finish_together=True, **OPTIONS)
+    return norms, texts, translations
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "deepspeed"])
+def test_shards_change_nothing(kind: str) -> None:
+    expected = []
+    for build, batch in CASES.values():
+        model = _built(build)
+        model(*batch)[0].backward()
+        expected.append(float(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()))
+        if isinstance(model, Decoder):
+            said = list(generate(model, [[3], [5, 4]], **SAMPLE))
+        if isinstance(model, Translator):
+            written = translate(model, IDS, LENGTHS, **OPTIONS)
+    first, second = run_distributed(_norms_and_words, 2, kind)
+    # fp32 sums in another order.
+    assert first[0] == pytest.approx(expected, rel=1e-5)
+    assert second[0] == pytest.approx(expected, rel=1e-5)
+    assert first[1] == second[1] == said
+    assert second[2] + first[2] == written

@@ -1,0 +1,109 @@
+"""Labels and texts as a classifier is fed; the scores are those of torchmetrics."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from pipelines.config import Config, Model, Objective, SettingError, Tokenizer
+from pipelines.tasks import build_task
+from pipelines.tasks.classification import Classification
+from pipelines.tasks.labels import scores
+from pipelines.tasks.task import IGNORED
+from pipelines.tokenizers.alphabets import ByteEncoder, CharacterEncoder
+
+LETTERS = CharacterEncoder("abcdefgh")
+FACTS = {"vocabulary_size": LETTERS.vocabulary_size, "end_id": 0, "labels": ["no", "yes"], "shares": [0.25, 0.75]}
+
+
+def _task(kind: str = "characters", **changes: object) -> Classification:
+    config = Config(
+        task="classification",
+        model=Model(layers=1, heads=1, width=8, context=6),
+        tokenizer=Tokenizer(kind=kind),  # type: ignore[arg-type]
+        **changes,  # type: ignore[arg-type]
+    )
+    encoder = ByteEncoder() if kind == "bytes" else LETTERS
+    task = build_task(config, FACTS | {"vocabulary_size": encoder.vocabulary_size}, {"tokenizer": encoder})
+    assert isinstance(task, Classification)
+    return task
+
+
+def test_labels_are_learned_in_order_with_their_shares() -> None:
+    task = _task()
+    surveys = [task.survey([("x", "10"), ("y", "9")]), task.survey([("z", "b"), ("w", "9")])]
+    facts = task.learn(surveys, {"tokenizer": LETTERS})
+    assert facts["labels"] == ["9", "10", "b"]
+    assert facts["shares"] == [0.5, 0.25, 0.25]
+
+
+def test_one_label_is_no_classification() -> None:
+    with pytest.raises(ValueError, match=r"data.label_column is 'label': it has 1 different values"):
+        _task().learn([{"labels": {"a": 5}}], {"tokenizer": LETTERS})
+
+
+@pytest.mark.parametrize("kind", ["characters", "bytes"])
+def test_texts_are_cut_to_the_context_and_padded(kind: str) -> None:
+    task = _task(kind)
+    rows = [task.encode(document, task.encoders)[0] for document in (("abc", "yes"), ("abcdefgh", "no"), ("h",))]
+    inputs, targets = task.collate([row.astype(np.uint8) for row in rows], None)
+    ids, lengths = task.unpack(inputs)
+    assert targets.tolist() == [1, 0, 0]
+    assert lengths.tolist() == [3, 6, 1]
+    expected = [[*row[1:].tolist(), *[0] * (6 - len(row[1:]))] for row in rows]
+    assert ids.tolist() == expected
+    assert ids.dtype == torch.int64
+    assert task.collate(rows, [np.zeros(len(row), bool) for row in rows])[1].tolist() == [IGNORED] * 3
+    assert task.ids == (256 if kind == "bytes" else LETTERS.vocabulary_size)
+
+
+def test_an_unknown_label_is_named() -> None:
+    with pytest.raises(ValueError, match="'maybe', which the training data has not; it has no, yes"):
+        _task().encode(("abc", "maybe"), {"tokenizer": LETTERS})
+
+
+def test_balanced_weights_have_a_mean_of_one_over_the_examples() -> None:
+    weights = _task(objective=Objective(class_weights="balanced")).class_weights
+    assert weights == (2.0, pytest.approx(2 / 3))
+    assert 0.25 * weights[0] + 0.75 * weights[1] == pytest.approx(1.0)
+    assert _task().class_weights == ()
+
+
+def test_a_loss_for_images_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"objective\.loss is 'mse'"):
+        _task(objective=Objective(loss="mse"))
+
+
+def test_what_is_measured_adds_up_and_leaves_out_what_does_not_count() -> None:
+    task = _task()
+    torch.manual_seed(0)
+    model = task.build_model().eval()
+    rows = [task.encode(document, task.encoders)[0] for document in (("abc", "yes"), ("de", "no"), ("h", "no"))]
+    inputs, targets = task.collate(rows, None)
+    with torch.no_grad():
+        loss, counted, confusion = task.measure(model, inputs, targets)
+        whole, number = model(*inputs, targets)
+        given = model.logits(*inputs).argmax(-1).tolist()
+        _, none, empty = task.measure(model, inputs, torch.full_like(targets, IGNORED))
+    assert (loss.item(), int(counted)) == (pytest.approx(whole.item()), int(number))
+    expected = np.zeros((2, 2))
+    for true, chosen in zip(targets.tolist(), given, strict=True):
+        expected[true, chosen] += 1
+    assert confusion.view(2, 2).tolist() == expected.tolist()
+    assert not none
+    assert not empty.any()
+    found = task.score(loss.item(), 3, confusion.numpy())
+    assert set(found) == set(task.metrics)
+
+
+@given(confusion=arrays.arrays(np.int64, (3, 3), elements=st.integers(0, 9)).filter(np.any))
+@settings(deadline=None, max_examples=50)
+def test_the_scores_are_those_of_torchmetrics(confusion: np.ndarray) -> None:
+    from torchmetrics.functional.classification import multiclass_accuracy, multiclass_f1_score
+
+    true, given = (torch.from_numpy(np.repeat(each, confusion.reshape(-1))) for each in np.divmod(np.arange(9), 3))
+    accuracy, macro_f1 = scores(confusion)
+    assert accuracy == pytest.approx(float(multiclass_accuracy(given, true, 3, average="micro")), abs=1e-6)
+    assert macro_f1 == pytest.approx(float(multiclass_f1_score(given, true, 3, average="macro")), abs=1e-6)

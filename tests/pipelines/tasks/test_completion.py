@@ -1,0 +1,61 @@
+"""Pairs of prompt and completion: the prompt is read and not predicted, what is too long loses its prompt first."""
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelines.config import Config, Model, Tokenizer
+from pipelines.tasks import build_task
+from pipelines.tasks.completion import Completion
+from pipelines.tasks.task import IGNORED
+from pipelines.tokenizers.alphabets import ByteEncoder
+
+END = ByteEncoder.end_id
+ENCODERS = {"tokenizer": ByteEncoder()}
+FACTS = {"vocabulary_size": 257, "end_id": END}
+
+
+def _task(context: int = 16) -> Completion:
+    model = Model(layers=1, heads=1, width=8, context=context)
+    task = build_task(Config(task="completion", model=model, tokenizer=Tokenizer(kind="bytes")), FACTS, ENCODERS)
+    assert isinstance(task, Completion)
+    return task
+
+
+def test_the_completion_and_its_end_count_and_the_prompt_does_not() -> None:
+    task = _task()
+    rows, masks = zip(*(task.encode(pair, ENCODERS) for pair in (("2+2=", "4"), ("x", "yz"))), strict=True)
+    (inputs,), targets = task.collate(rows, masks)
+    assert inputs.tolist() == [[*b"2+2=4"], [*b"xyz", 0, 0]]
+    assert targets.tolist() == [[IGNORED] * 3 + [ord("4"), END], [*b"yz", END, IGNORED, IGNORED]]
+
+
+@given(prompt=st.text("ab", max_size=40), completion=st.text("xy", min_size=1, max_size=40), context=st.integers(1, 30))
+def test_what_is_too_long_loses_its_prompts_beginning_first(prompt: str, completion: str, context: int) -> None:
+    ids, mask = _task(context).encode((prompt, completion), ENCODERS)
+    assert 2 <= len(ids) <= context + 1
+    whole = [*(prompt.encode() or [END]), *completion.encode(), END]
+    answer = ids[mask].tolist()
+    assert answer == [*completion.encode(), END][: len(answer)]
+    assert answer == [*completion.encode(), END] or len(ids) - len(answer) == 1
+    if len(whole) <= context + 1:
+        assert ids.tolist() == whole
+    else:
+        assert len(ids) == context + 1
+
+
+def test_padding_and_prompts_change_no_loss() -> None:
+    task = _task()
+    torch.manual_seed(0)
+    model = task.build_model()
+    pairs = [task.encode(pair, ENCODERS) for pair in (("ab", "c"), ("abcdefgh", "ijkl"), ("", "z"))]
+    rows, masks = zip(*pairs, strict=True)
+    inputs, targets = task.collate(rows, masks)
+    together, counted = model(*inputs, targets)
+    alone = []
+    for row, mask in pairs:
+        inputs, targets = task.collate([row], [mask])
+        alone.append(float(model(*inputs, targets)[0]))
+    assert int(counted) == 2 + 5 + 2
+    assert np.isclose(float(together), sum(alone), rtol=1e-5)
