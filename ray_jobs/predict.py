@@ -1,4 +1,4 @@
-"""Answers many questions with a trained model: labels of texts or images, translations, continuations. Or one, on the terminal.
+"""Answers questions with a trained model: labels of texts or images, translations, continuations.
 
     python ray_jobs/predict.py --run NAME --input mails.csv --output answers
     python ray_jobs/predict.py --run NAME --text "free money"
@@ -35,6 +35,8 @@ class Predict(Answering):
     """One question instead, answered on the terminal; for images, the path of one."""
     kind: SourceKind = setting("auto")
     """What the input is; `auto` sees it from its name and its files."""
+    encoding: str = setting("utf-8")
+    """How the input's text, JSON or CSV is encoded, as Python names it."""
     column: str | None = setting(None)
     """The column (or JSON key) that holds the questions, where it is not called as in training."""
     format: Literal["parquet", "jsonl"] = setting("parquet")
@@ -78,6 +80,7 @@ def _predict(settings: Predict) -> int:
             folder,
             run_parts,
             kind=settings.kind,
+            encoding=settings.encoding,
             column=settings.column,
             form=settings.format,
             sample=settings.sample,
@@ -94,12 +97,13 @@ def _predict(settings: Predict) -> int:
 def _answer_one(settings: Predict, chosen: "Chosen", text: str) -> int:
     """Prints the answer to one question, by name."""
     from pipelines.config import SettingError
-    from pipelines.evaluate.answering import Answerer, questions
+    from pipelines.evaluate.answering import Answerer
+    from pipelines.prepare.documents import inputs
     from pipelines.prepare.faults import Fault
     from pipelines.prepare.fields import document
 
     answerer = Answerer(chosen, settings, settings.sample)
-    columns = questions(answerer.task.columns)
+    columns = inputs(answerer.task.columns)
     for piece in document([text], "--text", columns[:1]):
         if isinstance(piece, Fault):
             raise SettingError(f"--text: {piece.reason}")

@@ -19,6 +19,7 @@ from model.transformer import Decoder
 from pipelines.config import Answering, Sample
 from pipelines.evaluate.opening import Chosen
 from pipelines.evaluate.writing import write_rows
+from pipelines.prepare.documents import inputs as question
 from pipelines.prepare.pieces import Piece
 from pipelines.prepare.stages import id_type
 from pipelines.tasks.task import Document
@@ -57,26 +58,29 @@ class Answerer:
         self.sample = (sample or Sample()) if isinstance(self.model, Decoder) and not graded else None
         self._precision = Precision(settings.precision)
         self._precision.use_products()
-        self._columns = self.task.columns if graded else questions(self.task.columns)
+        self._columns = self.task.columns if graded else question(self.task.columns)
         self._type = np.int64 if self.task.window else np.dtype(str(id_type(self.task)))
         if settings.threads and not cuda:
             torch.set_num_threads(settings.threads)
 
     def answer(self, documents: Iterable[Document]) -> Iterator[dict[str, Any]]:
-        """An answer each, in order: the document's columns and what `Task.answer` gives. Raises ValueError: what is no question."""
+        """The columns of each document with its answer, in order. Raises ValueError where one is no question."""
         return self.answers(example for document in documents for example in self.examples(Piece(document)))
 
     def examples(self, piece: Piece) -> list[Example]:
         """The samples of a document. Raises ValueError where it can be none."""
         values = zip(self._columns, piece.document, strict=True)
         # A picture's file says more to a reader than its bytes do, and takes less room.
-        fields = {column.name: piece.place or value if column.kind == "image" else value for column, value in values}
-        if self.sample:
-            encoder = self.task.encoders["tokenizer"]
-            return [Example(fields, encoder.encode(piece.document[0]))]
+        fields: dict[str, Any] = {
+            column.name: piece.place or value if column.kind == "image" else value for column, value in values
+        }
+        if self.sample and self.task.window:
+            return [Example(fields, self.task.encoders["tokenizer"].encode(piece.document[0]))]
         ids, mask = self.task.encode(piece.document, self.task.encoders)
         if self.task.window:
             return list(self._windows(piece, ids))
+        if self.graded and isinstance(self.model, Decoder):
+            fields[self.task.given("bytes")] = len(piece.document[-1].encode())
         return [Example(fields, ids.astype(self._type, copy=False), mask)]
 
     def _windows(self, piece: Piece, ids: np.ndarray) -> Iterator[Example]:
@@ -105,7 +109,8 @@ class Answerer:
             for numbers in (order[i : i + batch] for i in range(0, len(order), batch)):
                 found |= zip(numbers, self._batch([window[number] for number in numbers]), strict=True)
             for number, example in enumerate(window):
-                yield example.fields | {self.task.given(name): value for name, value in found[number].items()}
+                fields = example.fields
+                yield fields | {f"{name}_given" if name in fields else name: value for name, value in found[number].items()}
 
     def _by_length(self, examples: list[Example]) -> list[int]:
         """Their numbers, longest first, so that what does not fit into memory shows at once."""
@@ -136,8 +141,3 @@ class Answerer:
         prompts = [example.ids.tolist() for example in examples]
         pieces = list(write_rows(self.model, self.task.encoders["tokenizer"], sample, prompts))  # type: ignore[arg-type]
         return [{"continuation": "".join(row)} for row in zip(*pieces, strict=True)]
-
-
-def questions(columns: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The columns of a question."""
-    return tuple(column for column in columns if not column.answer)

@@ -73,7 +73,8 @@ class Chosen:
     @property
     def place(self) -> Folder:
         """Where the tokenizers' folders lie."""
-        return self.checkpoints[0].folder / self.checkpoints[0].manifest["attempt"]
+        newest = self.checkpoints[0]
+        return newest.folder / str(newest.manifest["attempt"])
 
     @property
     def task(self) -> Task:

@@ -15,7 +15,8 @@ from pipelines.config import Answering, Sample
 from pipelines.evaluate.answering import Answerer, Example
 from pipelines.evaluate.opening import Chosen
 from pipelines.files import Folder
-from pipelines.prepare.faults import Fault, Faulty
+from pipelines.prepare.faults import Fault
+from pipelines.prepare.parts import items
 from pipelines.prepare.pieces import Part, Piece, Reader
 from pipelines.prepare.stages import validates
 
@@ -100,16 +101,11 @@ def _examples(work: Work, answerer: Answerer, part: Part, faults: list[dict[str,
 
 
 def _items(work: Work, part: Part) -> Iterator[Piece | Fault]:
-    reader, fraction = work.readers[part.split or ""], work.chosen.config.data.validation_fraction
-    for piece in part.slices:
-        try:
-            for item in reader.read(piece):
-                if isinstance(item, Fault) or part.split or work.split is None:
-                    yield item
-                elif validates(item.identity, fraction) == (work.split == "validation"):
-                    yield item
-        except Faulty as faulty:
-            yield faulty.fault
+    fraction, wanted = work.chosen.config.data.validation_fraction, work.split == "validation"
+    for item in items(work.readers[part.split or ""], part):
+        divided = isinstance(item, Piece) and work.split is not None and part.split is None
+        if not divided or validates(item.identity, fraction) == wanted:  # type: ignore[union-attr]
+            yield item
 
 
 class _Writer(Protocol):

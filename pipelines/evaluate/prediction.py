@@ -15,14 +15,15 @@ from typing import Any
 
 from pipelines.config import Answering, Data, Sample, SettingError
 from pipelines.config.data import SourceKind
-from pipelines.evaluate.answering import questions
 from pipelines.evaluate.opening import Chosen
 from pipelines.evaluate.parts import Form, Work, answer_part, records
 from pipelines.evaluate.progress import shown
 from pipelines.files import Folder
-from pipelines.prepare.parts import divide
+from pipelines.prepare.documents import inputs
+from pipelines.prepare.parts import parts_of
 from pipelines.prepare.pieces import Part
 from pipelines.prepare.sources import Source, open_source
+from pipelines.tasks.language_model import LanguageModel
 
 MANIFEST = "predictions.json"
 PARTS = 64
@@ -41,6 +42,8 @@ class Predicted:
 
     rows: int
     skipped: int
+    faults: list[dict[str, str]]
+    """The first of what was skipped in each part: place and reason."""
     files: list[str]
     rate: float | None
     """Rows a second of what was answered now; None where all was there."""
@@ -54,24 +57,26 @@ def predict(
     run_parts: RunParts,
     *,
     kind: SourceKind = "auto",
+    encoding: str = "utf-8",
     column: str | None = None,
     form: Form = "parquet",
     sample: Sample | None = None,
     echo: Echo = print,
 ) -> Predicted:
     """Answers the data that `name` stands for. Raises DataError, SettingError."""
-    data = replace(chosen.config.data, source=name, kind=kind, target_source=None, on_error=settings.on_error)
+    data = replace(chosen.config.data, source=name, kind=kind, encoding=encoding, target_source=None)
+    data = replace(data, on_error=settings.on_error)
     if column:
-        data = replace(data, **{questions(chosen.task.columns)[0].setting.removeprefix("data."): column})
-        chosen = replace(chosen, config=replace(chosen.config, data=data))
-    columns, data = questions(chosen.task.columns), replace(data, validation="hash")
+        named: dict[str, Any] = {inputs(chosen.task.columns)[0].setting.removeprefix("data."): column}
+        chosen = replace(chosen, config=replace(chosen.config, data=replace(data, **named)))
+    columns = inputs(chosen.task.columns)
     source = open_source(data, name, columns, whole=True)
     if source.kind == "text":
         source = open_source(replace(data, kind="lines"), name, columns)
     work = Work(chosen=chosen, settings=settings, sample=sample, folder=folder, readers={"": source.reader}, form=form)
-    made_of = {"input": digest(source.identity), "columns": [each.name for each in columns], **_made_of(work)}
-    parts = divide(source, None, with_small_parts(data, source))
-    return answer_all(work, list(parts), made_of, run_parts, echo)
+    origin = {"input": digest(source.identity), "columns": [each.name for each in columns], **made_of(work)}
+    parts = list(parts_of(source, with_small_parts(data, source)))
+    return answer_all(work, parts, origin, run_parts, echo)
 
 
 def with_small_parts(data: Data, source: Source, least: int = LEAST) -> Data:
@@ -81,15 +86,18 @@ def with_small_parts(data: Data, source: Source, least: int = LEAST) -> Data:
     return replace(data, shard_mib=min(size / 2**20, 4096))
 
 
-def answer_all(work: Work, parts: list[Part], made_of: dict[str, Any], run_parts: RunParts, echo: Echo) -> Predicted:
-    """Answers the parts that have no file yet. Raises SettingError where the folder holds what is made of something else."""
-    made_of = json.loads(json.dumps(made_of))  # as it is read back
+def answer_all(work: Work, parts: list[Part], origin: dict[str, Any], run_parts: RunParts, echo: Echo) -> Predicted:
+    """Answers the parts that have no file yet; `origin` is what answers are made of.
+
+    Raises DataError, and SettingError where the folder holds answers that are made of something else.
+    """
+    origin = json.loads(json.dumps(origin))  # as it is read back
     try:
         found = work.folder.read_json(MANIFEST)
     except FileNotFoundError:
-        found = {"made_of": made_of, "parts": len(parts), "complete": False}
+        found = {"made_of": origin, "parts": len(parts), "complete": False}
         work.folder.put_json(MANIFEST, found)
-    _refuse_others(found["made_of"], made_of, work.folder)
+    _refuse_others(found["made_of"], origin, work.folder)
     done = records(work.folder)
     left = [part for part in parts if part.number not in done]
     if done and left:
@@ -106,7 +114,7 @@ def answer_all(work: Work, parts: list[Part], made_of: dict[str, Any], run_parts
     if left or not found["complete"]:
         found |= {"complete": True, "rows": rows, "skipped": skipped, "files": files, "faults": faults}
         work.folder.put_json(MANIFEST, found)
-    return Predicted(rows=rows, skipped=skipped, files=files, rate=rate)
+    return Predicted(rows=rows, skipped=skipped, faults=faults, files=files, rate=rate)
 
 
 def answer_here(work: Work, parts: list[Part]) -> None:
@@ -116,12 +124,14 @@ def answer_here(work: Work, parts: list[Part]) -> None:
         answer_part(work, answerer, part)
 
 
-def _made_of(work: Work) -> dict[str, Any]:
+def made_of(work: Work) -> dict[str, Any]:
     """What else than the data makes answers what they are."""
     settings = work.settings
     content: dict[str, Any] = {key: getattr(settings, key) for key in ("run", "batch", "precision", "beams", "on_error")}
     content |= {"step": work.chosen.step, "weights": work.chosen.identity, "format": work.form}
-    return content | ({f"sample.{key}": value for key, value in asdict(work.sample).items()} if work.sample else {})
+    if work.sample and isinstance(work.chosen.task, LanguageModel):
+        content |= {f"sample.{key}": value for key, value in asdict(work.sample).items()}
+    return content
 
 
 def _refuse_others(before: dict[str, Any], now: dict[str, Any], folder: Folder) -> None:
@@ -132,7 +142,8 @@ def _refuse_others(before: dict[str, Any], now: dict[str, Any], folder: Folder) 
     ]
     if changes:
         raise SettingError(
-            f"{folder} holds answers that are made of something else ({'; '.join(changes)}): name another folder, or remove it"
+            f"{folder} holds answers that are made of something else ({'; '.join(changes)}): name another folder, or "
+            "remove it"
         )
 
 

@@ -4,6 +4,7 @@ with answerers(settings, launch) as run_parts:            # ray.init ... ray.shu
     predict(chosen, settings, "mails.csv", folder, run_parts)
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,6 +30,8 @@ def answerers(settings: Answering, launch: Launch) -> "Iterator[RunParts]":
 
         yield answer_here
         return
+    # Ray Data's actors would each be announced with an error of Ray's core that is none.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     with cluster(launch):
         yield _on_cluster
 

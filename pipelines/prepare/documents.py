@@ -44,4 +44,4 @@ def open_documents(data: Data, name: str, columns: Columns) -> Documents:
 
 def inputs(columns: Columns) -> Columns:
     """The columns that prediction reads: all but the label or the target that it finds."""
-    return tuple(column for column in columns if column.kind != "label" and column.setting != "data.target_column")
+    return tuple(column for column in columns if not column.answer)

@@ -8,12 +8,13 @@ fills no window is dropped.
 """
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pipelines.config import Config
-from pipelines.tasks.task import IGNORED, Document, Encoders, Facts, Inputs, Rows, Task, Window
+from pipelines.tasks.task import IGNORED, Document, Encoders, Facts, Inputs, Rows, Task, Window, mean
 
 if TYPE_CHECKING:
     import torch
@@ -54,10 +55,26 @@ class LanguageModel(Task):
     def score(self, loss_sum: float, targets: float, counts: np.ndarray) -> dict[str, float]:
         """Mean loss in nats a token, and its perplexity."""
         scores = super().score(loss_sum, targets, counts)
-        loss = scores["val_loss"]
-        return scores | {"val_perplexity": math.exp(loss) if loss < 700 else math.inf}
+        return scores | {"val_perplexity": perplexity(scores["val_loss"])}
+
+    def grades(self, table: Mapping[str, Any]) -> Callable[[np.ndarray], dict[str, float]]:
+        """Loss, perplexity, and bits a byte of the text, which compares models whatever their tokenizers."""
+        grades = super().grades(table)
+        losses, size = (np.asarray(table[self.given(name)], float) for name in ("loss", "bytes"))
+
+        def of(weights: np.ndarray) -> dict[str, float]:
+            scores = grades(weights)
+            bits = mean(float(weights @ losses) / math.log(2), float(weights @ size))
+            return scores | {"perplexity": perplexity(scores["loss"]), "bits_per_byte": bits}
+
+        return of
 
     @property
     def targets_per_sample(self) -> float | None:
         """Every token but the first."""
         return float(self.config.model.context)
+
+
+def perplexity(loss: float) -> float:
+    """Of a mean loss in nats."""
+    return math.exp(loss) if loss < 700 else math.inf

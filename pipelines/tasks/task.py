@@ -11,7 +11,7 @@ PyTorch is imported only where it is used: the driver and the workers that prepa
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -178,9 +178,31 @@ class Task:
         """What the model says to each of some samples, by name: a label and how sure it is, a translation, ..."""
         raise NotImplementedError
 
+    def losses(self, model: "nn.Module", inputs: Inputs, targets: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
+        """The loss sum of each sample and its targets that count, both (B)."""
+        import torch
+
+        alone = [model(*(each[i : i + 1] for each in inputs), targets[i : i + 1]) for i in range(len(targets))]
+        sums, counts = zip(*alone, strict=True)
+        return torch.stack(sums), torch.stack(counts)
+
+    def given(self, name: str) -> str:
+        """What a part of an answer is called in a table of answered samples: `_given` follows a name that a column has."""
+        return f"{name}_given" if name in {column.name for column in self.columns} else name
+
     def grade(self, table: Mapping[str, Any]) -> dict[str, float]:
         """Metrics of answered samples from the columns `loss`, `targets`, those of `answer`, and the document's own."""
-        return {"loss": mean(sum(table["loss"]), sum(table["targets"]))}
+        return self.grades(table)(np.ones(len(table[self.given("loss")])))
+
+    def grades(self, table: Mapping[str, Any]) -> Callable[[np.ndarray], dict[str, float]]:
+        """The same metrics as a function of how often each sample counts (n): once, or as a bootstrap drew it."""
+        losses, targets = (np.asarray(table[self.given(name)], float) for name in ("loss", "targets"))
+        return lambda weights: {"loss": mean(float(weights @ losses), float(weights @ targets))}
+
+    @property
+    def signatures(self) -> dict[str, str]:
+        """How metrics were computed, by their names, where that is to be quoted with them."""
+        return {}
 
     @property
     def counted(self) -> int:

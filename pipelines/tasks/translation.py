@@ -8,7 +8,7 @@ what BLEU (Papineni et al., 2002) and chrF (Popović, 2015) are made of, as sacr
     (source, lengths, target_inputs), targets = task.collate(rows, None)     # (B, S), (B), (B, T), (B, T), int64
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -138,11 +138,21 @@ class Translation(Task):
         """The translations, as `decoding` asks for them."""
         return [{"translation": text} for text in self._translate(model, inputs, beams=self.config.decoding.beams)]
 
-    def grade(self, table: Mapping[str, Any]) -> dict[str, float]:
+    def grades(self, table: Mapping[str, Any]) -> Callable[[np.ndarray], dict[str, float]]:
         """Loss, BLEU and chrF of answered samples."""
-        overlap = Overlap()
-        counts = overlap.counts(table["translation"], table[self.columns[1].name]).sum(0)
-        return super().grade(table) | {"bleu": overlap.bleu(counts), "chrf": overlap.chrf(counts)}
+        overlap, grades = Overlap(), super().grades(table)
+        counts = overlap.counts(table[self.given("translation")], table[self.columns[1].name])
+
+        def of(weights: np.ndarray) -> dict[str, float]:
+            sums = weights @ counts
+            return grades(weights) | {"bleu": overlap.bleu(sums), "chrf": overlap.chrf(sums)}
+
+        return of
+
+    @property
+    def signatures(self) -> dict[str, str]:
+        """sacreBLEU's."""
+        return Overlap().signatures()
 
     def _translate(self, model: "nn.Module", inputs: Inputs, *, beams: int, together: bool = False) -> list[str]:
         from model.beam import translate
