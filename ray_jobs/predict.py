@@ -102,7 +102,7 @@ def _answer_one(settings: Predict, chosen: "Chosen", text: str) -> int:
     from pipelines.prepare.faults import Fault
     from pipelines.prepare.fields import document
 
-    answerer = Answerer(chosen, settings, settings.sample)
+    answerer = Answerer(chosen.with_beams(settings.beams).open(), settings, settings.sample)
     columns = inputs(answerer.task.columns)
     for piece in document([text], "--text", columns[:1]):
         if isinstance(piece, Fault):

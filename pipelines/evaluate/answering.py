@@ -3,12 +3,12 @@
 A question is a document without its answer, as the task's columns have it. Graded, whole documents get their loss as well;
 those of a task with windows are cut into windows, each of which is a sample without an answer.
 
-    answerer = Answerer(choose(storage, "my-run"), Answering(run="my-run"))
+    answerer = Answerer(open_run(storage, "my-run"), Answering(run="my-run"))
     list(answerer.answer([("free money",)]))                  # [{"text": "free money", "label": "spam", ...}]
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ import torch
 
 from model.transformer import Decoder
 from pipelines.config import Answering, Sample
-from pipelines.evaluate.opening import Chosen
+from pipelines.evaluate.opening import Opened
 from pipelines.evaluate.writing import write_rows
 from pipelines.prepare.documents import inputs as question
 from pipelines.prepare.pieces import Piece
@@ -44,15 +44,11 @@ class Example:
 class Answerer:
     """A model in this process, on its device; `graded` says whether documents are whole and get a loss."""
 
-    def __init__(self, chosen: Chosen, settings: Answering, sample: Sample | None = None, *, graded: bool = False) -> None:
-        """Loads the model; `sample` says how a decoder writes. Raises SettingError where there is no such device."""
+    def __init__(self, opened: Opened, settings: Answering, sample: Sample | None = None, *, graded: bool = False) -> None:
+        """`sample` says how a decoder writes. Raises SettingError where there is no such device."""
         cuda = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
         if cuda and not torch.cuda.is_available():
             raise settings.error("device", "must be auto or cpu where there is no GPU that PyTorch can use")
-        if settings.beams:
-            decoding = replace(chosen.config.decoding, beams=settings.beams)
-            chosen = replace(chosen, config=replace(chosen.config, decoding=decoding))
-        opened = chosen.open()
         self.device = torch.device("cuda" if cuda else "cpu")
         self.model, self.task, self.settings, self.graded = opened.model.to(self.device), opened.task, settings, graded
         self.sample = (sample or Sample()) if isinstance(self.model, Decoder) and not graded else None

@@ -8,7 +8,8 @@ chosen = choose(storage, "my-run")                        # without the paramete
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -79,18 +80,18 @@ class Chosen:
     @property
     def task(self) -> Task:
         """With what it learned of the data, and its tokenizers."""
-        if self.place.exists("facts.json"):
-            facts = self.place.read_json("facts.json")
-            return build_task(self.config, facts, Tokenizers(self.place, facts["tokenizers"]))
-        encoders = Tokenizers(self.place, ["tokenizer"])  # as it was before there were other tasks than language modelling
-        encoder = encoders["tokenizer"]
-        return build_task(self.config, {"vocabulary_size": encoder.vocabulary_size, "end_id": encoder.end_id}, encoders)
+        return task_at(self.config, self.place)
 
     @property
     def identity(self) -> str:
         """The same 16 hexadecimal digits for the same parameters."""
         files = json.dumps([found.manifest["files"] for found in self.checkpoints], sort_keys=True)
         return hashlib.sha256(files.encode()).hexdigest()[:16]
+
+    def with_beams(self, beams: int) -> "Chosen":
+        """The same, with a translator that follows so many translations; 0: as the run's settings say."""
+        decoding = replace(self.config.decoding, beams=beams or self.config.decoding.beams)
+        return replace(self, config=replace(self.config, decoding=decoding))
 
     def open(self) -> Opened:
         """Loads the parameters."""
@@ -123,15 +124,23 @@ def choose(storage: Folder, run: str, checkpoint: str = "best", average: int = 1
     return Chosen(config, tuple(chosen))
 
 
+def task_at(config: Config, place: Folder) -> Task:
+    """The task whose facts and tokenizers lie in a folder."""
+    if place.exists("facts.json"):
+        facts = place.read_json("facts.json")
+        return build_task(config, facts, Tokenizers(place, facts["tokenizers"]))
+    encoders = Tokenizers(place, ["tokenizer"])  # as it was before there were other tasks than language modelling
+    encoder = encoders["tokenizer"]
+    return build_task(config, {"vocabulary_size": encoder.vocabulary_size, "end_id": encoder.end_id}, encoders)
+
+
 def _chosen(checkpoints: Checkpoints, checkpoint: str, average: int) -> list[Found]:
     best = checkpoints.at_hint("best") if checkpoint == "best" and average == 1 else None
     return [best] if best else [found for found, _ in zip(checkpoints.whole(), range(average), strict=False)]
 
 
 def _build(chosen: Chosen, task: Task) -> nn.Module:
-    if not why_no_triton():
-        # A run of another machine may have asked for kernels that this one cannot run; what it trained runs anywhere.
-        use_kernels(chosen.config.model.kernels)
+    _use_kernels(chosen.config)
     model = task.build_model()
     mean = [torch.zeros_like(parameter) for parameter in model.parameters()] if len(chosen.checkpoints) > 1 else []
     for found in chosen.checkpoints:
@@ -141,3 +150,19 @@ def _build(chosen: Chosen, task: Task) -> nn.Module:
     for parameter, value in zip(model.parameters(), mean, strict=False):
         parameter.data.copy_(value)
     return model.eval()
+
+
+def load_weights(config: Config, task: Task, file: Path) -> nn.Module:
+    """The model with the parameters of a safetensors file."""
+    from safetensors.torch import load_model
+
+    _use_kernels(config)
+    model = task.build_model()
+    load_model(model, file)
+    return model.eval()
+
+
+def _use_kernels(config: Config) -> None:
+    if not why_no_triton():
+        # A run of another machine may have asked for kernels that this one cannot run; what it trained runs anywhere.
+        use_kernels(config.model.kernels)

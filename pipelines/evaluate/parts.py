@@ -46,7 +46,7 @@ class Work:
 
     def answerer(self) -> Answerer:
         """The model, loaded."""
-        return Answerer(self.chosen, self.settings, self.sample, graded=self.graded)
+        return Answerer(self.chosen.with_beams(self.settings.beams).open(), self.settings, self.sample, graded=self.graded)
 
 
 def answer_part(work: Work, answerer: Answerer, part: Part) -> dict[str, Any]:
