@@ -11,7 +11,8 @@ import ray
 from ray.data import ActorPoolStrategy
 
 from pipelines.evaluate.parts import Work, answer_part
-from pipelines.prepare.cluster import quiet_context, unwrapped
+from pipelines.prepare.cluster import quiet_context
+from pipelines.prepare.faults import DataError
 from pipelines.prepare.pieces import Part
 
 
@@ -22,9 +23,13 @@ class _Actor:
         self._work, self._parts, self._answerer = work, parts, work.answerer()
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Answers one part; its number comes back."""
-        answer_part(self._work, self._answerer, self._parts[int(batch["part"][0])])
-        return batch
+        """Answers one part; its number comes back, and what is wrong with its data: Ray Data would lose the error's class."""
+        problem = ""
+        try:
+            answer_part(self._work, self._answerer, self._parts[int(batch["part"][0])])
+        except DataError as error:
+            problem = str(error)
+        return batch | {"problem": np.array([problem])}
 
 
 def answer_on_ray(work: Work, parts: list[Part], *, workers: int, per_worker: Mapping[str, float]) -> None:
@@ -32,7 +37,10 @@ def answer_on_ray(work: Work, parts: list[Part], *, workers: int, per_worker: Ma
     # Ray Data keeps a task that reads apart from the actors; if they held every CPU, it would never start.
     resources: dict[str, Any] = {f"num_{name.lower()}s": 0.9 * n if name == "CPU" else n for name, n in per_worker.items()}
     numbers = {part.number: part for part in parts}
-    with quiet_context(), unwrapped():
+    with quiet_context():
         rows = ray.data.from_items([{"part": number} for number in numbers], override_num_blocks=len(parts))
         pool = ActorPoolStrategy(size=workers, max_tasks_in_flight_per_actor=2)
-        rows.map_batches(_Actor, batch_size=1, compute=pool, fn_constructor_args=(work, numbers), **resources).materialize()
+        answered = rows.map_batches(_Actor, batch_size=1, compute=pool, fn_constructor_args=(work, numbers), **resources)
+        for row in answered.iter_rows():
+            if row["problem"]:
+                raise DataError(row["problem"])

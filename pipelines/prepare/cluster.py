@@ -66,7 +66,7 @@ class _Shards(Datasink[dict[str, Any]]):  # type: ignore[misc]
 def run_parts(job: Job, parts: list[Part]) -> list[dict[str, Any]]:
     """Prepares the parts on the cluster; their records. Raises DataError as a stage raised it."""
     sink = _Shards(job)
-    with quiet_context(), unwrapped():
+    with quiet_context(), _unwrapped():
         texts = ray.data.read_datasource(_Parts(job, parts), override_num_blocks=len(parts))
         texts.map_batches(_Tokenise(job), batch_size=None, batch_format="pyarrow", zero_copy_batch=True).write_datasink(sink)
     return sink.records
@@ -86,14 +86,14 @@ class _Tokenise:
 def run_each(function: Callable[[Job, Part], Result], job: Job, parts: Iterable[Part]) -> list[Result]:
     """The function's results, a task a part, in their order. Raises DataError as it does."""
     remote, shared = ray.remote(function).options(max_retries=1), ray.put(job)
-    with unwrapped():
+    with _unwrapped():
         results: list[Result] = ray.get([remote.remote(shared, part) for part in parts])
         return results
 
 
 def run_alone(function: Callable[..., Result], *arguments: Any) -> Result:
     """The function's result, computed in one task. Raises DataError, SettingError as it does."""
-    with unwrapped():
+    with _unwrapped():
         result: Result = ray.get(ray.remote(function).options(max_retries=1).remote(*arguments))
         return result
 
@@ -114,7 +114,7 @@ def quiet_context() -> Iterator[None]:
 
 
 @contextmanager
-def unwrapped() -> Iterator[None]:
+def _unwrapped() -> Iterator[None]:
     """Raises the ValueError of ours that is inside what Ray raises."""
     try:
         yield

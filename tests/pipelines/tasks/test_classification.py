@@ -107,3 +107,27 @@ def test_the_scores_are_those_of_torchmetrics(confusion: np.ndarray) -> None:
     accuracy, macro_f1 = scores(confusion)
     assert accuracy == pytest.approx(float(multiclass_accuracy(given, true, 3, average="micro")), abs=1e-6)
     assert macro_f1 == pytest.approx(float(multiclass_f1_score(given, true, 3, average="macro")), abs=1e-6)
+
+
+@given(st.data())
+def test_the_metrics_of_answers_are_those_of_torchmetrics_and_add_up(data: st.DataObject) -> None:
+    labels = ["a", "b", "c"]
+    task = Classification(Config(task="classification"), FACTS | {"labels": labels})
+    rows = data.draw(arrays.arrays(np.float64, (data.draw(st.integers(1, 30)), 3), elements=st.floats(0.01, 1)))
+    rows /= rows.sum(1, keepdims=True)
+    table = {
+        "label": [data.draw(st.sampled_from(labels)) for _ in rows],
+        "label_given": [labels[row.argmax()] for row in rows],
+        "probability": rows.max(1).tolist(),
+        "probabilities": rows.tolist(),
+        "loss": [1.0] * len(rows),
+        "targets": [1] * len(rows),
+    }
+    ours, theirs = task.grades(table)(np.ones(len(rows))), task.grade(table)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert ours[name] == pytest.approx(value, abs=1e-5), name  # torchmetrics computes in fp32
+    twice = {name: values * 2 for name, values in table.items()}
+    weights = np.array(data.draw(st.lists(st.integers(0, 1), min_size=len(rows), max_size=len(rows)))) + 1.0
+    drawn = np.concatenate((np.ones(len(rows)), weights - 1))
+    assert task.grades(twice)(drawn) == pytest.approx(task.grades(table)(weights))
