@@ -23,7 +23,7 @@ class _Actor:
         self._work, self._parts, self._answerer = work, parts, work.answerer()
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Answers one part; its number comes back, and what is wrong with its data: Ray Data would lose the error's class."""
+        """Answers one part; its number comes back, and what is wrong with its data: Ray Data loses the error's class."""
         problem = ""
         try:
             answer_part(self._work, self._answerer, self._parts[int(batch["part"][0])])
