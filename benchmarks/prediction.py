@@ -2,8 +2,9 @@
 
 Both continue the same prompts of several lengths, greedily and by equally many tokens, in batches of the same size; that
 their texts agree is checked. Each uses the cores in its own manner: the pipeline is a process with as many threads, ours as
-many workers of one thread, as `predict.py` has them; the pipeline in such workers stands beside both. The model is a small Llama with fresh weights, its tokenizer a BPE
-trained on the standard library. Without the cache, every token is computed from all tokens before it, by one thread.
+many workers of one thread, as `predict.py` has them; the pipeline in such workers stands beside both. The model is a small
+Llama with fresh weights, its tokenizer a BPE trained on the standard library. Without the cache, every token is computed
+from all tokens before it, by one thread.
 
     python -m benchmarks.prediction --rounds 5                 # rows a second, and tokens a second; 4 minutes on two cores
 """
