@@ -119,7 +119,7 @@ class Task:
         return (Column("data.column", self.config.data.column),)
 
     def shaped_by(self) -> dict[str, Any]:
-        """What else than its columns, tokenizers and the data's settings shapes its examples, as JSON."""
+        """What else than its columns and tokenizers shapes its examples, as JSON; known without facts."""
         return {}
 
     @property
