@@ -82,11 +82,6 @@ class Config(Section):
         if self.run is not None and (not self.run.strip() or set(self.run) & set("/\\") or self.run[0] == "."):
             raise self.error("run", "must be a folder's name without slashes that does not begin with a dot")
 
-    @property
-    def targets_per_step(self) -> int:
-        """Tokens that an update learns from, where no sample has fewer: its nominal number."""
-        return self.train.batch * self.model.context
-
     def flat(self) -> dict[str, Any]:
         """Every setting under its full name, `train.steps` for instance."""
         return dict(_flatten(asdict(self)))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from model.shape import classifier_flops_per_token
 from pipelines.config import Config, SettingError
 from pipelines.tasks.labels import Labelling
 from pipelines.tasks.padding import pad
@@ -18,6 +19,7 @@ from pipelines.tasks.task import Column, Document, Encoders, Facts, Inputs, Rows
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from model.classifier import Classifier
 
@@ -72,6 +74,14 @@ class Classification(Labelling):
         data, offsets, positions = inputs
         ids, _ = byte_pack(data, offsets, length=len(positions))
         return ids, offsets.diff()
+
+    def tokens_of(self, numbers: float) -> float:
+        """Those of the text, without the label."""
+        return numbers - 1
+
+    def flops_per_token(self, model: "nn.Module", tokens: float) -> float:
+        """Of a text of this length."""
+        return classifier_flops_per_token(self.config.model, tokens)
 
     def build_model(self) -> "Classifier":
         """A freshly initialised encoder with a head."""
