@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from model.shape import classifier_flops_per_token
-from pipelines.config import Config, SettingError
+from pipelines.config import Config
 from pipelines.tasks.labels import Labelling
 from pipelines.tasks.padding import pad
 from pipelines.tasks.task import Column, Document, Encoders, Facts, Inputs, Rows, Task
@@ -30,8 +30,6 @@ class Classification(Labelling):
     def __init__(self, config: Config, facts: Facts | None = None, encoders: Encoders | None = None) -> None:
         super().__init__(config, facts, encoders)
         self.bytes = config.tokenizer.kind == "bytes"
-        if config.objective.loss != "cross_entropy":
-            raise SettingError(f"objective.loss is {config.objective.loss!r}: it must be cross_entropy but for task images")
 
     @property
     def columns(self) -> tuple[Column, ...]:
