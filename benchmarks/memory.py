@@ -1,9 +1,10 @@
 """The memory that a worker is told to need beside what it is measured to hold.
 
-For several shapes and the networks of all tasks on one worker, and for every strategy, precision and way of saving activations on one shape: a training is
-built as a worker builds it, makes a step, and is followed through a second one. Parameters, gradients and the optimiser's
-state are the live objects' memory, each storage once; activations are the most that all else held at a moment, the total the
-most of everything, on GPUs by PyTorch's allocator. PyTorch itself and its libraries are not in these figures.
+For several shapes and all tasks' networks on one worker, and for every strategy, precision and way of saving activations on
+one shape: a training is built as a worker builds it, makes a step, and is followed through a second one. Parameters,
+gradients and the optimiser's state are the live objects' memory, each storage once; activations are the most that all else
+held at a moment, the total the most of everything, on GPUs by PyTorch's allocator. PyTorch itself and its libraries are not
+in these figures.
 
     python -m benchmarks.memory                               # one worker, then two on gloo; a minute on two cores
     python -m benchmarks.memory --workers 1                   # one worker alone

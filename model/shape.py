@@ -116,15 +116,18 @@ def classifier_parameters(shape: ClassifierShape, vocabulary_size: int, classes:
     return vocabulary_size * shape.width + _positions(shape) + blocks + query + (shape.width + 1) * classes
 
 
-def flops_per_token(shape: DecoderShape, vocabulary_size: int) -> float:
-    """Operations to train on a token: 6 a matrix weight, 12 L H D T for attention (Chowdhery et al., 2022, app. B)."""
+def flops_per_token(shape: DecoderShape, vocabulary_size: int, tokens: float | None = None) -> float:
+    """Operations to train on a token: 6 a matrix weight, 12 L H D T for attention (Chowdhery et al., 2022, app. B).
+
+    T is `tokens`, how long samples are; None: the context.
+    """
     weights = shape.layers * matrices(shape) + vocabulary_size * shape.width
-    return 6.0 * weights + 12.0 * shape.layers * query_width(shape) * shape.context
+    return 6.0 * weights + 12.0 * shape.layers * query_width(shape) * (tokens or shape.context)
 
 
-def classifier_flops_per_token(shape: ClassifierShape) -> float:
-    """The same of a classifier, at its longest text; its head, once a text, is left out."""
-    return flops_per_token(shape, vocabulary_size=0)
+def classifier_flops_per_token(shape: ClassifierShape, tokens: float | None = None) -> float:
+    """The same of a classifier; its head, once a text, is left out."""
+    return flops_per_token(shape, 0, tokens)
 
 
 def attention_weights(shape: DecoderShape) -> int:
@@ -140,12 +143,13 @@ def translator_parameters(shape: TranslatorShape, source_vocabulary: int, target
     return words * shape.width + 2 * _positions(shape) + blocks + 2 * _final_norm(shape)
 
 
-def translator_flops_per_token(shape: TranslatorShape, target_vocabulary: int) -> float:
-    """Operations to train on a target token and on a source token beside it, at the longest of both."""
+def translator_flops_per_token(shape: TranslatorShape, target_vocabulary: int, tokens: float | None = None) -> float:
+    """Operations to train on a target token and on a source token beside it, where both sides have `tokens`."""
     encoder_layers = shape.encoder_layers or shape.layers
     weights = (encoder_layers + shape.layers) * matrices(shape) + shape.layers * attention_weights(shape)
     attentions = encoder_layers + 2 * shape.layers
-    return 6.0 * (weights + target_vocabulary * shape.width) + 12.0 * attentions * query_width(shape) * shape.context
+    attention = 12.0 * attentions * query_width(shape) * (tokens or shape.context)
+    return 6.0 * (weights + target_vocabulary * shape.width) + attention
 
 
 def convnet_parameters(

@@ -115,18 +115,19 @@ def convnet(config: Config, facts: Facts, slots: int, arithmetic: Arithmetic) ->
     images = slots * config.train.slot_samples
     blocks = []
     for each, ((inputs, outputs, places), left) in enumerate(zip(layers, [*taken[1:], labels], strict=True)):
-        sizes = (images * taken[each], images * outputs * places if each < len(channels) else 0, images * left)
-        blocks.append(_layer_of_images(inputs, outputs, *sizes, arithmetic, first=not each))
-    sizes_ = [size for inputs, outputs, _ in layers for size in (inputs * outputs, outputs)]
-    return Network(sizes_, blocks, 0.0, [Moment(0.0)], Moment(0.0, sum(sizes_), 0, "embedding", len(blocks)))
+        given = outputs * places if each < len(channels) else 0
+        numbers = images * taken[each], images * given, images * left
+        blocks.append(_layer_of_images(inputs, outputs, *numbers, arithmetic, first=not each))
+    sizes = [size for inputs, outputs, _ in layers for size in (inputs * outputs, outputs)]
+    return Network(sizes, blocks, 0.0, [Moment(0.0)], Moment(0.0, sum(sizes), 0, "embedding", len(blocks)))
 
 
 def _layer_of_images(
     inputs: int, outputs: int, taken: int, given: int, left: int, arithmetic: Arithmetic, *, first: bool
 ) -> Block:
-    """A layer of so many weights that takes and leaves so many numbers; `given` is what a convolution gives to its ReLU.
+    """A layer that takes and leaves so many numbers; `given` is what a convolution gives to its ReLU, and 0 of a full layer.
 
-    A convolution saves its input, and pooling what it reads and where it found what it leaves; ReLU saves the same.
+    A layer saves its input; pooling what it reads, which ReLU saves too, and where it found what it leaves.
     """
     p = arithmetic.product
     saved, pooled = p * taken + arithmetic.stream * taken * (first and arithmetic.cast), given > left

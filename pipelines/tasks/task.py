@@ -187,6 +187,15 @@ class Task:
         """How many whole numbers `measure` gives besides loss and targets."""
         return 0
 
+    def tokens_of(self, numbers: float) -> float:
+        """Tokens of an example of so many numbers, as `tokens_per_second` and energy count them."""
+        return numbers
+
+    def flops_per_token(self, model: "nn.Module", tokens: float) -> float | None:
+        """Operations to train on a token of examples of so many; None where the model does not tell: there is no MFU."""
+        count = getattr(model, "flops_per_token", None)
+        return float(count()) if count else None
+
     @property
     def targets_per_sample(self) -> float | None:
         """Targets of a sample as the loss is scaled before their number is known; None: as many as its numbers."""
