@@ -1,9 +1,10 @@
 """The memory that a worker is told to need beside what it is measured to hold.
 
-For several shapes on one worker, and for every strategy, precision and way of saving activations on one shape: a training is
-built as a worker builds it, makes a step, and is followed through a second one. Parameters, gradients and the optimiser's
-state are the live objects' memory, each storage once; activations are the most that all else held at a moment, the total the
-most of everything, on GPUs by PyTorch's allocator. PyTorch itself and its libraries are not in these figures.
+For several shapes and all tasks' networks on one worker, and for every strategy, precision and way of saving activations on
+one shape: a training is built as a worker builds it, makes a step, and is followed through a second one. Parameters,
+gradients and the optimiser's state are the live objects' memory, each storage once; activations are the most that all else
+held at a moment, the total the most of everything, on GPUs by PyTorch's allocator. PyTorch itself and its libraries are not
+in these figures.
 
     python -m benchmarks.memory                               # one worker, then two on gloo; a minute on two cores
     python -m benchmarks.memory --workers 1                   # one worker alone
@@ -24,10 +25,11 @@ from typing import Any
 import torch
 
 from benchmarks import runs
+from benchmarks.examples import prepare_examples
 from benchmarks.pairs import command_line, machine, machine_line
 from benchmarks.storages import Storages, size_of
 from benchmarks.workers import make_job, read_job, settings, write_job
-from pipelines.config import SettingError
+from pipelines.config import Config, SettingError
 from pipelines.files import Folder
 from pipelines.launch.job import Job, Place
 from pipelines.strategies.memory import MemoryEstimate, estimate
@@ -50,6 +52,16 @@ WAYS = {
     "activations full": "--train.activation_checkpointing=full",
     "two micro-batches": "--train.micro_batch_slots=2",
     "exact": "--train.exact=true",
+}
+TASKS = {
+    "classification": "--task=classification",
+    "classification, dropout 0.1": "--task=classification --model.flavour=llama --model.dropout=0.1",
+    "classification, bundles": "--task=classification --train.slot_tokens=512 --model.pooling=attention",
+    "translation": "--task=translation --model.flavour=original",
+    "translation, dropout 0.1": "--task=translation --model.dropout=0.1 --tokenizer.shared=false",
+    "translation, bundles": "--task=translation --train.slot_tokens=512 --model.encoder_layers=2",
+    "images": "--task=images --train.slot_size=16",
+    "images, wide": "--task=images --model.channels=[32,64] --model.hidden=[256] --train.activation_checkpointing=full",
 }
 STRATEGIES = {
     "ddp": "",
@@ -80,6 +92,8 @@ def cases(workers: int) -> Iterator[tuple[str, list[str]]]:
                 yield f"{flavour}, {shape}, dropout {dropout}", [*flags.split(), *kind.split(), f"--model.dropout={dropout}"]
     for name, flags in WAYS.items():
         yield name, [*small, *flags.split()]
+    for name, flags in TASKS.items():
+        yield name, [*small, "--tokenizer.kind=bpe", *flags.split()]
 
 
 def make_jobs(workers: int, text: Path, storage: Path, device: str) -> Iterator[tuple[str, Job]]:
@@ -92,7 +106,16 @@ def make_jobs(workers: int, text: Path, storage: Path, device: str) -> Iterator[
         except (SettingError, SystemExit) as error:
             print(f"  {name}: refused: {error}")
             continue
-        yield name, replace(make_job(config, storage, threads=1), device=device)
+        yield name, replace(_job(config, storage, name), device=device)
+
+
+def _job(config: Config, storage: Path, name: str) -> Job:
+    """A job on a text, or on examples as long as they can be."""
+    if config.task == "language_model":
+        return make_job(config, storage, threads=1)
+    prepared = prepare_examples(config, storage / name.replace(", ", "-"), count=128)
+    folder = Folder.at(str(storage / "job"))
+    return Job(config=config, run="job", attempt="a1", folder=folder, prepared=prepared, device="cpu", threads=1)
 
 
 def measure(job: Job, place: Place) -> dict[str, float]:
@@ -150,11 +173,12 @@ def _zero(partitions: Any, parameters: list[torch.nn.Parameter]) -> tuple[list[A
 
 
 def predict(job: Job, workers: int) -> MemoryEstimate:
-    """What the preflight would say of a job."""
+    """What the preflight would say of a job, if it knew the prepared data."""
     from pipelines.prepare.manifest import Manifest
 
-    words = Manifest.load(job.prepared).vocabulary_size
-    return estimate(job.config, vocabulary_size=words, workers=workers, device=job.device)
+    told = estimate(job.config, Manifest.load(job.prepared).facts, workers=workers, device=job.device)
+    assert told
+    return told
 
 
 def measure_on(workers: int, jobs: list[tuple[str, Job]], folder: Path) -> dict[str, dict[str, float] | str]:

@@ -5,7 +5,6 @@
     count_parameters(Model(width=768, layers=12, heads=12), vocabulary_size=50257)
 """
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Literal, Protocol
 
@@ -117,18 +116,21 @@ def classifier_parameters(shape: ClassifierShape, vocabulary_size: int, classes:
     return vocabulary_size * shape.width + _positions(shape) + blocks + query + (shape.width + 1) * classes
 
 
-def flops_per_token(shape: DecoderShape, vocabulary_size: int) -> float:
-    """Operations to train on a token: 6 a matrix weight, 12 L H D T for attention (Chowdhery et al., 2022, app. B)."""
-    matrices = shape.layers * _matrices(shape) + vocabulary_size * shape.width
-    return 6.0 * matrices + 12.0 * shape.layers * query_width(shape) * shape.context
+def flops_per_token(shape: DecoderShape, vocabulary_size: int, tokens: float | None = None) -> float:
+    """Operations to train on a token: 6 a matrix weight, 12 L H D T for attention (Chowdhery et al., 2022, app. B).
+
+    T is `tokens`, how long samples are; None: the context.
+    """
+    weights = shape.layers * matrices(shape) + vocabulary_size * shape.width
+    return 6.0 * weights + 12.0 * shape.layers * query_width(shape) * (tokens or shape.context)
 
 
-def classifier_flops_per_token(shape: ClassifierShape) -> float:
-    """The same of a classifier, at its longest text; its head, once a text, is left out."""
-    return flops_per_token(shape, vocabulary_size=0)
+def classifier_flops_per_token(shape: ClassifierShape, tokens: float | None = None) -> float:
+    """The same of a classifier; its head, once a text, is left out."""
+    return flops_per_token(shape, 0, tokens)
 
 
-def _attention_weights(shape: DecoderShape) -> int:
+def attention_weights(shape: DecoderShape) -> int:
     """Weights of a block's attention: queries, keys, values, and the output."""
     return shape.width * (2 * query_width(shape) + 2 * key_width(shape))
 
@@ -141,45 +143,46 @@ def translator_parameters(shape: TranslatorShape, source_vocabulary: int, target
     return words * shape.width + 2 * _positions(shape) + blocks + 2 * _final_norm(shape)
 
 
-def translator_flops_per_token(shape: TranslatorShape, target_vocabulary: int) -> float:
-    """Operations to train on a target token and on a source token beside it, at the longest of both."""
+def translator_flops_per_token(shape: TranslatorShape, target_vocabulary: int, tokens: float | None = None) -> float:
+    """Operations to train on a target token and on a source token beside it, where both sides have `tokens`."""
     encoder_layers = shape.encoder_layers or shape.layers
-    matrices = (encoder_layers + shape.layers) * _matrices(shape) + shape.layers * _attention_weights(shape)
+    weights = (encoder_layers + shape.layers) * matrices(shape) + shape.layers * attention_weights(shape)
     attentions = encoder_layers + 2 * shape.layers
-    return 6.0 * (matrices + target_vocabulary * shape.width) + 12.0 * attentions * query_width(shape) * shape.context
+    attention = 12.0 * attentions * query_width(shape) * (tokens or shape.context)
+    return 6.0 * (weights + target_vocabulary * shape.width) + attention
 
 
 def convnet_parameters(
     image: tuple[int, int, int], classes: int, *, channels: tuple[int, ...], hidden: tuple[int, ...]
 ) -> int:
     """Parameters of the convolutional network for images (channels, height, width), without building it."""
-    return sum((inputs + 1) * outputs for inputs, outputs, _ in _convnet_layers(image, classes, channels, hidden))
+    return sum((inputs + 1) * outputs for inputs, outputs, _ in convnet_layers(image, classes, channels, hidden))
 
 
 def convnet_flops(image: tuple[int, int, int], classes: int, *, channels: tuple[int, ...], hidden: tuple[int, ...]) -> float:
     """Operations to train on an image: 6 a weight and place where it is used."""
-    layers = _convnet_layers(image, classes, channels, hidden)
+    layers = convnet_layers(image, classes, channels, hidden)
     return 6.0 * sum(inputs * outputs * places for inputs, outputs, places in layers)
 
 
-def _convnet_layers(
+def convnet_layers(
     image: tuple[int, int, int], classes: int, channels: tuple[int, ...], hidden: tuple[int, ...]
-) -> Iterator[tuple[int, int, int]]:
+) -> list[tuple[int, int, int]]:
     """Numbers that an output is made of, outputs, and places of each layer: a convolution is a matrix at every pixel."""
     planes, height, width = image
+    layers = []
     for outputs in channels:
-        yield 9 * planes, outputs, height * width
+        layers.append((9 * planes, outputs, height * width))
         planes = outputs
         if min(height, width) > 1:
             height, width = height // 2, width // 2
     widths = (planes * height * width, *hidden, classes)
-    for inputs, outputs in pairwise(widths):
-        yield inputs, outputs, 1
+    return layers + [(inputs, outputs, 1) for inputs, outputs in pairwise(widths)]
 
 
-def _matrices(shape: DecoderShape) -> int:
+def matrices(shape: DecoderShape) -> int:
     """Weights of a block's matrices."""
-    return _attention_weights(shape) + (3 if shape.flavour == "llama" else 2) * shape.width * hidden_width(shape)
+    return attention_weights(shape) + (3 if shape.flavour == "llama" else 2) * shape.width * hidden_width(shape)
 
 
 def _block(shape: DecoderShape) -> int:
@@ -187,13 +190,13 @@ def _block(shape: DecoderShape) -> int:
     biases = hidden_width(shape) + shape.width if has_biases(shape) else 0
     own = query_width(shape) + 2 * key_width(shape) if shape.qkv_bias and not has_biases(shape) else 0
     own += shape.qk_norm * 2 * head_size(shape)
-    return _matrices(shape) - _attention_weights(shape) + biases + _attention(shape) + own + 2 * _norm(shape)
+    return matrices(shape) - attention_weights(shape) + biases + _attention(shape) + own + 2 * _norm(shape)
 
 
 def _attention(shape: DecoderShape) -> int:
     """Parameters of an attention to a memory, and of one to itself but for what Qwen adds."""
     biases = query_width(shape) + 2 * key_width(shape) + shape.width if has_biases(shape) else 0
-    return _attention_weights(shape) + biases
+    return attention_weights(shape) + biases
 
 
 def _norm(shape: DecoderShape) -> int:

@@ -1,15 +1,22 @@
-"""Which strategy, precision and the rest go together, and for what does not, why, and the nearest that does.
+"""Which task, strategy, precision and the rest go together, and for what does not, why, and the nearest that does.
 
 refuse_combinations(config.train, config.scaling, config.guard, config.checkpoint)   # raises SettingError
+refuse_with_task(config.task, config.model, config.objective, config.train)          # likewise
 
 What depends on the device, which settings alone do not know, is refused by `launch.resources.resolve`.
 """
 
+from pipelines.config.model import Model
 from pipelines.config.run import Scaling
-from pipelines.config.train import Checkpoint, Guard, Train
+from pipelines.config.train import Checkpoint, Guard, Objective, Train
 
 SHARDED = ("fsdp", "deepspeed")
 """Strategies whose micro-batches communicate, so that all workers must run equally many."""
+
+DECODERS = ("language_model", "completion")
+"""Tasks that train a decoder."""
+OTHERS = ("classification", "translation", "images")
+"""Our tasks that do not; of a task of one's own nothing is known here."""
 
 
 def refuse_combinations(train: Train, scaling: Scaling, guard: Guard, checkpoint: Checkpoint) -> None:
@@ -35,6 +42,22 @@ def refuse_combinations(train: Train, scaling: Scaling, guard: Guard, checkpoint
         raise guard.error("policy", "must be `stop` or `skip` with checkpoint.every 0: there is nothing to go back to")
     if scaling.strategy == "deepspeed":
         _refuse_with_deepspeed(train)
+
+
+def refuse_with_task(task: str, model: Model, objective: Objective, train: Train) -> None:
+    """Raises SettingError for settings that one of our tasks would not use."""
+    if task not in (*DECODERS, *OTHERS):
+        return
+    if objective.loss == "mse" and task != "images":
+        raise objective.error("loss", f"must be `cross_entropy` but with task `images`, not `{task}`")
+    if objective.class_weights == "balanced" and task != "classification":
+        raise objective.error("class_weights", f"must be `none` but with task `classification`, not `{task}`")
+    if objective.label_smoothing and task in DECODERS:
+        raise objective.error("label_smoothing", f"must be 0 with task `{task}`, whose network does not smooth")
+    if model.init_from and task not in DECODERS:
+        raise model.error("init_from", f"must be None with task `{task}`: the models that can be read are decoders")
+    if train.slot_tokens and task == "images":  # windows are refused by the task itself
+        raise train.error("slot_tokens", f"must be 0 with task `{task}`, whose samples are equally long")
 
 
 def _refuse_with_exact(train: Train, scaling: Scaling) -> None:

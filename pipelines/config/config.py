@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
-from pipelines.config.combinations import refuse_combinations
+from pipelines.config.combinations import refuse_combinations, refuse_with_task
 from pipelines.config.data import Data, Tokenizer
 from pipelines.config.model import Model
 from pipelines.config.profile import Profile
@@ -70,6 +70,7 @@ class Config(Section):
                 f"(and lower train.slot_size, {self.train.slot_size}, to keep the batch)",
             )
         refuse_combinations(self.train, self.scaling, self.guard, self.checkpoint)
+        refuse_with_task(self.task, self.model, self.objective, self.train)
         if self.profile.tool == "ncu" and self.launch.mode != "inline":
             raise self.profile.error(
                 "tool", "needs launch.mode inline (--launch inline), as Nsight Compute has to start the process that trains"
@@ -81,11 +82,6 @@ class Config(Section):
             )
         if self.run is not None and (not self.run.strip() or set(self.run) & set("/\\") or self.run[0] == "."):
             raise self.error("run", "must be a folder's name without slashes that does not begin with a dot")
-
-    @property
-    def targets_per_step(self) -> int:
-        """Tokens that an update learns from, where no sample has fewer: its nominal number."""
-        return self.train.batch * self.model.context
 
     def flat(self) -> dict[str, Any]:
         """Every setting under its full name, `train.steps` for instance."""

@@ -1,6 +1,5 @@
 """Settings of what is read and how it becomes samples: the source, the tokenizer, the order."""
 
-import codecs
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -18,13 +17,13 @@ class Data(Section):
     name: ClassVar[str] = "data"
 
     source: str = setting("python", fixed=True)
-    """What to train on: `python` (the standard library's own source), a path, glob or URI of text, JSON lines, CSV or
-    Parquet files, the name or folder of a Hugging Face dataset, or the name of a registered source."""
+    """What to train on: `python` (the standard library's own source), a path, glob or URI of text, JSON lines, CSV, Parquet
+    or image files, the name or folder of a Hugging Face dataset, or the name of a registered source."""
     kind: SourceKind = setting("auto", fixed=True)
     """What the source is; `auto` sees it from its name and its files, except `lines` (each line of a text file is a
     document) and `labelled` (a line is a label, a blank or tab, and a text). `folders`: a folder of files for each class."""
     column: str = setting("text", fixed=True)
-    """The column (or JSON key) that holds the text, in sources that have columns."""
+    """The column (or JSON key) that holds the text, in sources that have columns; `translation.en` is a field of one."""
     label_column: str = setting("label", fixed=True)
     """The column that holds the label, for tasks that read one: text, whole numbers or truth values."""
     target_column: str = setting("target", fixed=True)
@@ -74,8 +73,7 @@ class Data(Section):
             raise self.error("validation_source", "must be given when data.validation is `source`")
         try:
             "text".encode(self.encoding)
-            codecs.lookup(self.encoding)
-        except LookupError:
+        except (LookupError, UnicodeError):
             raise self.error("encoding", "must name an encoding of text, utf-8 or latin-1 for instance") from None
         if self.target_source and self.kind not in ("auto", "text", "lines"):
             raise self.error("target_source", f"needs text files, while data.kind is {self.kind!r}: use --data.kind lines")

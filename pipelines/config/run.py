@@ -160,7 +160,7 @@ class Sample(Section):
     prompt: str = setting("")
     """What the text starts with; empty: as a new document does."""
     tokens: int = setting(200, at_least=0)
-    """Tokens to write at most; 0: no sample."""
+    """Tokens to write at most; 0: no sample. Tasks that train no decoder write none."""
     temperature: float = setting(0.8, at_least=0)
     """Sharpness of the choice; 0 takes the likeliest token."""
     top_k: int = setting(0, at_least=0)

@@ -57,7 +57,8 @@ class Train(Section):
     """Samples in a slot."""
     slot_tokens: int = setting(0, at_least=0, at_most=2**31 - 1, fixed=True)
     """Most tokens in a slot, padding included: a slot is then a bundle of examples of like length, however many they are,
-    and slot_size is not used; 0: slot_size samples, whatever their length. For tasks whose samples differ in length."""
+    and slot_size is not used; 0: slot_size samples, whatever their length. For tasks whose samples differ in length; one
+    that is longer by itself is a bundle of its own."""
     micro_batch_slots: int = setting(0, at_least=0)
     """Neighbouring slots that run as one forward and backward, limited by memory; 0: all that a worker has.
 

@@ -27,7 +27,7 @@ class Samples(Protocol):
     examples: float
     """Examples in a sample, on average; windows are one each."""
     tokens: float
-    """Numbers in a sample, on average; those of a window that are predicted."""
+    """Tokens in a sample, on average, as the task counts them; those of a window that are predicted."""
 
     def batch(self, samples: np.ndarray) -> "tuple[Inputs, torch.Tensor]":
         """Inputs and targets of some samples."""
@@ -67,7 +67,7 @@ class Examples:
     def __init__(self, task: Task, stream: TokenStream) -> None:
         self.task, self._stream = task, stream
         self.count = stream.examples
-        self.tokens = stream.tokens / max(1, stream.examples)
+        self.tokens = task.tokens_of(stream.tokens / max(1, stream.examples))
 
     def batch(self, samples: np.ndarray) -> "tuple[Inputs, torch.Tensor]":
         """See Samples."""
@@ -87,7 +87,7 @@ class Bundled:
         self.bundles: Bundles = bundle(task.sizes(*stream.heads()), most, seed)
         self.count = self.bundles.count
         self.examples = stream.examples / max(1, self.count)
-        self.tokens = stream.tokens / max(1, self.count)
+        self.tokens = self.examples * self._rows.tokens
 
     def batch(self, samples: np.ndarray) -> "tuple[Inputs, torch.Tensor]":
         """See Samples."""

@@ -16,6 +16,7 @@ from pipelines.config.combinations import SHARDED
 from pipelines.files import Folder
 from pipelines.launch.resources import Resources, Share
 from pipelines.strategies.memory import FRAMEWORK_BYTES, MemoryEstimate, estimate
+from pipelines.strategies.networks import expected
 
 GIB = 2**30
 
@@ -100,9 +101,11 @@ def _check_resources(share: Share, there: Resources) -> Check:
 
 
 def _check_memory(config: Config, share: Share, there: Resources, vocabulary_size: int) -> Check:
-    need = estimate_memory(config, share, vocabulary_size)
+    name, need = "memory", estimate_memory(config, share, vocabulary_size)
+    if need is None:
+        missing = "data.image_size, without which only preparation tells it," if config.task == "images" else "the network"
+        return Check(name, True, f"not looked at: {missing} of task {config.task} is not known here")
     beside = -(-share.workers // there.nodes)
-    name = "memory"
     if share.device == "cuda":
         host = (need.host + FRAMEWORK_BYTES) * beside
         if need.host and host > there.memory_bytes:
@@ -128,7 +131,8 @@ def _less_memory(config: Config, share: Share, need: MemoryEstimate) -> str:
     """What would help, the most helpful first."""
     train, scaling = config.train, config.scaling
     states = need.parameters + need.gradients + need.optimizer
-    for_activations = ["lower train.micro_batch_slots (1 is the least) or train.slot_size"]
+    smaller = "train.slot_tokens" if train.slot_tokens else "train.micro_batch_slots (1 is the least) or train.slot_size"
+    for_activations = [f"lower {smaller}"]
     if train.activation_checkpointing != "full":
         for_activations.append("set train.activation_checkpointing full (or selective)")
     for_states = []
@@ -143,9 +147,10 @@ def _less_memory(config: Config, share: Share, need: MemoryEstimate) -> str:
     return "; or ".join(ordered)
 
 
-def estimate_memory(config: Config, share: Share, vocabulary_size: int) -> MemoryEstimate:
-    """Bytes that a worker of this run will need."""
-    return estimate(config, vocabulary_size=vocabulary_size, workers=share.workers, device=share.device)
+def estimate_memory(config: Config, share: Share, vocabulary_size: int) -> MemoryEstimate | None:
+    """Bytes that a worker of this run will need; None where that cannot be told before preparation."""
+    facts = {**expected(config), "vocabulary_size": vocabulary_size}
+    return estimate(config, facts, workers=share.workers, device=share.device)
 
 
 def _check_storage(storage: Folder, on_a_worker: Callable[[Callable[[], str]], str] | None) -> Check:

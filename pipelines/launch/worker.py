@@ -73,11 +73,13 @@ def run_worker(
     try:
         training = build_training(job, place, observers, stopping, say)
         say(f"training on {place.world} worker(s) from step {training.state.step}")
+        facts = _facts(job, place, training)
         for observer in observers:
-            observer.on_start(_facts(job, place, training))
+            observer.on_start(facts)
         resumed_from = training.state.step or None
         ending, metrics = training.run()
         summary = _summary(job, training, ending, metrics) | {"resumed_from": resumed_from}
+        summary |= {"parameters": facts.parameters, "flops_per_token": facts.flops_per_token}
         if ending is not Ending.STOPPED and (place.rank == 0 or training.strategy.even):
             _write_sample(job, place, training)
         for observer in observers:
@@ -243,8 +245,7 @@ def _validation(
 
 def _facts(job: Job, place: Place, training: Training) -> RunFacts:
     """What observers are told of this worker."""
-    model = training.model
-    count: Callable[[], float] | None = getattr(model, "flops_per_token", None)
+    model, samples = training.model, training.loader.samples
     return RunFacts(
         run=job.run,
         attempt=job.attempt,
@@ -255,8 +256,8 @@ def _facts(job: Job, place: Place, training: Training) -> RunFacts:
         nodes=place.nodes,
         device=torch.cuda.get_device_name() if job.device == "cuda" else "cpu",
         precision=training.rules.precision.rate,
-        tokens_per_step=training.loader.samples.tokens * job.config.train.batch,
-        flops_per_token=count() if count else None,
+        tokens_per_step=samples.tokens * job.config.train.batch,
+        flops_per_token=samples.task.flops_per_token(model, samples.tokens / samples.examples),
         parameters=sum(math.prod(whole_shape(p)) for p in model.parameters()),
         step=training.state.step,
     )

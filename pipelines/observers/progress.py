@@ -88,14 +88,15 @@ def progress_line(state: dict[str, Any]) -> str:
         parts.append("━" * round(done * BAR_WIDTH) + "╌" * (BAR_WIDTH - round(done * BAR_WIDTH)))
     parts.append(f"step {step:,}" + (f"/{steps:,}" if steps else ""))
     parts += [
-        f"{label} {form(state[key])}"
+        f"{label} {form(state[key])}".strip()
         for key, label, form in (
             ("loss", "loss", _loss),
             ("val_loss", "val_loss", _loss),
+            ("scores", "", _scores),
             ("tokens_per_second", "tokens/s", _rate),
             ("eta", "left", duration),
         )
-        if state.get(key) is not None
+        if state.get(key) not in (None, {})
     ]
     if state.get("phase"):
         parts.append(str(state["phase"]))
@@ -114,6 +115,10 @@ def duration(seconds: float) -> str:
 
 def _loss(value: float) -> str:
     return f"{value:.4f}"
+
+
+def _scores(values: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 
 def _rate(value: float) -> str:

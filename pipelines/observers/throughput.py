@@ -27,7 +27,12 @@ KEPT_STEPS = 100_000
 
 
 class Throughput(Observer):
-    """Adds `tokens_per_second`, `step_seconds_p50`, `step_seconds_p95`, `peak_memory_bytes` and, where known, `mfu`."""
+    """Adds `tokens_per_second`, `step_seconds_p50`, `step_seconds_p95`, `peak_memory_bytes` and, where known, `mfu`; to an
+    interval `step_seconds_mean` too.
+
+    Tokens are those of whole steps as the task counts them: what a decoder predicts, a text's, a source's and a target's
+    with their ends, an image as one. Of samples that differ in length it is the mean that a step has; padding never counts.
+    """
 
     def __init__(self) -> None:
         self._run = RunFacts(run="", attempt="")
@@ -58,7 +63,9 @@ class Throughput(Observer):
         measured["peak_memory_bytes"] = float(peak_memory_bytes())
         if not self._interval:
             return
-        measured.update(self._figures(sum(self._interval), len(self._interval), self._interval))
+        seconds, steps = sum(self._interval), len(self._interval)
+        measured.update(self._figures(seconds, steps, self._interval))
+        measured["step_seconds_mean"] = seconds / steps
         self._interval = array("d")
 
     def on_end(self, summary: dict[str, Any]) -> None:

@@ -38,11 +38,12 @@ def document(values: Sequence[Any], place: str, columns: Columns, folder: str = 
 
 def named(row: Mapping[str, Any], place: str, columns: Columns, folder: str = "") -> Iterator[Piece | Fault]:
     """The document of a row whose values have names."""
-    for column in columns:
-        if column.name not in row:
-            yield no_column(place, column, list(row))
-            return
-    yield from document([row[column.name] for column in columns], place, columns, folder)
+    try:
+        keys = find_columns(place, columns, list(row), nested=True)
+    except Faulty as faulty:
+        yield faulty.fault
+        return
+    yield from document([inner(row[key], field) for key, field in keys], place, columns, folder)
 
 
 def no_column(place: str, column: Column, found: Sequence[str]) -> Fault:
@@ -52,11 +53,25 @@ def no_column(place: str, column: Column, found: Sequence[str]) -> Fault:
     return Fault(place, f"has no column {column.name!r} but {there}", remedy)
 
 
-def find_columns(place: str, columns: Columns, found: Sequence[str]) -> None:
-    """Raises Faulty where one of the columns is not among those that a file has."""
+def find_columns(place: str, columns: Columns, found: Sequence[str], *, nested: bool = False) -> list[tuple[str, str]]:
+    """The columns by their names in a file, each with the field of it that is meant: none, or `de` of `translation.de`.
+
+    Raises Faulty where one is not among those that were found.
+    """
+    keys = []
     for column in columns:
-        if column.name not in found:
+        key, _, field = (column.name, "", "") if column.name in found or not nested else column.name.partition(".")
+        if key not in found:
             raise Faulty(no_column(place, column, found))
+        keys.append((key, field))
+    return keys
+
+
+def inner(value: Any, field: str) -> Any:
+    """A field of a value; where no field is meant, the value."""
+    for key in field.split(".") if field else ():
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def data_uri(content: bytes) -> str:

@@ -8,9 +8,11 @@ Neither the storage nor the number of workers is part of it, nor what only the f
 import codecs
 import hashlib
 import json
+from functools import partial
 from typing import Any
 
 from pipelines.config import Config, Tokenizer
+from pipelines.prepare.faults import DataError
 from pipelines.prepare.sources import Source, open_source
 from pipelines.tasks.task import Task
 from pipelines.tokenizers.training import read_file
@@ -22,12 +24,13 @@ FORMAT = 1
 def open_sources(config: Config, task: Task) -> tuple[Source, Source | None]:
     """The source, and the one that validates where `data.validation` is `source`. Raises DataError."""
     data = config.data
-    names = [data.source, data.validation_source if data.validation == "source" else None]
-    source, validation = (
-        open_source(data, name, task.columns, whole=task.window is None) if name else None for name in names
-    )
-    assert source
-    return source, validation
+    if data.target_source and len(task.columns) == 1:
+        raise DataError(
+            f"data.target_source is {data.target_source!r}, but task `{config.task}` has no targets: leave it out"
+        )
+    opened = partial(open_source, data, columns=task.columns, whole=task.window is None)
+    own = data.validation_source if data.validation == "source" else None
+    return opened(data.source), opened(own) if own else None
 
 
 def fingerprint(config: Config, task: Task) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from pipelines.files import Folder
 from pipelines.prepare.faults import DataError, Fault
-from pipelines.prepare.fields import Columns, document, find_columns
+from pipelines.prepare.fields import Columns, document, find_columns, inner
 from pipelines.prepare.pieces import File, Piece, Slice
 
 _ROWS = 256
@@ -61,13 +61,11 @@ class HuggingFaceReader:
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
         """The documents of the rows in the slice."""
         dataset = self._dataset()
-        find_columns(self.source, self.columns, dataset.column_names)
-        names = [column.name for column in self.columns]
-        table, stop = dataset.select_columns(names).with_format("arrow"), piece.stop or 0
-        classes = [getattr(dataset.features[name], "names", None) for name in names]
+        keys = find_columns(self.source, self.columns, dataset.column_names, nested=True)
+        table, stop = dataset.select_columns(sorted({name for name, _ in keys})).with_format("arrow"), piece.stop or 0
         for first in range(piece.start, stop, _ROWS):
             rows = table[first : min(first + _ROWS, stop)]
-            fields = [_named(rows[name].to_pylist(), given) for name, given in zip(names, classes, strict=True)]
+            fields = [_values(rows[name].to_pylist(), dataset.features[name], field) for name, field in keys]
             for row, values in enumerate(zip(*fields, strict=True), first + 1):
                 yield from document(values, f"{self.source}, split {self.split}, row {row}", self.columns)
 
@@ -75,9 +73,11 @@ class HuggingFaceReader:
         return _load(self.source, self.split)
 
 
-def _named(values: list[Any], names: list[str] | None) -> list[Any]:
-    """The names of labels instead of their numbers; the hub writes -1 where a row has none."""
-    return [None if value in (None, -1) else names[value] for value in values] if names else values
+def _values(values: list[Any], feature: Any, field: str) -> list[Any]:
+    """A column's values: a field of them where one is meant, and the names of labels, of which -1 is none."""
+    if names := getattr(feature, "names", None):
+        return [None if value in (None, -1) else names[value] for value in values]
+    return [inner(value, field) for value in values] if field else values
 
 
 @lru_cache(maxsize=4)

@@ -17,7 +17,7 @@ from pipelines.prepare.streams import count_lines, lines, open_range
 
 @dataclass(frozen=True)
 class ParallelReader:
-    """Pairs of lines. Units are lines; what lies before a slice is read too, which costs a tenth of preparing it."""
+    """Pairs of lines. Units are lines; those before a slice are passed over, since where they end is not known."""
 
     columns: Columns
     targets: Mapping[str, File]

@@ -59,7 +59,7 @@ def prepare(config: Config, storage: Folder, task: Task, *, on_ray: bool = True,
     job = Job(folder, readers, task, config.data.validation_fraction, config.data.on_error == "skip")
     for name in task.tokenizers:
         _make_tokenizer(config, job, parts, name, on_ray, echo)
-    facts = _facts(job, parts, on_ray)
+    facts = _facts(job, parts, on_ray, echo)
     job = replace(job, task=type(task)(config, facts))
     records = _run(job, parts, on_ray, echo)
     manifest = _manifest(config, digest, source, job.task, records)
@@ -113,7 +113,7 @@ def _train(settings: Tokenizer, job: Job, slices: list[Slice], size: int, name: 
     return lines
 
 
-def _facts(job: Job, parts: tuple[Part, ...], on_ray: bool) -> Facts:
+def _facts(job: Job, parts: tuple[Part, ...], on_ray: bool, echo: Echo) -> Facts:
     """What the task learns of the data, unless an interrupted preparation left it: where it must, in a pass over all."""
     if not job.task.surveyed:
         return job.task.learn([], job.encoders)
@@ -122,6 +122,7 @@ def _facts(job: Job, parts: tuple[Part, ...], on_ray: bool) -> Facts:
         return found
     except (FileNotFoundError, ValueError):
         pass
+    echo("data: a first pass over all documents, for what must be known before they are encoded")
     if on_ray:
         from pipelines.prepare.cluster import run_each
 
@@ -129,7 +130,7 @@ def _facts(job: Job, parts: tuple[Part, ...], on_ray: bool) -> Facts:
     else:
         surveys = [survey_part(job, part) for part in parts]
     job.folder.put_json(_FACTS, job.task.learn(surveys, job.encoders))
-    return _facts(job, parts, on_ray)
+    return _facts(job, parts, on_ray, echo)  # as JSON has them, whoever reads them
 
 
 def _run(job: Job, parts: tuple[Part, ...], on_ray: bool, echo: Echo) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@
 
     python ray_jobs/train.py --data.source poems
 
+A document of several columns is a tuple in the order of the task's, or a dict by their names: {"text": ..., "label": ...}.
 Yield in the same order each time. The function runs in one task and its documents are written as they come, so memory stays
 bounded; for more than some gigabytes write JSON lines or Parquet files instead, which every worker can read a part of.
 """

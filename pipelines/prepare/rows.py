@@ -14,7 +14,7 @@ from typing import Any
 
 from pipelines.files import filesystem
 from pipelines.prepare.faults import Fault, Faulty, faults_of
-from pipelines.prepare.fields import Columns, document, find_columns
+from pipelines.prepare.fields import Columns, document, find_columns, inner
 from pipelines.prepare.pieces import File, Piece, Slice
 from pipelines.prepare.streams import ByteRange, length, lines, open_range
 
@@ -49,8 +49,8 @@ class CsvReader:
             names = next(rows, None)
             if not names:
                 raise Faulty(Fault(file.uri, "is empty"))
-            find_columns(file.uri, self.columns, names)
-            chosen, at = [names.index(column.name) for column in self.columns], text.at
+            chosen = [names.index(name) for name, _ in find_columns(file.uri, self.columns, names)]
+            at = text.at
             try:
                 for row in rows:
                     if piece.stop is not None and at >= piece.stop:
@@ -94,12 +94,12 @@ class ParquetReader:
     def slices(self, file: File, target: int) -> list[Slice]:
         """A slice a row group, with the bytes of the columns' uncompressed values."""
         found, first = [], 0
-        names = {column.name for column in self.columns}
+        names = tuple(f"{column.name}." for column in self.columns)
         with _Parquet(file, self.columns) as table:
             for number in range(table.num_row_groups):
                 group = table.metadata.row_group(number)
                 leaves = (group.column(leaf) for leaf in range(group.num_columns))
-                size = sum(leaf.total_uncompressed_size for leaf in leaves if leaf.path_in_schema.split(".")[0] in names)
+                size = sum(leaf.total_uncompressed_size for leaf in leaves if f"{leaf.path_in_schema}.".startswith(names))
                 found.append(Slice(file, first, first + group.num_rows, size))
                 first += group.num_rows
         return found or [Slice(file, 0, 0, 0)]
@@ -131,15 +131,20 @@ class ParquetReader:
 
 def _values(table: Any, group: int, columns: Columns, row: int, uri: str) -> Iterator[tuple[int, tuple[Any, ...]]]:
     names = [column.name for column in columns]
+    keys = find_columns(uri, columns, table.schema_arrow.names, nested=True)
     batches = table.iter_batches(batch_size=_ROWS, row_groups=[group], columns=names, use_threads=False)
     while True:
         with faults_of(uri):
             batch = next(batches, None)
-            fields = [] if batch is None else [batch.column(name).to_pylist() for name in names]
+            fields = [] if batch is None else [_field(batch.column(name).to_pylist(), field) for name, field in keys]
         if batch is None:
             return
         yield from enumerate(zip(*fields, strict=True), row)
         row += batch.num_rows
+
+
+def _field(values: list[Any], field: str) -> list[Any]:
+    return [inner(value, field) for value in values] if field else values
 
 
 class _Parquet:
@@ -158,7 +163,7 @@ class _Parquet:
             self._stream = system.open_input_file(path)
             table = ParquetFile(self._stream)
         try:
-            find_columns(self._file.uri, self._columns, table.schema_arrow.names)
+            find_columns(self._file.uri, self._columns, table.schema_arrow.names, nested=True)
         except Faulty:
             self._stream.close()
             raise

@@ -14,6 +14,8 @@ from pipelines.record.sender import Entry
 WINDOW = 64
 """Measurements over which the time left is estimated, so that a slow start is soon forgotten."""
 MOST_WARNINGS = 20
+LOSSES = ("val_loss", "val_perplexity")
+"""What a validation measures besides the task's own scores."""
 
 
 class State:
@@ -68,6 +70,7 @@ class State:
             "steps": self.steps,
             "loss": self.newest.get("train_loss"),
             "val_loss": self.newest.get("val_loss"),
+            "scores": {name: value for name, value in self.newest.items() if name.startswith("val_") and name not in LOSSES},
             "tokens_per_second": self.newest.get("tokens_per_second"),
             "eta": self._eta(),
             "warnings": list(self.warnings),

@@ -1,6 +1,9 @@
 """What `summary.json` holds: the figures of a finished run for programs, every key always there, null where unknown.
 
 Rates are per second, durations in seconds, memory in bytes. Non-finite figures are the strings "NaN" and "Infinity".
+`tokens_per_second` counts what goes in, without padding: tokens that a decoder predicts, those of texts, those of both sides
+of a translation, each image as one. `mfu` is this rate times `flops_per_token`, the operations to train on one of these, as
+a share of the devices' peak. `tokens_seen` counts targets.
 Energy is that of what `energy_covers` names, `GPUs` or `CPU packages`, of all nodes; throttled seconds add up over GPUs.
 With several workers, `straggler_loss_share` is the share of the steps' time that the group lost by its slowest rank, and
 `waiting_share` what workers on average waited for each other; both by the hosts' clocks.
@@ -23,6 +26,8 @@ SUMMARY_KEYS = (
     "metrics",
     "tokens_per_second",
     "mfu",
+    "parameters",
+    "flops_per_token",
     "step_seconds_p50",
     "step_seconds_p95",
     "data_wait_share",

@@ -26,13 +26,13 @@ def closing_screen(
     """The text that a job ends with; its last three lines are always: results, MLflow, next.
 
     `summary` holds the keys of `summary.json`; `link` is the run's page on a tracking server, where there is one; `next_job`
-    is the command to suggest, when not given the one that fits the run's status.
+    is the command to suggest, when not given the one that fits the run's status and whether it writes samples.
     """
     parts = [part for part in (curve, _sample(sample), _figures(summary), _straggler(summary)) if part]
-    return "\n\n".join([*parts, "\n".join(_last_lines(summary, run_folder, link, next_job))])
+    return "\n\n".join([*parts, "\n".join(_last_lines(summary, run_folder, link, next_job, writes=bool(sample)))])
 
 
-def _last_lines(summary: dict[str, Any], run_folder: Folder, link: str | None, next_job: str) -> list[str]:
+def _last_lines(summary: dict[str, Any], run_folder: Folder, link: str | None, next_job: str, *, writes: bool) -> list[str]:
     storage, _, run = run_folder.uri.rpartition("/")
     place = f"--run {run} --storage {storage}"
     if summary.get("mlflow_run_id") is None:
@@ -45,7 +45,8 @@ def _last_lines(summary: dict[str, Any], run_folder: Folder, link: str | None, n
         # Without its settings a run would be refused; from remote storage nobody could read them by that name.
         settings = f"--config {run_folder}/config.yaml " if run_folder.local else ""
         again = f"python ray_jobs/train.py {settings}{place}"
-        next_job = f"python ray_jobs/generate.py {place}" if summary.get("status") in WELL else f"{again}   (resumes it)"
+        job = f"generate.py {place}" if writes else f"evaluate.py {place} --split validation"
+        next_job = f"python ray_jobs/{job}" if summary.get("status") in WELL else f"{again}   (resumes it)"
     return [f"results  {run_folder}", f"mlflow   {tracking}", f"next     {next_job}"]
 
 

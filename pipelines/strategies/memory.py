@@ -13,15 +13,15 @@ go. `fsdp` (FSDP2) gathers the outer parameters for the whole step and a block's
 twice, in the buffer in which they came; a block's gradient is whole until it is summed, and with several micro-batches all
 gradients are until the last one. `deepspeed` (ZeRO; Rajbhandari et al., 2020, section 5) spreads what its stage says.
 
-    need = estimate(config, vocabulary_size=4096, workers=2, device="cpu")
+    need = estimate(config, expected(config), workers=2, device="cpu")          # None: not known of this network
     need.total                                                # bytes
 """
 
 from dataclasses import dataclass
 
-from model.shape import count_parameters, is_tied
 from pipelines.config import Config
-from pipelines.strategies.activations import FP32, Arithmetic, Moment, half_sizes, moments, parameter_sizes
+from pipelines.strategies.activations import FP32, Arithmetic, Moment, Network, moments
+from pipelines.strategies.networks import Facts, network_of
 from pipelines.strategies.tree import roots, visits
 
 FRAMEWORK_BYTES = 400 * 2**20
@@ -50,24 +50,23 @@ class MemoryEstimate:
         return self.tensors + self.framework
 
 
-def estimate(config: Config, *, vocabulary_size: int, workers: int, device: str) -> MemoryEstimate:
-    """Bytes of a worker, one of `workers` that compute on `device` (`cpu` or `cuda`)."""
-    count = count_parameters(config.model, vocabulary_size)
+def estimate(config: Config, facts: Facts, *, workers: int, device: str) -> MemoryEstimate | None:
+    """Bytes of a worker, one of `workers` that compute on `device` (`cpu` or `cuda`); None where the network is not known.
+
+    `facts` are what preparation learned, or `networks.expected`.
+    """
     slots = -(-config.train.slots // workers)
     together = min(slots, config.train.together or slots)
-    held = moments(
-        config.model,
-        vocabulary_size=vocabulary_size,
-        tokens=together * config.train.slot_size * config.model.context,
-        arithmetic=arithmetic(config, device),
-        checkpointing=config.train.activation_checkpointing,
-    )
-    several = slots > together
+    means = arithmetic(config, device)
+    network = network_of(config, facts, slots=together, arithmetic=means)
+    if network is None:
+        return None
+    held = moments(network, means, config.train.activation_checkpointing)
     if config.scaling.strategy == "fsdp":
-        return _fsdp(config, count, vocabulary_size, held, workers, device, several=several)
+        return _fsdp(config, network, held, workers, device, several=slots > together)
     if config.scaling.strategy == "deepspeed":
-        return _deepspeed(config, count, held, workers, device)
-    return _whole(config, count, vocabulary_size, held, workers, several=several)
+        return _deepspeed(config, network, held, workers, device)
+    return _whole(config, network, held, workers, several=slots > together)
 
 
 def arithmetic(config: Config, device: str) -> Arithmetic:
@@ -85,17 +84,16 @@ def _moments_of(config: Config) -> int:
     return 2 if config.optimizer.kind == "adamw" else 1 if config.optimizer.momentum else 0
 
 
-def _whole(
-    config: Config, count: int, vocabulary_size: int, held: list[Moment], workers: int, *, several: bool
-) -> MemoryEstimate:
+def _whole(config: Config, network: Network, held: list[Moment], workers: int, *, several: bool) -> MemoryEstimate:
     """Every worker holds everything."""
+    count = network.count
     pure, stochastic = config.train.precision == "pure_bf16", config.train.stochastic_rounding
     parameters = (HALF if pure else FP32) * count
     optimizer = FP32 * count * (_moments_of(config) + (pure and not stochastic))
     gradients = float(FP32 * count)
     buckets = config.train.exact or workers > 1
     if config.train.exact:
-        gradients = _exact_gradients(config, count, vocabulary_size, workers)
+        gradients = _exact_gradients(config, network, workers)
     # The update widens all parameters of a group before it rounds them.
     updating = Moment(FP32 * count if stochastic else 0, count)
     there = buckets or several
@@ -106,7 +104,7 @@ def _whole(
     return MemoryEstimate(parameters, gradients, optimizer, activations, parameters + optimizer + most)
 
 
-def _exact_gradients(config: Config, count: int, vocabulary_size: int, workers: int) -> float:
+def _exact_gradients(config: Config, network: Network, workers: int) -> float:
     """Bytes of `exact.ExactBuckets`: a set of buckets a level of the tree, and where two buckets of the others arrive."""
     from pipelines.feed.plan import share  # which imports NumPy
 
@@ -115,48 +113,49 @@ def _exact_gradients(config: Config, count: int, vocabulary_size: int, workers: 
     subtrees = [roots(range(slots), each) for each in shares]
     rows = max(1 + max(visit.row for visit in visits(each).values()) for each in subtrees)
     senders = sum(map(len, subtrees)) - min(map(len, subtrees))
-    largest = _largest_bucket(config, vocabulary_size)
-    return FP32 * rows * count + 2 * largest / workers * senders
+    largest = _largest_bucket(config, network)
+    return FP32 * rows * network.count + 2 * largest / workers * senders
 
 
-def _largest_bucket(config: Config, vocabulary_size: int) -> float:
+def _largest_bucket(config: Config, network: Network) -> float:
     """Bytes, cut as `reduction.Buckets` does: neighbouring parameters, last first, one at least."""
     most, largest, held = config.scaling.bucket_mib * 2**20, 0.0, 0.0
-    for size in reversed(parameter_sizes(config.model, vocabulary_size)):
+    for size in reversed(network.sizes):
         held = size * FP32 + (held if held + size * FP32 <= most else 0)
         largest = max(largest, held)
     return largest
 
 
 def _fsdp(
-    config: Config, count: int, vocabulary_size: int, held: list[Moment], workers: int, device: str, *, several: bool
+    config: Config, network: Network, held: list[Moment], workers: int, device: str, *, several: bool
 ) -> MemoryEstimate:
     """FSDP2: fp32 shards of everything, and what is whole of it for a while."""
     shards = config.scaling.shard_workers or workers
-    shard = FP32 * count / shards
+    shard = FP32 * network.count / shards
     optimizer = shard * _moments_of(config)
-    block = sum(map(sum, half_sizes(config.model)))
-    head = 0 if is_tied(config.model) else vocabulary_size * config.model.width
-    whole = Whole(config, count, block, head, several=several)
+    whole = Whole(config, network, several=several)
+    blocks = whole.blocks
     activations = max(each.activations + whole.bytes_at(each) for each in held)
-    most = max(each.activations + whole.bytes_at(each) + FP32 * each.done * block / shards for each in held)
+    most = max(
+        each.activations + whole.bytes_at(each) + FP32 * sum(blocks[len(blocks) - each.done :]) / shards for each in held
+    )
     if config.scaling.offload and device == "cuda":
         return MemoryEstimate(0, 0, 0, activations, activations, host=2 * shard + optimizer)
     return MemoryEstimate(shard, shard, optimizer, activations, shard + optimizer + most)
 
 
-def _deepspeed(config: Config, count: int, held: list[Moment], workers: int, device: str) -> MemoryEstimate:
+def _deepspeed(config: Config, network: Network, held: list[Moment], workers: int, device: str) -> MemoryEstimate:
     """ZeRO by DeepSpeed: every stage spreads one more thing; a master copy is kept in shards by all of them.
 
     Gradients come to be whole, in stage 1 all of them, and leave through a bucket that is there all the time. In stage 3 it
     holds fp32; what is in it is copied into one piece and, by gloo, once more, and two blocks are gathered.
     """
-    stage = config.scaling.zero
+    stage, count = config.scaling.zero, network.count
     number = HALF if config.train.precision == "pure_bf16" else FP32
     parameters = number * count / (workers if stage == 3 else 1)
     gradients = FP32 * count / workers
     optimizer = gradients * (_moments_of(config) + 1)
-    block = sum(map(sum, half_sizes(config.model)))
+    block = max(each.numbers for each in network.blocks)
     bucket = config.scaling.bucket_mib * 2**20
     if stage == 3:
         whole = bucket + 2 * number * block
@@ -176,35 +175,35 @@ class Whole:
     """Parameters that FSDP2 has gathered at a moment, gradients that are not yet in shards, and buffers of both."""
 
     config: Config
-    count: int
-    block: int
-    """Parameters of a block."""
-    head: int
-    """Parameters of a head of its own, whose gradient waits for the end of the backward."""
+    network: Network
     several: bool
     """Several micro-batches: gradients stay whole until the last of them."""
 
+    @property
+    def blocks(self) -> list[int]:
+        """Parameters of each block."""
+        return [block.numbers for block in self.network.blocks]
+
     def bytes_at(self, moment: Moment) -> float:
         """Bytes that lie whole, with the buffers in which they came or go."""
-        layers = self.config.model.layers
+        blocks, count, left = self.blocks, self.network.count, len(self.network.blocks) - moment.done
         compute = HALF if self.config.train.precision == "pure_bf16" else FP32
         reshard = self.config.scaling.reshard
-        outer = self.count - layers * self.block
-        waiting = FP32 * self.count if self.several else 0
+        outer = count - sum(blocks)
+        waiting = FP32 * count if self.several else 0
         if moment.place in ("forward", "loss"):
             # This block's buffer, and the one before it, which is freed when the next has come.
-            buffers = min(2, layers) if moment.place == "forward" else 1
-            gathered = outer + (moment.place == "forward") * self.block if reshard else self.count
-            return compute * (gathered + buffers * self.block) + waiting
-        left = layers - moment.done
+            forward = moment.place == "forward"
+            gathered = outer + forward * blocks[-1] if reshard else count
+            return compute * (gathered + sum(blocks[-2:] if forward else blocks[-1:])) + waiting
         if moment.place == "embedding":
-            return max(2 * compute, compute + FP32, 2 * FP32) * outer + FP32 * self.block
+            return max(2 * compute, compute + FP32, 2 * FP32) * outer + FP32 * blocks[0]
         # The next block below is gathered ahead of time, and the gradients of the one above are still on their way.
-        ahead = min(left - 1, 1) * self.block if reshard else (left - 1) * self.block
-        on_their_way = FP32 * self.block if moment.done else 0
-        computing = compute * (ahead + 2 * self.block) + on_their_way
+        below, this, above = blocks[: left - 1], blocks[left - 1], blocks[left : left + 1]
+        ahead = sum(below[-1:] if reshard else below)
+        computing = compute * (ahead + 2 * this) + FP32 * sum(above)
         # Gradients are copied into one buffer in fp32, of which gloo makes another copy.
-        summing = compute * ahead + 2 * FP32 * self.block
+        summing = compute * ahead + 2 * FP32 * this
         if self.several:
-            waiting -= FP32 * (moment.done + 1) * self.block
-        return compute * (outer + self.head) + waiting + max(computing, summing)
+            waiting -= FP32 * sum(blocks[left - 1 :])
+        return compute * (outer + self.network.head) + waiting + max(computing, summing)

@@ -6,10 +6,11 @@ observation = observation_of(candidate.config, result)
 import math
 import statistics
 
-from model.shape import count_parameters, flops_per_token
 from pipelines.config import Config
 from pipelines.config.combinations import SHARDED
-from pipelines.sweep.observation import Observation, Strategy, Work
+from pipelines.strategies.activations import Arithmetic, Network
+from pipelines.strategies.networks import expected, network_of
+from pipelines.sweep.observation import Observation, Strategy, TrialError, Work
 from pipelines.sweep.result import Result
 
 FP32_BYTES, HALF_BYTES = 4, 2
@@ -17,7 +18,7 @@ MIB = 2**20
 
 
 def observation_of(config: Config, result: Result) -> Observation:
-    """A measured trial. Raises TrialError where its workers do not fill nodes evenly, which the model does not describe."""
+    """A measured trial. Raises TrialError where its workers do not fill nodes evenly, or nothing tells its parameters."""
     seconds = statistics.median(result.step_seconds)
     joules = result.figures.get("joules_per_token")
     return Observation(
@@ -31,21 +32,24 @@ def observation_of(config: Config, result: Result) -> Observation:
 
 def work_of(config: Config, result: Result) -> Work:
     """What each step of the trial computed and sent."""
-    scaling, train, model = config.scaling, config.train, config.model
+    scaling, train = config.scaling, config.train
     strategy: Strategy = scaling.strategy if scaling.strategy != "auto" else "ddp" if result.workers > 1 else "single"
-    parameters = count_parameters(model, config.tokenizer.vocabulary_size)
+    network = network_of(config, expected(config), slots=1, arithmetic=Arithmetic())
+    parameters = int(result.figures.get("parameters") or (network.count if network else 0))
+    if not parameters:
+        raise TrialError(f"task is {config.task!r} and the trial's summary has no parameters: measure it again")
     share = math.ceil(train.slots / result.workers)
     half = train.precision == "pure_bf16" or (strategy == "fsdp" and train.precision in ("bf16", "fp16"))
     return Work(
         device=result.device,
-        model=f"{model.flavour} {model.layers}x{model.width}, {model.heads} heads, {parameters:,}, context {model.context}",
+        model=_described(config, parameters),
         parameters=parameters,
         workers=result.workers,
         workers_per_node=min(result.places_per_node, result.workers),
         strategy=strategy,
         slots=train.slots,
-        tokens_per_slot=train.slot_size * model.context,
-        messages=_messages(config, strategy, parameters),
+        tokens_per_slot=max(1, round(result.tokens_per_step / train.slots)),
+        messages=_messages(config, strategy, parameters, network),
         slots_per_micro_batch=min(share, train.together or share),
         zero=scaling.zero,
         reshard=scaling.reshard,
@@ -57,14 +61,23 @@ def work_of(config: Config, result: Result) -> Work:
         recompute=train.activation_checkpointing != "none",
         variant=_variant(config, strategy),
         backend="gloo" if result.device == "cpu" else "nccl",
-        flops_per_token=flops_per_token(model, config.tokenizer.vocabulary_size),
+        flops_per_token=result.figures.get("flops_per_token"),
     )
 
 
-def _messages(config: Config, strategy: Strategy, parameters: int) -> int:
+def _described(config: Config, parameters: int) -> str:
+    """The network and how long samples are: what takes equally long a token."""
+    model = config.model
+    if config.task == "images":
+        return f"convolutions {model.channels}, layers {model.hidden}, {parameters:,}"
+    kind = f"{model.flavour} {model.layers}x{model.width}, {model.heads} heads, {parameters:,}, context {model.context}"
+    return kind if config.task == "language_model" else f"{config.task}, {kind}"
+
+
+def _messages(config: Config, strategy: Strategy, parameters: int, network: Network | None) -> int:
     """Buckets of gradients, or blocks whose parameters are gathered, and what lies outside of them."""
     if strategy in SHARDED:
-        return config.model.layers + 1
+        return (len(network.blocks) if network else config.model.layers) + 1
     return max(1, math.ceil(parameters * FP32_BYTES / (config.scaling.bucket_mib * MIB)))
 
 

@@ -1,6 +1,6 @@
 """What became of a trial: its figures, or why it has none. One file each in the sweep's folder, written when it ended.
 
-    windows = [window for window in windows_of(read_entries(folder), tokens_per_step=4096) if window.begin >= 10]
+    windows = [window for window in windows_of(read_entries(folder)) if window.begin >= 10]
     relative_half_width([window.tokens_per_second for window in windows])       # 0.02: known to 2 %
     keep(sweep_folder, result); results(sweep_folder)         # of all trials so far, by key
 
@@ -31,6 +31,8 @@ FIGURES = (
     "average_power_watts",
     "peak_memory_bytes",
     "mfu",
+    "parameters",
+    "flops_per_token",
     "seconds_to_first_step",
     "throttled_seconds",
     "gpu_idle_share",
@@ -109,18 +111,18 @@ class Result:
         return self.status in MEASURED and bool(self.speeds)
 
 
-def windows_of(entries: Iterable[Mapping[str, Any]], tokens_per_step: float) -> list[Window]:
+def windows_of(entries: Iterable[Mapping[str, Any]]) -> list[Window]:
     """The windows of a journal's newest attempt, from its first step."""
     attempt, found, previous = None, list[Window](), 0
     for entry in entries:
         if entry["attempt"] != attempt:
             attempt, found, previous = entry["attempt"], [], 0
         values = entry["values"]
-        if entry["kind"] != "metrics" or not values.get("tokens_per_second"):
+        if entry["kind"] != "metrics" or not values.get("step_seconds_mean"):
             continue
-        speed, step = float(values["tokens_per_second"]), int(entry["step"])
+        speed, seconds, step = float(values["tokens_per_second"]), float(values["step_seconds_mean"]), int(entry["step"])
         shares = {name: values.get(f"phase_{name}_share", 0.0) for name in PARTS}
-        found.append(Window(previous, step, speed, tokens_per_step / speed, shares, _finite(values.get("train_loss"))))
+        found.append(Window(previous, step, speed, seconds, shares, _finite(values.get("train_loss"))))
         previous = step
     return found
 

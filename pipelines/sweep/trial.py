@@ -58,9 +58,7 @@ class Measuring(Watcher):
     """
 
     def __init__(self, candidate: Candidate, folder: Folder, tell: Callable[[Window], bool]) -> None:
-        assert candidate.config
         self._sweep, self._folder, self._tell = candidate.base.sweep, folder, tell
-        self._tokens = candidate.config.targets_per_step
         self._deadline = time.monotonic() + self._sweep.timeout_s
         self._told = self._step = 0
         self.unwanted = False
@@ -79,7 +77,7 @@ class Measuring(Watcher):
             return
         self._step = step
         try:
-            windows = windows_of(read_entries(self._folder), self._tokens)
+            windows = windows_of(read_entries(self._folder))
         except OSError:  # a storage that is away for a moment: the next look reads more
             return
         self.unwanted = not all(self._tell(window) for window in windows[self._told :])
@@ -162,11 +160,9 @@ def result_of(
     candidate: Candidate, folder: Folder, there: Resources, status: Status, cause: str = "", seconds: float = 0.0
 ) -> Result:
     """The result from what the trial left in its folder; failed where that has no window after the warm-up."""
-    assert candidate.config
     sweep = candidate.base.sweep
-    tokens = float(candidate.config.targets_per_step)
     entries = read_entries(folder)
-    windows = windows_of(entries, tokens)
+    windows = windows_of(entries)
     kept = [window for window in windows if window.begin >= sweep.warmup_steps]
     if not kept:
         without = "it ended before the first window after the warm-up"
@@ -182,7 +178,7 @@ def result_of(
         device=device,
         threads=threads,
         places_per_node=_places_per_node(there, device, threads),
-        tokens_per_step=tokens,
+        tokens_per_step=kept[-1].tokens_per_second * kept[-1].step_seconds,
         speeds=tuple(window.tokens_per_second for window in kept),
         step_seconds=tuple(window.step_seconds for window in kept),
         shares=mean_shares(kept),

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipelines.config import Config, SettingError
+from model.shape import classifier_flops_per_token
+from pipelines.config import Config
 from pipelines.tasks.labels import Labelling
 from pipelines.tasks.padding import pad
 from pipelines.tasks.task import Column, Document, Encoders, Facts, Inputs, Rows, Task
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from model.classifier import Classifier
 
@@ -28,8 +30,6 @@ class Classification(Labelling):
     def __init__(self, config: Config, facts: Facts | None = None, encoders: Encoders | None = None) -> None:
         super().__init__(config, facts, encoders)
         self.bytes = config.tokenizer.kind == "bytes"
-        if config.objective.loss != "cross_entropy":
-            raise SettingError(f"objective.loss is {config.objective.loss!r}: it must be cross_entropy but for task images")
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -72,6 +72,14 @@ class Classification(Labelling):
         data, offsets, positions = inputs
         ids, _ = byte_pack(data, offsets, length=len(positions))
         return ids, offsets.diff()
+
+    def tokens_of(self, numbers: float) -> float:
+        """Those of the text, without the label."""
+        return numbers - 1
+
+    def flops_per_token(self, model: "nn.Module", tokens: float) -> float:
+        """Of a text of this length."""
+        return classifier_flops_per_token(self.config.model, tokens)
 
     def build_model(self) -> "Classifier":
         """A freshly initialised encoder with a head."""

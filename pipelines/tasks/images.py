@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from model.shape import convnet_flops
 from pipelines.tasks.labels import Labelling
 from pipelines.tasks.task import Column, Document, Encoders, Facts, Inputs, Rows
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from model.convnet import ConvNet
 
@@ -94,6 +96,15 @@ class Images(Labelling):
 
         pixels = np.stack([row[1:] for row in rows]).astype(np.uint8, copy=False)
         return (torch.from_numpy(pixels).view(len(rows), *self.image),), self.targets(rows, masks)
+
+    def tokens_of(self, numbers: float) -> float:
+        """An image counts as one."""
+        return 1.0
+
+    def flops_per_token(self, model: "nn.Module", tokens: float) -> float:
+        """Of an image."""
+        shape = self.config.model
+        return convnet_flops(self.image, len(self.labels), channels=shape.channels, hidden=shape.hidden)
 
     def build_model(self) -> "ConvNet":
         """A freshly initialised convolutional network."""

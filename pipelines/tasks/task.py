@@ -119,7 +119,7 @@ class Task:
         return (Column("data.column", self.config.data.column),)
 
     def shaped_by(self) -> dict[str, Any]:
-        """What else than its columns, tokenizers and the data's settings shapes its examples, as JSON."""
+        """What else than its columns and tokenizers shapes its examples, as JSON; known without facts."""
         return {}
 
     @property
@@ -208,6 +208,15 @@ class Task:
     def counted(self) -> int:
         """How many whole numbers `measure` gives besides loss and targets."""
         return 0
+
+    def tokens_of(self, numbers: float) -> float:
+        """Tokens of an example of so many numbers, as `tokens_per_second` and energy count them."""
+        return numbers
+
+    def flops_per_token(self, model: "nn.Module", tokens: float) -> float | None:
+        """Operations to train on a token of examples of so many; None where the model does not tell: there is no MFU."""
+        count = getattr(model, "flops_per_token", None)
+        return float(count()) if count else None
 
     @property
     def targets_per_sample(self) -> float | None:

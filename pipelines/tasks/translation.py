@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from model.shape import translator_flops_per_token
 from pipelines.config import Config
 from pipelines.tasks.overlap import Overlap
 from pipelines.tasks.padding import pad
@@ -96,6 +97,11 @@ class Translation(Task):
         if masks is not None:
             wanted[~torch.tensor([bool(mask.any()) for mask in masks])] = IGNORED
         return (source, lengths, target_inputs), wanted
+
+    def flops_per_token(self, model: "nn.Module", tokens: float) -> float:
+        """Of a token of either side, as both are counted, where the sides are equally long."""
+        words = int(self.facts[f"{self._sides[1]}vocabulary_size"])
+        return translator_flops_per_token(self.config.model, words, tokens / 2) / 2
 
     def build_model(self) -> "Translator":
         """A freshly initialised encoder-decoder."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipelines.config import Checkpoint, Config, Guard, Scaling, SettingError, Train
+from pipelines.config import Checkpoint, Config, Guard, Model, Objective, Scaling, SettingError, Train
 from pipelines.launch.resources import Resources, resolve
 
 CPU = Resources(cpus=4, gpus=0, memory_bytes=2.0**34, gpu_memory_bytes=None)
@@ -34,12 +34,21 @@ CPU = Resources(cpus=4, gpus=0, memory_bytes=2.0**34, gpu_memory_bytes=None)
             {"scaling": Scaling(strategy="deepspeed"), "train": Train(compile="model")},
             r"train\.compile.* `fsdp` can compile",
         ),
+        ({"task": "translation", "objective": Objective(loss="mse")}, r"objective\.loss is 'mse'.* but with task `images`"),
+        ({"task": "images", "objective": Objective(class_weights="balanced")}, r"class_weights.* task `classification`"),
+        ({"objective": Objective(label_smoothing=0.1)}, r"label_smoothing is 0\.1.* must be 0 with task `language_model`"),
+        ({"task": "classification", "model": Model(init_from="x")}, r"model\.init_from.* must be None"),
+        ({"task": "images", "train": Train(slot_tokens=9)}, r"train\.slot_tokens is 9.* equally long"),
         ({"guard": Guard(policy="rewind"), "checkpoint": Checkpoint(every=0)}, r"guard\.policy is 'rewind'.* go back to"),
     ],
 )
 def test_settings_that_contradict_each_other(sections: dict[str, object], said: str) -> None:
     with pytest.raises(SettingError, match=said):
         Config(**sections)  # type: ignore[arg-type]
+
+
+def test_a_task_of_ones_own_may_use_every_setting() -> None:
+    Config(task="my_own", objective=Objective(loss="mse", class_weights="balanced"), train=Train(slot_tokens=9))
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.config import Scaling, SettingError, Train
+from pipelines.config import Config, Scaling, SettingError, Train
 from pipelines.files import Folder
-from pipelines.launch.preflight import Check, failing, preflight
+from pipelines.launch.preflight import Check, checks_of_settings, estimate_memory, failing, preflight
 from pipelines.launch.resources import Resources, Share
+from pipelines.strategies.memory import MemoryEstimate
 from tests.tiny import tiny
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -130,22 +131,31 @@ def test_the_memory_of_a_gpu_that_is_not_known_is_no_failure(storage: Folder) ->
     assert "not known" in check.found
 
 
-def test_a_larger_micro_batch_needs_more_memory(storage: Folder) -> None:
-    from pipelines.launch.preflight import estimate_memory
+def test_the_memory_of_a_network_that_is_not_known_is_no_failure() -> None:
+    own = checks_of_settings(replace(CONFIG, task="my_own"), Share(1, "cpu", 1), THERE, 257)[-1]
+    assert own.passed
+    assert "not looked at" in own.found
+    assert "my_own" in own.found
 
+
+def _need(config: Config, share: Share) -> MemoryEstimate:
+    need = estimate_memory(config, share, 257)
+    assert need
+    return need
+
+
+def test_a_larger_micro_batch_needs_more_memory(storage: Folder) -> None:
     one = replace(CONFIG, train=Train(steps=1, slots=4, slot_size=512, micro_batch_slots=1))
     four = replace(CONFIG, train=Train(steps=1, slots=4, slot_size=512))
     share = Share(1, "cpu", 1)
-    assert estimate_memory(four, share, 257).activations == 4 * estimate_memory(one, share, 257).activations
+    assert _need(four, share).activations == 4 * _need(one, share).activations
 
 
 def test_exact_sums_need_more_memory_and_one_slot_at_a_time() -> None:
-    from pipelines.launch.preflight import estimate_memory
-
     exact = replace(CONFIG, train=Train(steps=1, slots=8, slot_size=4, exact=True))
     plain = replace(CONFIG, train=Train(steps=1, slots=8, slot_size=4))
-    alone, two = (estimate_memory(exact, Share(workers, "cpu", 1), 257) for workers in (1, 2))
-    plainly = estimate_memory(plain, Share(1, "cpu", 1), 257)
+    alone, two = (_need(exact, Share(workers, "cpu", 1)) for workers in (1, 2))
+    plainly = _need(plain, Share(1, "cpu", 1))
     assert alone.gradients > plainly.gradients
     assert alone.activations == two.activations < plainly.activations
 

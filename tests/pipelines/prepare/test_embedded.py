@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from pipelines.prepare import embedded
 from pipelines.prepare.registry import REGISTERED
 from tests.pipelines.prepare.conftest import rows, settings
-from tests.pipelines.prepare.tasks import Labelled, Pairs, made, pairs
+from tests.pipelines.prepare.tasks import Labelled, Pictures, made, pairs
 
 
 def test_snippets_do_not_overlap_or_name_their_package() -> None:
@@ -81,4 +81,4 @@ def test_they_are_sources_under_their_names(tmp_path: Path) -> None:
     training, validation = ({tuple(row["ids"]) for row in rows(result, split)} for split in ("train", "validation"))
     assert not training & validation
     assert {label for _, label in pairs(result)} == set(embedded.PACKAGES)
-    assert made(Pairs, settings("reversal"), tmp_path).manifest.documents("train") > 15_000
+    assert made(Pictures, settings("digits"), tmp_path).manifest.learned == {"labels": list("0123456789")}

@@ -87,6 +87,14 @@ def test_the_fingerprint_knows_the_columns_and_the_task(tmp_path: Path) -> None:
     assert len(found | {fingerprint(config, Shaped(config)), fingerprint(config, Pictures(config))}) == 7
 
 
+def test_numbers_that_are_out_of_bounds_are_a_defect(tmp_path: Path) -> None:
+    class Narrow(Labelled):
+        ids = 100
+
+    with pytest.raises(RuntimeError, match=r"example holds \d+, but its numbers must be below `ids`, 100"):
+        made(Narrow, settings(as_csv(tmp_path)), tmp_path / "runs")
+
+
 @pytest.mark.usefixtures("ray_cluster")
 def test_on_ray_labels_are_the_same(tmp_path: Path) -> None:
     config = settings(as_csv(tmp_path), shard_mib=TINY, validation_fraction=0.2)

@@ -10,8 +10,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from pipelines.config import Data
+from pipelines.prepare.documents import open_documents
 from pipelines.prepare.faults import DataError
 from pipelines.prepare.fields import data_uri
 from pipelines.tasks.task import Column
@@ -33,6 +37,8 @@ from tests.pipelines.prepare.tasks import (
 )  # fmt: skip
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(40))
+ANY = st.characters(exclude_categories=["Cs"])
+TEXT_AND_LABEL = (Column("data.column", "text"), Column("data.label_column", "label", "label"))
 
 
 @pytest.mark.parametrize("write", [as_json, as_csv, as_parquet, as_dataset, as_lines, as_folders])
@@ -47,6 +53,22 @@ def test_every_source_gives_texts_with_labels(tmp_path: Path, write: Callable[[P
     assert all(row["begins"] and row["ends"] for row in rows(result, "train"))
     assert "facts.json" not in result.folder.names()
     assert made(Labelled, config, tmp_path / "runs").reused
+
+
+@given(
+    content=st.lists(st.tuples(st.text(ANY, max_size=20), st.text(ANY, max_size=3)), min_size=1, max_size=30),
+    shard_kib=st.floats(0.05, 1),
+)
+@hypothesis_settings(max_examples=30, deadline=None)
+def test_rows_come_as_they_are_or_not_at_all(
+    tmp_path_factory: pytest.TempPathFactory, content: list[tuple[str, str]], shard_kib: float
+) -> None:
+    path = tmp_path_factory.mktemp("any") / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text, "label": label}) for text, label in content))
+    data = Data(shard_mib=shard_kib / 1024, on_error="skip")
+    found = open_documents(data, str(path), TEXT_AND_LABEL)
+    wanted = [(text, label.strip()) for text, label in content if text and label.strip()]
+    assert [document for part in found.parts for _, document in found.read(part)] == wanted
 
 
 def test_a_split_may_follow_a_datasets_name(tmp_path: Path) -> None:
@@ -66,7 +88,7 @@ def test_equal_texts_are_on_one_side(tmp_path: Path) -> None:
 def test_parts_are_measured_by_the_columns_that_are_read(tmp_path: Path) -> None:
     from pipelines.prepare.sources import open_source
 
-    text, big = Column("data.column", "text"), Column("data.column", "big")
+    text, big = TEXT_AND_LABEL[0], Column("data.column", "big")
     path = as_parquet(tmp_path)
     sizes = []
     for columns in ((text,), (big,), (text, big)):
@@ -159,12 +181,19 @@ def with_images(folder: Path, form: str) -> Path:
         lines = [json.dumps({"image": v[form], "label": label}) for v, label in zip(values, labels, strict=True)]
         (folder / "rows.jsonl").write_text("\n".join(lines))
         return folder / "rows.jsonl"
+    if form == "hub":
+        import datasets
+
+        features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["even", "odd"])}
+        content = {"image": [{"bytes": v["bytes"], "path": None} for v in values], "label": [n % 2 for n in range(40)]}
+        datasets.Dataset.from_dict(content, datasets.Features(features)).save_to_disk(folder / "saved")
+        return folder / "saved"
     images = [{"bytes": v["bytes"], "path": None} if form == "struct" else v["bytes"] for v in values]
     pq.write_table(pa.table({"image": images, "label": labels}), folder / "rows.parquet")
     return folder / "rows.parquet"
 
 
-@pytest.mark.parametrize("form", ["folders", "file", "uri", "struct", "bytes"])
+@pytest.mark.parametrize("form", ["folders", "file", "uri", "struct", "bytes", "hub"])
 def test_images_come_as_their_bytes(tmp_path: Path, form: str) -> None:
     (tmp_path / "data").mkdir()
     config = settings(with_images(tmp_path / "data", form), validation_fraction=0.3)

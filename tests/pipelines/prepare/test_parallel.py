@@ -5,10 +5,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipelines.config import Data, SettingError
+from pipelines.prepare.documents import open_documents
 from pipelines.prepare.faults import DataError
+from pipelines.tasks.task import Column
 from pipelines.tokenizers import load_tokenizer
 from tests.pipelines.prepare.conftest import documents, prepared, rows, settings
 from tests.pipelines.prepare.tasks import TINY, Pairs, made
@@ -55,6 +59,32 @@ def test_files_of_unequal_length_do_not_belong_together(tmp_path: Path) -> None:
     config = settings(source, target_source=str(target), validation="source", validation_source=str(target))
     with pytest.raises(DataError, match="has no targets: name two files with a comma between"):
         made(Pairs, config, tmp_path / "runs")
+
+
+def test_targets_of_a_task_that_has_none(tmp_path: Path) -> None:
+    source, target = as_parallel(tmp_path)
+    with pytest.raises(DataError, match=r"data.target_source is '.*', but task `language_model` has no targets"):
+        prepared(settings(source, target_source=str(target)), tmp_path / "runs")
+
+
+@pytest.mark.parametrize("form", ["json", "parquet", "huggingface"])
+def test_columns_inside_a_column(tmp_path: Path, form: str) -> None:
+    import datasets
+
+    content = [{"translation": {"en": f"{i}", "de": f"_{i}", "fr": "x" * 99}, "id": i} for i in range(60)]
+    if form == "json":
+        (tmp_path / "rows.json").write_text(json.dumps(content))
+    elif form == "parquet":
+        pq.write_table(pa.Table.from_pylist(content), tmp_path / "rows.parquet")
+    else:
+        features = {"translation": datasets.Translation(["en", "de", "fr"]), "id": datasets.Value("int64")}
+        datasets.Dataset.from_list(content, datasets.Features(features)).save_to_disk(tmp_path / "rows.huggingface")
+    columns = Column("data.column", "translation.de"), Column("data.target_column", "translation.en")
+    found = open_documents(Data(), f"{tmp_path}/rows.{form}", columns)
+    assert [document for part in found.parts for _, document in found.read(part)] == [(f"_{i}", f"{i}") for i in range(60)]
+    other = open_documents(Data(), f"{tmp_path}/rows.{form}", (Column("data.column", "other.en"),))
+    with pytest.raises(DataError, match=r"has no column 'other\.en' but translation, id"):
+        list(other.read(other.parts[0]))
 
 
 def test_a_pair_of_which_one_line_is_empty(tmp_path: Path) -> None:

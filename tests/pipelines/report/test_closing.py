@@ -24,6 +24,11 @@ def test_the_last_three_lines_say_where_and_what_next(status: str, job: str) -> 
     assert last[2].startswith(f"next     python ray_jobs/{job} {settings}--run small-1f3a --storage /data/runs")
 
 
+def test_what_writes_no_text_is_evaluated() -> None:
+    line = closing_screen(summary(), FOLDER).splitlines()[-1]
+    assert line == "next     python ray_jobs/evaluate.py --run small-1f3a --storage /data/runs --split validation"
+
+
 def test_a_tracking_server_is_linked_and_a_missing_one_is_said() -> None:
     link = "https://tracking.example/#/experiments/1/runs/abc"
     assert closing_screen(summary(mlflow_run_id="abc"), FOLDER, link=link).splitlines()[-2] == f"mlflow   {link}"

@@ -9,11 +9,15 @@ import pytest
 import torch
 
 from benchmarks.storages import Storages, size_of
-from model.shape import count_parameters
+from model.classifier import Classifier
+from model.convnet import ConvNet
+from model.shape import classifier_parameters, convnet_parameters, count_parameters, translator_parameters
 from model.transformer import Decoder
+from model.translator import Translator
 from pipelines.config import Config, Model, Scaling, Train
-from pipelines.strategies.activations import parameter_sizes
+from pipelines.strategies.activations import Arithmetic
 from pipelines.strategies.memory import MemoryEstimate, estimate
+from pipelines.strategies.networks import network_of
 from pipelines.strategies.recompute import recompute
 from tests.tiny import tiny
 
@@ -23,7 +27,13 @@ def _config(model: Model, **train: Any) -> Config:
 
 
 def _told(config: Config, words: int = 300, workers: int = 1, device: str = "cpu") -> MemoryEstimate:
-    return estimate(config, vocabulary_size=words, workers=workers, device=device)
+    told = estimate(config, _facts(words), workers=workers, device=device)
+    assert told
+    return told
+
+
+def _facts(words: int) -> dict[str, Any]:
+    return {"vocabulary_size": words, "target_vocabulary_size": words // 2, "labels": list("abcd"), "image": (3, 16, 20)}
 
 
 def _drawn(seed: int) -> tuple[Config, int]:
@@ -53,21 +63,61 @@ def _drawn(seed: int) -> tuple[Config, int]:
     return _config(model, **train), draw.choice([50, 300, 2000])
 
 
+def _of_task(config: Config, task: str, seed: int) -> Config:
+    """The same settings for another task, with what is particular to it drawn."""
+    draw = random.Random(seed)
+    model = replace(
+        config.model,
+        pooling=draw.choice(["mean", "first", "attention"]),
+        encoder_layers=draw.randint(0, 3),
+        channels=draw.choice([(8,), (8, 16), (4, 8, 8, 16, 16)]),
+        hidden=draw.choice([(), (40,), (200, 60)]),
+    )
+    return replace(config, task=task, model=model, tokenizer=replace(config.tokenizer, shared=draw.random() < 0.5))
+
+
+def _built(config: Config, words: int) -> tuple[torch.nn.Module, list[torch.Tensor]]:
+    """The network of a task, and the longest micro-batch that it may get."""
+    shape, batch = config.model, config.train.batch
+    ids = torch.randint(0, words // 2, (batch, shape.context))
+    lengths, labels = torch.randint(1, shape.context + 1, (batch,)), torch.arange(batch) % 4
+    if config.task == "classification":
+        return Classifier(shape, words, 4), [ids, lengths, labels]
+    if config.task == "translation":
+        own = None if config.tokenizer.shared else words // 2
+        return Translator(shape, words, own), [ids, lengths, ids, ids]
+    if config.task == "images":
+        images = torch.randint(0, 256, (batch, 3, 16, 20), dtype=torch.uint8)
+        return ConvNet((3, 16, 20), 4, channels=shape.channels, hidden=shape.hidden), [images, labels]
+    return Decoder(shape, words), [ids, ids]
+
+
+@pytest.mark.parametrize("task", ["language_model", "classification", "translation", "images"])
 @pytest.mark.parametrize("seed", range(12))
-def test_a_forward_and_backward_hold_what_was_told(seed: int) -> None:
+def test_a_forward_and_backward_hold_what_was_told(seed: int, task: str) -> None:
     config, words = _drawn(seed)
+    config = _of_task(config, task, seed)
     told = _told(config, words)
-    model = recompute(Decoder(config.model, words), config.train)
-    ids = torch.randint(0, words, (config.train.batch, config.model.context))
+    built, batch = _built(config, words)
+    model = recompute(built, config.train)
     parameters = list(model.parameters())
     with Storages(ignoring=parameters) as alive:
-        loss_sum, _ = model(ids, ids)
-        (loss_sum / ids.numel()).backward()
+        loss_sum, counted = model(*batch)
+        (loss_sum / counted).backward()
     gradients = [p.grad for p in parameters if p.grad is not None]
     assert told.parameters == size_of(parameters)
     assert told.gradients == size_of(gradients)
     assert told.activations == pytest.approx(alive.most(besides=gradients), rel=0.15)
     assert told.tensors - told.optimizer == pytest.approx(size_of(parameters) + alive.most(), rel=0.15)
+
+
+def test_longer_bundles_hold_more_and_images_need_their_size() -> None:
+    config = replace(_config(Model()), task="classification")
+    bundles = [replace(config, train=replace(config.train, slot_tokens=tokens)) for tokens in (1, 256, 512)]
+    one_text, two, four = (_told(each).activations for each in bundles)
+    assert one_text < two < four
+    images = replace(config, task="images")
+    assert estimate(images, _facts(300) | {"image": None}, workers=1, device="cpu") is None
 
 
 def test_states_follow_the_parameters() -> None:
@@ -81,12 +131,27 @@ def test_states_follow_the_parameters() -> None:
     assert rounded.optimizer == need.optimizer
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_parameters_are_those_of_the_model(seed: int) -> None:
+COUNTS = {
+    "language_model": lambda config, words: count_parameters(config.model, words),
+    "classification": lambda config, words: classifier_parameters(config.model, words, 4),
+    "translation": lambda config, words: translator_parameters(
+        config.model, words, None if config.tokenizer.shared else words // 2
+    ),
+    "images": lambda config, words: convnet_parameters(
+        (3, 16, 20), 4, channels=config.model.channels, hidden=config.model.hidden
+    ),
+}
+
+
+@pytest.mark.parametrize("task", COUNTS)
+@pytest.mark.parametrize("seed", range(10))
+def test_parameters_are_those_of_the_model(seed: int, task: str) -> None:
     config, words = _drawn(seed)
-    sizes = parameter_sizes(config.model, words)
-    assert sizes == [p.numel() for p in Decoder(config.model, words).parameters()]
-    assert sum(sizes) == count_parameters(config.model, words)
+    config = _of_task(config, task, seed)
+    network = network_of(config, _facts(words), slots=1, arithmetic=Arithmetic())
+    assert network
+    assert network.sizes == [p.numel() for p in _built(config, words)[0].parameters()]
+    assert network.count == COUNTS[task](config, words)
 
 
 def test_shards_are_shared_out() -> None:

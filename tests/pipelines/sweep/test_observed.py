@@ -15,7 +15,7 @@ from tests.pipelines.sweep.test_page import trial
 MODEL = Model(layers=3, heads=2, width=64, context=64)
 BASE = Config(tokenizer=Tokenizer(kind="bytes"), model=MODEL, train=Train(slots=8, slot_size=4))
 PARAMETERS = count_parameters(MODEL, BASE.tokenizer.vocabulary_size)
-TWO: Result = replace(trial(1000.0, 2), figures={"joules_per_token": 0.5})
+TWO: Result = replace(trial(1000.0, 2), tokens_per_step=8 * 4 * 64, figures={"joules_per_token": 0.5})
 
 
 def config(**changes: Any) -> Config:
@@ -53,6 +53,15 @@ def test_parameters_are_gathered_in_what_products_take_and_gradients_summed_in_f
 ) -> None:
     work = observation_of(config(strategy=strategy, precision=precision), TWO).work
     assert (work.gather_bytes, work.gradient_bytes, work.precision) == (size, 4, precision)
+
+
+def test_another_task_counts_as_its_own_summary_says() -> None:
+    measured = replace(TWO, tokens_per_step=32.0, figures={"parameters": 5000, "flops_per_token": 1e6})
+    work = observation_of(replace(config(strategy="ddp"), task="my_own"), measured).work
+    assert (work.parameters, work.tokens_per_slot, work.flops_per_token) == (5000, 4, 1e6)
+    assert "my_own" in work.model
+    with pytest.raises(TrialError, match=r"my_own.*no parameters"):
+        observation_of(replace(config(strategy="ddp"), task="my_own"), TWO)
 
 
 def test_auto_is_what_a_training_makes_of_it() -> None:

@@ -33,7 +33,7 @@ parts_of_windows = st.lists(
 
 def measured(attempt: str, step: int, speed: float, loss: object = 2.0) -> dict[str, Any]:
     """A line of the journal."""
-    values = {"tokens_per_second": speed, "train_loss": loss, "phase_data_share": 0.25}
+    values = {"tokens_per_second": speed, "step_seconds_mean": 1000 / speed, "train_loss": loss, "phase_data_share": 0.25}
     return {"attempt": attempt, "kind": "metrics", "step": step, "values": values}
 
 
@@ -48,7 +48,7 @@ def test_windows_are_those_of_the_newest_attempt_from_its_first_step() -> None:
         {"attempt": "a2", "kind": "system", "step": 2, "values": {"tokens_per_second": 1.0}},
         {"attempt": "a2", "kind": "metrics", "step": 2, "values": {"val_loss": 3.0}},
     ]
-    found = windows_of([*killed, *beside, measured("a2", 4, 200.0), measured("a2", 10, 400.0)], tokens_per_step=1000)
+    found = windows_of([*killed, *beside, measured("a2", 4, 200.0), measured("a2", 10, 400.0)])
     assert [(each.begin, each.end, each.tokens_per_second, each.step_seconds) for each in found] == [
         (0, 4, 200.0, 5.0),
         (4, 10, 400.0, 2.5),
@@ -60,7 +60,7 @@ def test_windows_are_those_of_the_newest_attempt_from_its_first_step() -> None:
 @pytest.mark.parametrize("word", ["NaN", "Infinity", None])
 def test_a_loss_that_is_no_number_reaches_no_target(word: str | None) -> None:
     """As the journal writes it, which is strict JSON."""
-    found = windows_of([measured("a1", 10, 1.0, word), measured("a1", 20, 1.0, 1.5)], tokens_per_step=1)
+    found = windows_of([measured("a1", 10, 1000.0, word), measured("a1", 20, 1000.0, 1.5)])
     assert [each.loss for each in found] == [None, 1.5]
     assert seconds_to_loss(found, 2.0) == 20.0
 

@@ -39,7 +39,8 @@ class Followed:
 
     def step(self, number: int, speed: float, loss: float = 3.0) -> bool:
         """Whether the watcher asks for the end at a step with this speed."""
-        self._journal.append([_entry("metrics", {"tokens_per_second": speed, "train_loss": loss}, number)])
+        values = {"tokens_per_second": speed, "step_seconds_mean": TOKENS / speed, "train_loss": loss}
+        self._journal.append([_entry("metrics", values, number)])
         return self.look(number)
 
     def look(self, number: int) -> bool:

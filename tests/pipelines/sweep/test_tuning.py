@@ -74,7 +74,12 @@ def test_a_trial_that_was_ended_with_its_process_has_what_its_journal_says(plan:
     ends, candidate = _Ends(plan, told.append), Candidate(plan.base, SETTINGS)
     entry = {"attempt": "a1", "sender": "rank0", "sequence": 1, "time": 1.0, "kind": "metrics"}
     journal = Journal(plan.storage / candidate.run, "a1")
-    journal.append([entry | {"step": step, "values": {"tokens_per_second": 50.0 * step}} for step in (2, 4, 6)])
+    journal.append(
+        [
+            entry | {"step": step, "values": {"tokens_per_second": 50.0 * step, "step_seconds_mean": 1.0}}
+            for step in (2, 4, 6)
+        ]
+    )
     ends.on_trial_complete(1, [], tune_trial(wrapped(candidate)))
     ends.on_experiment_end([])
     (result,) = told

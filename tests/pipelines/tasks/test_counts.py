@@ -1,0 +1,52 @@
+"""Tokens and operations as `tokens_per_second` and `mfu` count them, in every task, beside what PyTorch counts."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipelines.config import Config, Model
+from pipelines.tasks import build_task
+from pipelines.tasks.task import Task
+
+CONTEXT, LENGTH = 32, 9
+FACTS: dict[str, Any] = {"vocabulary_size": 19, "end_id": 0, "labels": ["a", "b"], "image": (1, 8, 8)}
+SHAPE = Model(layers=2, heads=4, width=32, context=CONTEXT, linear="torch", channels=(4, 8), hidden=(16,))
+
+
+def _task(name: str) -> Task:
+    return build_task(replace(Config(), task=name, model=SHAPE), FACTS)
+
+
+EXAMPLES = {
+    "classification": ([1, *[3] * LENGTH], LENGTH),
+    "translation": ([LENGTH, *[3] * LENGTH, *[3] * (LENGTH - 1)], 2 * LENGTH),
+    "images": ([1, *[3] * 64], 1),
+}
+"""The numbers of an example, and its tokens: a text's, those of source and target with both ends, the image."""
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_operations_a_token_times_tokens_are_what_pytorch_counts(name: str) -> None:
+    task, (numbers, tokens) = _task(name), EXAMPLES[name]
+    assert task.tokens_of(len(numbers)) == tokens
+    inputs, targets = task.collate([np.array(numbers, np.uint16)], None)
+    model, counter = task.build_model(), FlopCounterMode(display=False)
+    with counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        model(*task.unpack(inputs), targets)
+    told = task.flops_per_token(model, tokens)
+    assert told
+    # Training takes a forward, and as much for each of its two gradients; a classifier's head is left out.
+    head = 2 * 2 * SHAPE.width if name == "classification" else 0
+    pooling = 2 * LENGTH * SHAPE.width if name == "classification" else 0
+    assert tokens * told == pytest.approx(3 * (counter.get_total_flops() - head - pooling))
+
+
+def test_a_decoder_tells_its_own_and_a_model_that_cannot_tells_none() -> None:
+    task = _task("language_model")
+    model = task.build_model()
+    assert task.flops_per_token(model, CONTEXT) == model.flops_per_token()  # type: ignore[operator]
+    assert task.flops_per_token(torch.nn.Linear(1, 1), CONTEXT) is None
