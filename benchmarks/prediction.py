@@ -2,9 +2,9 @@
 
 Both continue the same prompts of several lengths, greedily and by equally many tokens, in batches of the same size; that
 their texts agree is checked. Each uses the cores in its own manner: the pipeline is a process with as many threads, ours as
-many workers of one thread, as `predict.py` has them; the pipeline in such workers stands beside both. The model is a small
-Llama with fresh weights, its tokenizer a BPE trained on the standard library. Without the cache, every token is computed
-from all tokens before it, by one thread.
+many workers of one thread, as `predict.py` has them. The pipeline in such workers stands beside both, and ours with products
+in bfloat16, whose texts may differ. The model is a small Llama with fresh weights, its tokenizer a BPE trained on the
+standard library. Without the cache, every token is computed from all tokens before it, by one thread.
 
     python -m benchmarks.prediction --rounds 5                 # rows a second, and tokens a second; 4 minutes on two cores
 """
@@ -37,7 +37,7 @@ from pipelines.tasks import build_task
 from pipelines.tokenizers import Tokenizers
 
 ROWS, NEW = 256, 32
-_answerer: Answerer
+_answerers: dict[str, Answerer]
 _pipeline: Any
 """Of a worker."""
 LONG = 256
@@ -66,16 +66,23 @@ def prompts(opened: Opened, rows: int) -> list[str]:
 
 def _load(folder: Path, batch: int) -> None:
     """Makes this process a worker."""
-    global _answerer, _pipeline
+    global _answerers, _pipeline
     torch.set_num_threads(1)
     opened = build(folder / str(os.getpid()))
     _pipeline = open_pipeline(opened, folder / str(os.getpid()), batch)
-    _answerer = Answerer(opened, Answering(run="benchmark", batch=batch, threads=1), Sample(tokens=NEW, temperature=0.0))
+    _answerers = {
+        precision: Answerer(
+            opened,
+            Answering(run="benchmark", batch=batch, threads=1, precision=precision),
+            Sample(tokens=NEW, temperature=0.0),
+        )
+        for precision in ("fp32", "bf16")
+    }
 
 
-def _continue(texts: list[str]) -> list[str]:
+def _continue(texts: list[str], precision: str = "fp32") -> list[str]:
     """What a worker does with the rows of a part."""
-    return [row["continuation"] for row in _answerer.answer((text,) for text in texts)]
+    return [row["continuation"] for row in _answerers[precision].answer((text,) for text in texts)]
 
 
 def _pipe(texts: list[str]) -> list[str]:
@@ -154,6 +161,7 @@ def main(given: argparse.Namespace) -> None:
             "transformers": partial(piped, pipeline, texts),
             "transformers, workers": partial(in_workers, _pipe, pool, given.threads, texts, theirs),
             "ours, workers": partial(in_workers, _continue, pool, given.threads, texts, ours),
+            "ours, bf16": partial(in_workers, partial(_continue, precision="bf16"), pool, given.threads, texts, []),
         }
         for way in ways.values():
             way()  # the first of a process pays for allocations

@@ -147,7 +147,8 @@ class Labelling(Task):
         count, grades = len(self.labels), super().grades(table)
         true, given = self._numbers(table)
         confidence = np.asarray(table[self.given("probability")], float)
-        bins, gaps = np.ceil(confidence * BINS).astype(int), (true == given) - confidence
+        bins = np.searchsorted(np.linspace(0, 1, BINS + 1), confidence, side="right")
+        gaps = (true == given) - confidence
 
         def of(weights: np.ndarray) -> dict[str, float]:
             confusion = np.bincount(true * count + given, weights, count**2).reshape(count, count)
