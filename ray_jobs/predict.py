@@ -98,12 +98,11 @@ def _answer_one(settings: Predict, chosen: "Chosen", text: str) -> int:
     """Prints the answer to one question, by name."""
     from pipelines.config import SettingError
     from pipelines.evaluate.answering import Answerer
-    from pipelines.prepare.documents import inputs
     from pipelines.prepare.faults import Fault
     from pipelines.prepare.fields import document
 
     answerer = Answerer(chosen.with_beams(settings.beams).open(), settings, settings.sample)
-    columns = inputs(answerer.task.columns)
+    columns = answerer.task.asked
     for piece in document([text], "--text", columns[:1]):
         if isinstance(piece, Fault):
             raise SettingError(f"--text: {piece.reason}")

@@ -19,7 +19,6 @@ from model.transformer import Decoder
 from pipelines.config import Answering, Sample
 from pipelines.evaluate.opening import Opened
 from pipelines.evaluate.writing import write_rows
-from pipelines.prepare.documents import inputs as question
 from pipelines.prepare.pieces import Piece
 from pipelines.prepare.stages import id_type
 from pipelines.tasks.task import Document
@@ -54,7 +53,7 @@ class Answerer:
         self.sample = (sample or Sample()) if isinstance(self.model, Decoder) and not graded else None
         self._precision = Precision(settings.precision)
         self._precision.use_products()
-        self._columns = self.task.columns if graded else question(self.task.columns)
+        self._columns = self.task.columns if graded else self.task.asked
         self._type = np.int64 if self.task.window else np.dtype(str(id_type(self.task)))
         if settings.threads and not cuda:
             torch.set_num_threads(settings.threads)
@@ -70,9 +69,9 @@ class Answerer:
         fields: dict[str, Any] = {
             column.name: piece.place or value if column.kind == "image" else value for column, value in values
         }
-        if self.sample and self.task.window:
-            return [Example(fields, self.task.encoders["tokenizer"].encode(piece.document[0]))]
-        ids, mask = self.task.encode(piece.document, self.task.encoders)
+        if self.sample:
+            return [Example(fields, self.task.prompt(piece.document[0]))]
+        ids, mask = self.task.encode(piece.document)
         if self.task.window:
             return list(self._windows(piece, ids))
         if self.graded and isinstance(self.model, Decoder):
@@ -135,5 +134,5 @@ class Answerer:
 
     def _continue(self, examples: list[Example], sample: Sample) -> list[dict[str, Any]]:
         prompts = [example.ids.tolist() for example in examples]
-        pieces = list(write_rows(self.model, self.task.encoders["tokenizer"], sample, prompts))  # type: ignore[arg-type]
+        pieces = list(write_rows(self.model, self.task, sample, prompts))  # type: ignore[arg-type]
         return [{"continuation": "".join(row)} for row in zip(*pieces, strict=True)]

@@ -22,7 +22,6 @@ from pipelines.evaluate.opening import Opened
 from pipelines.evaluate.recording import Reopened
 from pipelines.evaluate.served import CONFIG, SAMPLE, WEIGHTS, Served
 from pipelines.files import Folder
-from pipelines.prepare.documents import inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("pipelines", "model", "triton_kernels")
@@ -75,7 +74,7 @@ def _described(opened: Opened, sample: Sample) -> Iterator[dict[str, Any]]:
         _write_files(opened, sample, Folder.at(place))
         served = Served()
         served.open(place)
-        columns = inputs(opened.task.columns)
+        columns = opened.task.asked
         example = pd.DataFrame({each.name: [PIXEL if each.kind == "image" else "an example"] for each in columns})
         yield {
             "python_model": str(ROOT / "pipelines" / "evaluate" / "served.py"),

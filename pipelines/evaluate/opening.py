@@ -1,7 +1,7 @@
 """A trained model, opened from its run's folder: settings, task, tokenizers and parameters.
 
 opened = open_run(storage, "my-run", checkpoint="best")
-"".join(write_text(opened.decoder, opened.encoder, Sample(prompt="def ")))
+"".join(write_text(opened.decoder, opened.task, Sample(prompt="def ")))
 
 chosen = choose(storage, "my-run")                        # without the parameters, which `chosen.open()` loads anywhere
 """

@@ -19,7 +19,6 @@ from pipelines.evaluate.opening import Chosen
 from pipelines.evaluate.parts import Form, Work, answer_part, records
 from pipelines.evaluate.progress import shown
 from pipelines.files import Folder
-from pipelines.prepare.documents import inputs
 from pipelines.prepare.parts import parts_of
 from pipelines.prepare.pieces import Part
 from pipelines.prepare.sources import Source, open_source
@@ -67,9 +66,9 @@ def predict(
     data = replace(chosen.config.data, source=name, kind=kind, encoding=encoding, target_source=None)
     data = replace(data, on_error=settings.on_error)
     if column:
-        named: dict[str, Any] = {inputs(chosen.task.columns)[0].setting.removeprefix("data."): column}
+        named: dict[str, Any] = {chosen.task.asked[0].setting.removeprefix("data."): column}
         chosen = replace(chosen, config=replace(chosen.config, data=replace(data, **named)))
-    columns = inputs(chosen.task.columns)
+    columns = chosen.task.asked
     source = open_source(data, name, columns, whole=True)
     if source.kind == "text":
         source = open_source(replace(data, kind="lines"), name, columns)

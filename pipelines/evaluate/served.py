@@ -16,7 +16,6 @@ from pipelines.config.parse import from_yaml
 from pipelines.evaluate.answering import Answerer
 from pipelines.evaluate.opening import Opened, load_weights, task_at
 from pipelines.files import Folder
-from pipelines.prepare.documents import inputs
 from pipelines.prepare.faults import Fault
 from pipelines.prepare.fields import document
 
@@ -41,7 +40,7 @@ class Served(PythonModel):  # type: ignore[misc]
 
     def predict(self, context: Any, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
         """A data frame of answers to one of questions, row by row. Raises ValueError where a row is no question."""
-        columns, answerer, examples = inputs(self._answerer.task.columns), self._answerer, []
+        columns, answerer, examples = self._answerer.task.asked, self._answerer, []
         rows = model_input[[column.name for column in columns]].itertuples(index=False)
         for number, row in enumerate(rows, 1):
             found = next(document(row, f"row {number}", columns), Fault(f"row {number}", "is empty"))

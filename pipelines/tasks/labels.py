@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipelines.tasks.task import IGNORED, Column, Document, Encoders, Facts, Inputs, Rows, Task, mean
+from pipelines.tasks.task import IGNORED, Column, Document, Facts, Inputs, Rows, Task, mean
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ class Labelling(Task):
         """How often each label occurs."""
         return {"labels": dict(Counter(document[-1] for document in documents))}
 
-    def learn(self, surveys: Sequence[Facts], encoders: Encoders) -> Facts:
+    def learn(self, surveys: Sequence[Facts]) -> Facts:
         """The labels in alphabetical order, numbers by their value, and their shares of the data. Raises ValueError."""
         counts: Counter[str] = Counter()
         for each in surveys:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipelines.config import Config
-from pipelines.tasks.task import IGNORED, Document, Encoders, Facts, Inputs, Rows, Task, Window, mean
+from pipelines.tasks.task import IGNORED, Document, Inputs, Rows, Task, Window, mean
 
 if TYPE_CHECKING:
     import torch
@@ -27,13 +26,14 @@ class LanguageModel(Task):
 
     metrics = ("val_loss", "val_perplexity")
 
-    def __init__(self, config: Config, facts: Facts | None = None, encoders: Encoders | None = None) -> None:
-        self.window = Window(length=config.model.context + 1, stride=config.model.context)
-        super().__init__(config, facts, encoders)
+    @property
+    def window(self) -> Window | None:
+        """As many targets as the context holds, each once."""
+        return Window(length=self.config.model.context + 1, stride=self.config.model.context)
 
-    def encode(self, document: Document, encoders: Encoders) -> tuple[np.ndarray, np.ndarray | None]:
+    def encode(self, document: Document) -> tuple[np.ndarray, np.ndarray | None]:
         """The document's ids and an end token; every token counts."""
-        encoder = encoders["tokenizer"]
+        encoder = self.encoders["tokenizer"]
         return np.append(encoder.encode(document[0]), np.uint32(encoder.end_id)), None
 
     def collate(self, rows: Rows, masks: Rows | None) -> "tuple[Inputs, torch.Tensor]":

@@ -64,19 +64,19 @@ class Translation(Task):
             return document
         return document[1:] if tokenizer == "target_tokenizer" else document[:1]
 
-    def learn(self, surveys: Sequence[Facts], encoders: Encoders) -> Facts:
+    def learn(self, surveys: Sequence[Facts]) -> Facts:
         """Sizes and end tokens of the vocabularies."""
-        target = encoders[self.tokenizers[-1]]
+        target = self.encoders[self.tokenizers[-1]]
         own = {"target_vocabulary_size": target.vocabulary_size, "target_end_id": target.end_id}
-        return {**super().learn(surveys, encoders), **({} if self.config.tokenizer.shared else own)}
+        return {**super().learn(surveys), **({} if self.config.tokenizer.shared else own)}
 
     def shaped_by(self) -> dict[str, Any]:
         """What is cut off, and the vocabularies."""
         return {"context": self.config.model.context, "shared": self.config.tokenizer.shared}
 
-    def encode(self, document: Document, encoders: Encoders) -> tuple[np.ndarray, None]:
+    def encode(self, document: Document) -> tuple[np.ndarray, None]:
         """Both sides, each as far as it fits the context; a question has an empty target."""
-        first, last, most = encoders["tokenizer"], encoders[self.tokenizers[-1]], self.config.model.context - 1
+        first, last, most = self.encoders["tokenizer"], self.encoders[self.tokenizers[-1]], self.config.model.context - 1
         source = first.encode(document[0])[:most]
         target = last.encode(document[1])[:most] if len(document) > 1 else np.empty(0, np.uint32)
         return np.concatenate(([np.uint32(len(source) + 1)], source, [np.uint32(first.end_id)], target)), None

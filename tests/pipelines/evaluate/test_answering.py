@@ -47,7 +47,7 @@ def test_translations_are_those_of_the_task(trained: Folder) -> None:
     task = answerer.task
     expected = []
     for question in questions:
-        inputs, _ = task.collate([task.encode(question, task.encoders)[0]], None)
+        inputs, _ = task.collate([task.encode(question)[0]], None)
         expected += [answer["translation"] for answer in task.answer(answerer.model, inputs)]
     assert found == expected
 
@@ -61,7 +61,7 @@ def test_a_continuation_is_what_the_model_writes(trained: Folder) -> None:
     ]
     for prompt, text in zip(prompts, found, strict=True):
         alone = Sample(tokens=12, temperature=0.0, stop=("zzz",), prompt=prompt)
-        assert text == "".join(write_text(opened.decoder, opened.encoder, alone))
+        assert text == "".join(write_text(opened.decoder, opened.task, alone))
 
 
 def test_windows_predict_each_token_once(trained: Folder) -> None:
@@ -86,7 +86,7 @@ def test_the_losses_of_a_batch_add_up_to_the_models(trained: Folder, run: str) -
     documents = [(row["text"], row[key]) for row in texts(16)]
     rows = list(answerer.answer(documents))
     task = answerer.task
-    encoded = [task.encode(document, task.encoders)[0] for document in documents]
+    encoded = [task.encode(document)[0] for document in documents]
     inputs, targets = task.collate(encoded, None)
     with torch.no_grad():
         loss, counted = answerer.model(*inputs, targets)

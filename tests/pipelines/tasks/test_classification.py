@@ -34,20 +34,20 @@ def _task(kind: str = "characters", **changes: object) -> Classification:
 def test_labels_are_learned_in_order_with_their_shares() -> None:
     task = _task()
     surveys = [task.survey([("x", "10"), ("y", "9")]), task.survey([("z", "b"), ("w", "9")])]
-    facts = task.learn(surveys, {"tokenizer": LETTERS})
+    facts = task.learn(surveys)
     assert facts["labels"] == ["9", "10", "b"]
     assert facts["shares"] == [0.5, 0.25, 0.25]
 
 
 def test_one_label_is_no_classification() -> None:
     with pytest.raises(ValueError, match=r"data.label_column is 'label': it has 1 different values"):
-        _task().learn([{"labels": {"a": 5}}], {"tokenizer": LETTERS})
+        _task().learn([{"labels": {"a": 5}}])
 
 
 @pytest.mark.parametrize("kind", ["characters", "bytes"])
 def test_texts_are_cut_to_the_context_and_padded(kind: str) -> None:
     task = _task(kind)
-    rows = [task.encode(document, task.encoders)[0] for document in (("abc", "yes"), ("abcdefgh", "no"), ("h",))]
+    rows = [task.encode(document)[0] for document in (("abc", "yes"), ("abcdefgh", "no"), ("h",))]
     inputs, targets = task.collate([row.astype(np.uint8) for row in rows], None)
     ids, lengths = task.unpack(inputs)
     assert targets.tolist() == [1, 0, 0]
@@ -61,7 +61,7 @@ def test_texts_are_cut_to_the_context_and_padded(kind: str) -> None:
 
 def test_an_unknown_label_is_named() -> None:
     with pytest.raises(ValueError, match="'maybe', which the training data has not; it has no, yes"):
-        _task().encode(("abc", "maybe"), {"tokenizer": LETTERS})
+        _task().encode(("abc", "maybe"))
 
 
 def test_balanced_weights_have_a_mean_of_one_over_the_examples() -> None:
@@ -80,7 +80,7 @@ def test_what_is_measured_adds_up_and_leaves_out_what_does_not_count() -> None:
     task = _task()
     torch.manual_seed(0)
     model = task.build_model().eval()
-    rows = [task.encode(document, task.encoders)[0] for document in (("abc", "yes"), ("de", "no"), ("h", "no"))]
+    rows = [task.encode(document)[0] for document in (("abc", "yes"), ("de", "no"), ("h", "no"))]
     inputs, targets = task.collate(rows, None)
     with torch.no_grad():
         loss, counted, confusion = task.measure(model, inputs, targets)
