@@ -18,7 +18,8 @@ from pipelines.tokenizers.alphabets import ByteEncoder
 
 
 def _task(context: int) -> LanguageModel:
-    return LanguageModel(Config(model=Model(layers=1, heads=1, width=4, context=context)), {"vocabulary_size": 10}, {"tokenizer": ByteEncoder()})
+    config = Config(model=Model(layers=1, heads=1, width=4, context=context))
+    return LanguageModel(config, {"vocabulary_size": 10}, {"tokenizer": ByteEncoder()})
 
 
 def test_the_setting_chooses_the_task() -> None:
