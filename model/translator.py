@@ -130,10 +130,18 @@ class Translator(nn.Module):
 
         Labels are smoothed in training alone (section 5.4); in evaluation mode it is the plain loss.
         """
-        hidden = self._hidden(target_inputs, self.encode(source, lengths), lengths)
+        hidden = self.hidden(source, lengths, target_inputs)
         smoothing = self.label_smoothing if self.training else 0.0
         product = partial(linear, onednn=self.onednn)
         return linear_cross_entropy(hidden, self._targets().weight, targets, label_smoothing=smoothing, product=product)
+
+    def hidden(self, source: torch.Tensor, lengths: torch.Tensor, target_inputs: torch.Tensor) -> torch.Tensor:
+        """The normalised last hidden states (B, T, C) of targets (B, T) beside sources (B, S)."""
+        return self._hidden(target_inputs, self.encode(source, lengths), lengths)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(B, T, C) -> (B, T, V)."""
+        return linear(hidden, self._targets().weight, onednn=self.onednn)
 
     def encode(self, source: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """The memory (B, S, C) of sources (B, S); beyond a source's length it means nothing."""
@@ -145,8 +153,7 @@ class Translator(nn.Module):
 
     def decode(self, ids: torch.Tensor, decoding: Decoding) -> torch.Tensor:
         """Logits (R, V) of what follows the next token (R,) of every row."""
-        hidden = self._hidden(ids[:, None], decoding.memory, decoding.lengths, decoding)[:, 0]
-        return linear(hidden, self._targets().weight, onednn=self.onednn)
+        return self.logits(self._hidden(ids[:, None], decoding.memory, decoding.lengths, decoding))[:, 0]
 
     def _hidden(
         self, ids: torch.Tensor, memory: torch.Tensor, lengths: torch.Tensor, decoding: Decoding | None = None

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipelines.tasks.row_losses import row_losses
 from pipelines.tasks.task import IGNORED, Document, Inputs, Rows, Task, Window, mean
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from model.transformer import Decoder
 
@@ -51,6 +53,10 @@ class LanguageModel(Task):
         from model.transformer import Decoder
 
         return Decoder(self.config.model, int(self.facts["vocabulary_size"]))
+
+    def losses(self, model: "nn.Module", inputs: Inputs, targets: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
+        """See Task."""
+        return row_losses(model.logits, model.hidden(*inputs), targets)  # type: ignore[operator, arg-type]
 
     def score(self, loss_sum: float, targets: float, counts: np.ndarray) -> dict[str, float]:
         """Mean loss in nats a token, and its perplexity."""

@@ -17,6 +17,7 @@ from model.shape import translator_flops_per_token
 from pipelines.config import Config
 from pipelines.tasks.overlap import Overlap
 from pipelines.tasks.padding import pad
+from pipelines.tasks.row_losses import row_losses
 from pipelines.tasks.task import IGNORED, Column, Document, Encoders, Facts, Inputs, Rows, Task
 
 if TYPE_CHECKING:
@@ -131,6 +132,10 @@ class Translation(Task):
         wanted = [encoder.decode([i for i in row if i not in (IGNORED, encoder.end_id)]) for row in targets.tolist()]
         counts = Overlap().counts(written, wanted).sum(0)
         return loss_sum, counted, torch.from_numpy(counts).to(targets.device)
+
+    def losses(self, model: "nn.Module", inputs: Inputs, targets: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
+        """See Task."""
+        return row_losses(model.logits, model.hidden(*inputs), targets)  # type: ignore[operator, arg-type]
 
     def score(self, loss_sum: float, targets: float, counts: np.ndarray) -> dict[str, float]:
         """Mean loss in nats a token, BLEU and chrF, both of 0 to 100."""

@@ -1,0 +1,29 @@
+"""Losses of rows are those of each row alone, in however many chunks their logits are made."""
+
+import pytest
+import torch
+
+from model.transformer import Decoder
+from model.translator import Translator
+from pipelines.config import Model
+from pipelines.tasks import row_losses as module
+from pipelines.tasks.row_losses import row_losses
+from pipelines.tasks.task import IGNORED
+
+TARGETS = torch.tensor([[3, 1, IGNORED], [2, 2, 5], [IGNORED, IGNORED, IGNORED], [4, 0, 1]])
+IDS = torch.tensor([[1, 2, 0], [5, 3, 2], [1, 1, 1], [0, 6, 4]])
+
+
+@pytest.mark.parametrize("numbers", [1, 45, 1 << 25])
+def test_each_row_has_its_own_loss(monkeypatch: pytest.MonkeyPatch, numbers: int) -> None:
+    monkeypatch.setattr(module, "NUMBERS", numbers)
+    torch.manual_seed(0)
+    decoder = Decoder(Model(layers=1, heads=1, width=8, context=4), 7).eval()
+    translator = Translator(Model(flavour="original", layers=1, heads=1, width=8, context=4), 7).eval()
+    lengths = torch.tensor([3, 1, 2, 3])
+    for model, inputs in ((decoder, (IDS,)), (translator, (IDS, lengths, IDS))):
+        with torch.no_grad():
+            sums, counts = row_losses(model.logits, model.hidden(*inputs), TARGETS)  # type: ignore[operator, arg-type]
+            alone = [model(*(each[row : row + 1] for each in inputs), TARGETS[row : row + 1]) for row in range(4)]
+        assert torch.allclose(sums, torch.stack([loss for loss, _ in alone]), atol=1e-5)
+        assert counts.tolist() == [int(count) for _, count in alone] == [2, 3, 0, 3]
