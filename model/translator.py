@@ -130,7 +130,7 @@ class Translator(nn.Module):
 
         Labels are smoothed in training alone (section 5.4); in evaluation mode it is the plain loss.
         """
-        hidden = self.hidden(source, lengths, target_inputs)
+        hidden = self._hidden(target_inputs, self.encode(source, lengths), lengths)
         smoothing = self.label_smoothing if self.training else 0.0
         product = partial(linear, onednn=self.onednn)
         return linear_cross_entropy(hidden, self._targets().weight, targets, label_smoothing=smoothing, product=product)
@@ -153,7 +153,8 @@ class Translator(nn.Module):
 
     def decode(self, ids: torch.Tensor, decoding: Decoding) -> torch.Tensor:
         """Logits (R, V) of what follows the next token (R,) of every row."""
-        return self.logits(self._hidden(ids[:, None], decoding.memory, decoding.lengths, decoding))[:, 0]
+        hidden = self._hidden(ids[:, None], decoding.memory, decoding.lengths, decoding)[:, 0]
+        return linear(hidden, self._targets().weight, onednn=self.onednn)
 
     def _hidden(
         self, ids: torch.Tensor, memory: torch.Tensor, lengths: torch.Tensor, decoding: Decoding | None = None
