@@ -1,8 +1,8 @@
 """The tasks' own figures on data that every machine has: how often digits are told right, waiting for data, padding.
 
-Digits: `configs/images_digits.yaml` with several seeds, accuracy on the held-out fifth. Waiting: the share of time that
-the loop of each task's preset stood still for data. Padding: the share of tokens that are padding in translation's bundles and
-in batches of as many pairs taken as they come; of the embedded docstrings, and of two files of lines where they are given.
+Digits: `configs/images_digits.yaml` with several seeds, accuracy on the held-out fifth. Waiting: the share of time that the
+loop of each task's preset stood still for data. Padding: the share of tokens that are padding in translation's bundles,
+and in batches of as many pairs as they come; of the embedded docstrings, and of two files of lines where they are given.
 
     python -m benchmarks.tasks                                # two minutes on two cores
     python -m benchmarks.tasks --source train.de.gz --target train.en.gz
