@@ -73,6 +73,8 @@ def run_worker(
     try:
         training = build_training(job, place, observers, stopping, say)
         say(f"training on {place.world} worker(s) from step {training.state.step}")
+        for metric, signature in training.loader.samples.task.signatures.items():
+            say(f"{metric} {signature}")
         facts = _facts(job, place, training)
         for observer in observers:
             observer.on_start(facts)
