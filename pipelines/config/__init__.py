@@ -10,11 +10,12 @@ from pipelines.config.config import Config
 from pipelines.config.data import Data, Tokenizer
 from pipelines.config.model import Model
 from pipelines.config.profile import Profile
-from pipelines.config.run import Decoding, Finished, Launch, Record, Sample, Scaling
+from pipelines.config.run import Answering, Decoding, Finished, Launch, Record, Sample, Scaling
 from pipelines.config.section import Section, SettingError, setting
 from pipelines.config.train import Checkpoint, Guard, Objective, Optimizer, Train, Validation
 
 __all__ = [
+    "Answering",
     "Checkpoint",
     "Config",
     "Data",

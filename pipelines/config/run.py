@@ -117,6 +117,26 @@ class Finished(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Answering(Finished):
+    """How a trained model answers many samples; jobs that do add which."""
+
+    batch: int = setting(64, at_least=1, at_most=1_000_000)
+    """Samples that are answered side by side."""
+    precision: Literal["fp32", "bf16"] = setting("fp32")
+    """What products are computed in; `bf16` is faster where the hardware multiplies it."""
+    workers: Literal["auto"] | int = setting("auto", at_least=1)
+    """Processes that hold the model; `auto`: one a GPU if there are any, else one a core, never more than there is work."""
+    device: Literal["auto", "cpu", "cuda"] = setting("auto")
+    """What they compute on; `auto`: a GPU if the cluster has any."""
+    threads: int = setting(0, at_least=0)
+    """Threads of a worker on CPUs; 0: the cores shared out among the workers."""
+    beams: int = setting(0, at_least=0, at_most=1024)
+    """Translations that are followed side by side; 0: as `decoding.beams` of the run."""
+    on_error: Literal["raise", "skip"] = setting("raise")
+    """At what cannot be read or answered: end with an error, or skip and count it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Decoding(Section):
     """How a translator chooses its words."""
 

@@ -1,10 +1,15 @@
 """A trained model, opened from its run's folder: settings, task, tokenizers and parameters.
 
 opened = open_run(storage, "my-run", checkpoint="best")
-"".join(write_text(opened.decoder, opened.encoder, Sample(prompt="def ")))
+"".join(write_text(opened.decoder, opened.task, Sample(prompt="def ")))
+
+chosen = choose(storage, "my-run")                        # without the parameters, which `chosen.open()` loads anywhere
 """
 
-from dataclasses import dataclass
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,11 +58,57 @@ class Opened:
         return self.model
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """Some checkpoints of a run. Small: it travels to workers, who all open the same one, even while the run goes on."""
+
+    config: Config
+    checkpoints: tuple[Found, ...]
+    """The newest first; the model is their mean."""
+
+    @property
+    def step(self) -> int:
+        """The step of the newest."""
+        return self.checkpoints[0].step
+
+    @property
+    def place(self) -> Folder:
+        """Where the tokenizers' folders lie."""
+        newest = self.checkpoints[0]
+        return newest.folder / str(newest.manifest["attempt"])
+
+    @property
+    def task(self) -> Task:
+        """With what it learned of the data, and its tokenizers."""
+        return task_at(self.config, self.place)
+
+    @property
+    def identity(self) -> str:
+        """The same 16 hexadecimal digits for the same parameters."""
+        files = json.dumps([found.manifest["files"] for found in self.checkpoints], sort_keys=True)
+        return hashlib.sha256(files.encode()).hexdigest()[:16]
+
+    def with_beams(self, beams: int) -> "Chosen":
+        """The same, with a translator that follows so many translations; 0: as the run's settings say."""
+        decoding = replace(self.config.decoding, beams=beams or self.config.decoding.beams)
+        return replace(self, config=replace(self.config, decoding=decoding))
+
+    def open(self) -> Opened:
+        """Loads the parameters."""
+        task = self.task
+        return Opened(self.config, task, _build(self, task), self.step, self.place)
+
+
 def open_run(storage: Folder, run: str, checkpoint: str = "best", average: int = 1) -> Opened:
     """Opens a run at its `best` or `last` checkpoint, or at the mean of its newest ones (Vaswani et al., 2017, 6.1).
 
     Raises SettingError where there is no such run, or not that many checkpoints.
     """
+    return choose(storage, run, checkpoint, average).open()
+
+
+def choose(storage: Folder, run: str, checkpoint: str = "best", average: int = 1) -> Chosen:
+    """What `open_run` opens. Raises SettingError as it does."""
     folder = storage / run
     if not folder.exists("config.yaml"):
         others = [name for name in storage.names() if (storage / name).exists("config.yaml")]
@@ -70,17 +121,11 @@ def open_run(storage: Folder, run: str, checkpoint: str = "best", average: int =
             f"--run {run}: it has {len(chosen)} whole checkpoint(s), and {average} are asked for; train it with a "
             f"checkpoint.every above 0 and checkpoint.keep of at least {average}"
         )
-    place = chosen[0].folder / chosen[0].manifest["attempt"]
-    task = _task(config, place)
-    return Opened(config, task, _build(config, task, checkpoints, chosen), chosen[0].step, place)
+    return Chosen(config, tuple(chosen))
 
 
-def _chosen(checkpoints: Checkpoints, checkpoint: str, average: int) -> list[Found]:
-    best = checkpoints.at_hint("best") if checkpoint == "best" and average == 1 else None
-    return [best] if best else [found for found, _ in zip(checkpoints.whole(), range(average), strict=False)]
-
-
-def _task(config: Config, place: Folder) -> Task:
+def task_at(config: Config, place: Folder) -> Task:
+    """The task whose facts and tokenizers lie in a folder."""
     if place.exists("facts.json"):
         facts = place.read_json("facts.json")
         return build_task(config, facts, Tokenizers(place, facts["tokenizers"]))
@@ -89,16 +134,35 @@ def _task(config: Config, place: Folder) -> Task:
     return build_task(config, {"vocabulary_size": encoder.vocabulary_size, "end_id": encoder.end_id}, encoders)
 
 
-def _build(config: Config, task: Task, checkpoints: Checkpoints, chosen: list[Found]) -> nn.Module:
-    if not why_no_triton():
-        # A run of another machine may have asked for kernels that this one cannot run; what it trained runs anywhere.
-        use_kernels(config.model.kernels)
+def _chosen(checkpoints: Checkpoints, checkpoint: str, average: int) -> list[Found]:
+    best = checkpoints.at_hint("best") if checkpoint == "best" and average == 1 else None
+    return [best] if best else [found for found, _ in zip(checkpoints.whole(), range(average), strict=False)]
+
+
+def _build(chosen: Chosen, task: Task) -> nn.Module:
+    _use_kernels(chosen.config)
     model = task.build_model()
-    mean = [torch.zeros_like(parameter) for parameter in model.parameters()] if len(chosen) > 1 else []
-    for found in chosen:
-        checkpoints.load(found, model)
+    mean = [torch.zeros_like(parameter) for parameter in model.parameters()] if len(chosen.checkpoints) > 1 else []
+    for found in chosen.checkpoints:
+        Checkpoints(found.folder, attempt="", keep=1).load(found, model)
         for total, parameter in zip(mean, model.parameters(), strict=False):
-            total.add_(parameter.detach(), alpha=1 / len(chosen))
+            total.add_(parameter.detach(), alpha=1 / len(chosen.checkpoints))
     for parameter, value in zip(model.parameters(), mean, strict=False):
         parameter.data.copy_(value)
     return model.eval()
+
+
+def load_weights(config: Config, task: Task, file: Path) -> nn.Module:
+    """The model with the parameters of a safetensors file."""
+    from safetensors.torch import load_model
+
+    _use_kernels(config)
+    model = task.build_model()
+    load_model(model, file)
+    return model.eval()
+
+
+def _use_kernels(config: Config) -> None:
+    if not why_no_triton():
+        # A run of another machine may have asked for kernels that this one cannot run; what it trained runs anywhere.
+        use_kernels(config.model.kernels)

@@ -1,6 +1,6 @@
 """Text from a decoder and its tokenizer, piece by piece, ended by an end token or a stop string.
 
-for piece in write_text(model, encoder, Sample(prompt="def ", tokens=100)):
+for piece in write_text(model, task, Sample(prompt="def ", tokens=100)):
     print(piece, end="", flush=True)
 """
 
@@ -10,24 +10,29 @@ from dataclasses import dataclass, field
 from model.generate import generate
 from model.transformer import Decoder
 from pipelines.config import Sample
-from pipelines.tasks.task import Encoder
+from pipelines.tasks.task import Encoder, Task
 
 INCOMPLETE = "\ufffd"
 
 
-def write_text(model: Decoder, encoder: Encoder, settings: Sample) -> Iterator[str]:
+def write_text(model: Decoder, task: Task, settings: Sample) -> Iterator[str]:
     """Yields the continuation of the settings' prompt as it comes, without the prompt."""
-    for pieces in write_texts(model, encoder, settings, [settings.prompt]):
+    for pieces in write_texts(model, task, settings, [settings.prompt]):
         yield pieces[0]
 
 
-def write_texts(model: Decoder, encoder: Encoder, settings: Sample, prompts: list[str]) -> Iterator[list[str]]:
+def write_texts(model: Decoder, task: Task, settings: Sample, prompts: list[str]) -> Iterator[list[str]]:
     """Continues several prompts side by side; yields the new piece of each, "" for those that have ended."""
-    rows = [encoder.encode(prompt).tolist() or [encoder.end_id] for prompt in prompts]
-    writers = [_Writer(encoder, settings.stop) for _ in prompts]
+    return write_rows(model, task, settings, [task.prompt(prompt).tolist() for prompt in prompts])
+
+
+def write_rows(model: Decoder, task: Task, settings: Sample, rows: list[list[int]]) -> Iterator[list[str]]:
+    """The same for prompts that are ids already; one without ids starts as a new document does."""
+    encoder = task.encoders["tokenizer"]
+    writers = [_Writer(encoder, settings.stop) for _ in rows]
     for ids in generate(
         model,
-        rows,
+        [row or [encoder.end_id] for row in rows],
         tokens=settings.tokens,
         temperature=settings.temperature,
         top_k=settings.top_k,

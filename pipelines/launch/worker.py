@@ -288,7 +288,7 @@ def _write_sample(job: Job, place: Place, training: Training) -> None:
     if not settings.tokens or not isinstance(model, Decoder):
         return
     with training.rules.precision.autocast(training.strategy.device), as_compiled():
-        text = "".join(write_text(model, training.loader.samples.task.encoders["tokenizer"], settings))
+        text = "".join(write_text(model, training.loader.samples.task, settings))
     training.strategy.settle()
     if place.rank == 0:
         job.folder.put("sample.txt", settings.prompt + text + "\n")

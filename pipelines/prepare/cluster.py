@@ -66,7 +66,7 @@ class _Shards(Datasink[dict[str, Any]]):  # type: ignore[misc]
 def run_parts(job: Job, parts: list[Part]) -> list[dict[str, Any]]:
     """Prepares the parts on the cluster; their records. Raises DataError as a stage raised it."""
     sink = _Shards(job)
-    with _quiet_context(), _unwrapped():
+    with quiet_context(), _unwrapped():
         texts = ray.data.read_datasource(_Parts(job, parts), override_num_blocks=len(parts))
         texts.map_batches(_Tokenise(job), batch_size=None, batch_format="pyarrow", zero_copy_batch=True).write_datasink(sink)
     return sink.records
@@ -99,7 +99,7 @@ def run_alone(function: Callable[..., Result], *arguments: Any) -> Result:
 
 
 @contextmanager
-def _quiet_context() -> Iterator[None]:
+def quiet_context() -> Iterator[None]:
     """Ray Data in the order of the parts, with small blocks, and without a word of its own."""
     logger, context = logging.getLogger("ray.data"), DataContext.get_current()
     options = context.execution_options

@@ -24,7 +24,7 @@ from pipelines.prepare.shards import same_file
 from pipelines.prepare.sources import Source
 from pipelines.prepare.stages import SPLITS, Job, id_type, read_part, survey_part, tokenise, write_part
 from pipelines.tasks.task import Facts, Task
-from pipelines.tokenizers import load_tokenizer, train_tokenizer
+from pipelines.tokenizers import Tokenizers, load_tokenizer, train_tokenizer
 
 Echo = Callable[[str], None]
 
@@ -59,8 +59,9 @@ def prepare(config: Config, storage: Folder, task: Task, *, on_ray: bool = True,
     job = Job(folder, readers, task, config.data.validation_fraction, config.data.on_error == "skip")
     for name in task.tokenizers:
         _make_tokenizer(config, job, parts, name, on_ray, echo)
-    facts = _facts(job, parts, on_ray, echo)
-    job = replace(job, task=type(task)(config, facts))
+    encoders = Tokenizers(folder, task.tokenizers)
+    job = replace(job, task=task.knowing({}, encoders))
+    job = replace(job, task=task.knowing(_facts(job, parts, on_ray, echo), encoders))
     records = _run(job, parts, on_ray, echo)
     manifest = _manifest(config, digest, source, job.task, records)
     _check(config, manifest)
@@ -116,7 +117,7 @@ def _train(settings: Tokenizer, job: Job, slices: list[Slice], size: int, name: 
 def _facts(job: Job, parts: tuple[Part, ...], on_ray: bool, echo: Echo) -> Facts:
     """What the task learns of the data, unless an interrupted preparation left it: where it must, in a pass over all."""
     if not job.task.surveyed:
-        return job.task.learn([], job.encoders)
+        return job.task.learn([])
     try:
         found: Facts = job.folder.read_json(_FACTS)
         return found
@@ -129,7 +130,7 @@ def _facts(job: Job, parts: tuple[Part, ...], on_ray: bool, echo: Echo) -> Facts
         surveys = run_each(survey_part, job, parts)
     else:
         surveys = [survey_part(job, part) for part in parts]
-    job.folder.put_json(_FACTS, job.task.learn(surveys, job.encoders))
+    job.folder.put_json(_FACTS, job.task.learn(surveys))
     return _facts(job, parts, on_ray, echo)  # as JSON has them, whoever reads them
 
 

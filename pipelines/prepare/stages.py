@@ -13,7 +13,6 @@ record["shards"]                                          # {"train": {...}, "va
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -26,8 +25,7 @@ from pipelines.prepare.faults import Fault
 from pipelines.prepare.parts import items
 from pipelines.prepare.pieces import Part, Piece, Reader
 from pipelines.prepare.shards import ShardWriter
-from pipelines.tasks.task import Document, Encoder, Encoders, Facts, Task
-from pipelines.tokenizers import load_tokenizer
+from pipelines.tasks.task import Document, Facts, Task
 
 SPLITS = ("train", "validation")
 
@@ -61,16 +59,6 @@ class Job:
     validation_fraction: float
     skip: bool
     """Whether faults are counted instead of raised."""
-
-    @property
-    def encoders(self) -> Encoders:
-        """The task's tokenizers, loaded once a process."""
-        return {name: _encoder(self.folder / name) for name in self.task.tokenizers}
-
-
-@lru_cache(maxsize=4)
-def _encoder(folder: Folder) -> Encoder:
-    return load_tokenizer(folder)
 
 
 def validates(identity: str, fraction: float) -> bool:
@@ -138,12 +126,12 @@ def tokenise(job: Job, table: pa.Table) -> pa.Table:
     ids: list[np.ndarray] = []
     masks: list[np.ndarray | None] = []
     faults: dict[int, str] = {}
-    encoders, fields = job.encoders, len(job.task.columns)
+    fields = len(job.task.columns)
     for row, (text, ends) in enumerate(zip(table["text"].to_pylist(), table["ends"].to_pylist(), strict=True)):
         example, mask = _NOTHING, None
         if text is not None:
             try:
-                example, mask = _encode(job.task, encoders, _unpack(text, fields), ends)
+                example, mask = _encode(job.task, _unpack(text, fields), ends)
             except ValueError as error:
                 faults[row] = str(error)
         ids.append(example)
@@ -163,8 +151,8 @@ def tokenise(job: Job, table: pa.Table) -> pa.Table:
 _NOTHING = np.empty(0, np.uint32)
 
 
-def _encode(task: Task, encoders: Encoders, document: Document, ends: bool) -> tuple[np.ndarray, np.ndarray | None]:
-    ids, mask = task.encode(document, encoders)
+def _encode(task: Task, document: Document, ends: bool) -> tuple[np.ndarray, np.ndarray | None]:
+    ids, mask = task.encode(document)
     if task.window is None and not len(ids):
         raise ValueError("has nothing in it that the task could learn from")
     if not ends and len(ids) and ids[-1] == task.facts["end_id"]:

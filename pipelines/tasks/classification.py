@@ -41,14 +41,14 @@ class Classification(Labelling):
         """Ids of the text, bytes without an end, and the labels' numbers."""
         return max(256 if self.bytes else int(self.facts["vocabulary_size"]), len(self.labels))
 
-    def learn(self, surveys: list[Facts], encoders: Encoders) -> Facts:  # type: ignore[override]
+    def learn(self, surveys: list[Facts]) -> Facts:  # type: ignore[override]
         """The tokenizer's facts and the labels."""
-        return {**Task.learn(self, surveys, encoders), **super().learn(surveys, encoders)}
+        return {**Task.learn(self, surveys), **super().learn(surveys)}
 
-    def encode(self, document: Document, encoders: Encoders) -> tuple[np.ndarray, None]:
+    def encode(self, document: Document) -> tuple[np.ndarray, None]:
         """The label's number, 0 for a question, and the first ids of the text."""
         label = self.number_of(document[1]) if len(document) > 1 else 0
-        ids = encoders["tokenizer"].encode(document[0])[: self.config.model.context]
+        ids = self.encoders["tokenizer"].encode(document[0])[: self.config.model.context]
         return np.concatenate(([np.uint32(label)], ids)), None
 
     def collate(self, rows: Rows, masks: Rows | None) -> "tuple[Inputs, torch.Tensor]":

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipelines.config import Config
 from pipelines.tasks.language_model import LanguageModel
 from pipelines.tasks.padding import pad
-from pipelines.tasks.task import IGNORED, Column, Document, Encoders, Facts, Inputs, Rows
+from pipelines.tasks.task import IGNORED, Column, Document, Inputs, Rows
 from pipelines.tokenizers.training import read_chat
 
 if TYPE_CHECKING:
@@ -25,9 +24,10 @@ if TYPE_CHECKING:
 class Completion(LanguageModel):
     """The task of a decoder that answers."""
 
-    def __init__(self, config: Config, facts: Facts | None = None, encoders: Encoders | None = None) -> None:
-        super().__init__(config, facts, encoders)
-        self.window = None
+    @property
+    def window(self) -> None:
+        """Each pair is a sample."""
+        return
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -44,25 +44,28 @@ class Completion(LanguageModel):
         tokenizer = self.config.tokenizer
         return {"context": self.config.model.context, "chat": read_chat(tokenizer) if tokenizer.kind == "file" else None}
 
-    def encode(self, document: Document, encoders: Encoders) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, document: Document) -> tuple[np.ndarray, np.ndarray]:
         """Ids of prompt and completion, of which the latter count. Of what is longer than context + 1, the prompt's
         beginning goes first, but for one id, then the completion's end."""
-        encoder = encoders["tokenizer"]
-        chat = encoder.chat
-        end = np.array([encoder.end_id], np.uint32)
-        prompt = chat.question(document[0]) if chat else encoder.encode(document[0])
-        prompt = prompt if len(prompt) else end
+        prompt = self.prompt(document[0])
         if len(document) == 1:
             return prompt, np.zeros(len(prompt), bool)
+        encoder = self.encoders["tokenizer"]
+        chat, end = encoder.chat, np.uint32(encoder.end_id)
         answer = chat.answer(*document) if chat else np.append(encoder.encode(document[1]), end)
         room = self.config.model.context + 1
         prompt = prompt[-max(1, room - len(answer)) :]
         answer = answer[: room - len(prompt)]
         return np.concatenate((prompt, answer)), np.arange(len(prompt) + len(answer)) >= len(prompt)
 
+    def prompt(self, text: str) -> np.ndarray:
+        """Ids of a prompt, with what leads in its answer in a chat; of an empty one an end token."""
+        encoder = self.encoders["tokenizer"]
+        ids = encoder.chat.question(text) if encoder.chat else encoder.encode(text)
+        return ids if len(ids) else np.array([encoder.end_id], np.uint32)
+
     def collate(self, rows: Rows, masks: Rows | None) -> "tuple[Inputs, torch.Tensor]":
         """Inputs are all but each pair's last id, targets all but its first; padding stands behind, and is no target."""
-
         inputs, _ = pad([row[:-1] for row in rows])
         kept = [np.ones(len(row), bool) for row in rows] if masks is None else masks
         wanted = [np.where(mask, row.astype(np.int64), IGNORED)[1:] for row, mask in zip(rows, kept, strict=True)]

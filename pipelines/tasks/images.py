@@ -17,7 +17,7 @@ import numpy as np
 
 from model.shape import convnet_flops
 from pipelines.tasks.labels import Labelling
-from pipelines.tasks.task import Column, Document, Encoders, Facts, Inputs, Rows
+from pipelines.tasks.task import Column, Document, Facts, Inputs, Rows
 
 if TYPE_CHECKING:
     import torch
@@ -63,9 +63,9 @@ class Images(Labelling):
                     continue
         return {"labels": labels, "sizes": sizes}
 
-    def learn(self, surveys: Sequence[Facts], encoders: Encoders) -> Facts:
+    def learn(self, surveys: Sequence[Facts]) -> Facts:
         """The labels, and the size that all images have. Raises ValueError where they have several and none is set."""
-        labels, sizes = super().learn(surveys, encoders), sum((Counter(each["sizes"]) for each in surveys), Counter[str]())
+        labels, sizes = super().learn(surveys), sum((Counter(each["sizes"]) for each in surveys), Counter[str]())
         if self.config.data.image_size:
             return {**labels, "image": list(self.config.data.image_size)}
         if len(sizes) != 1:
@@ -80,7 +80,7 @@ class Images(Labelling):
         """The size of images."""
         return {"image_size": self.config.data.image_size}
 
-    def encode(self, document: Document, encoders: Encoders) -> tuple[np.ndarray, None]:
+    def encode(self, document: Document) -> tuple[np.ndarray, None]:
         """The label's number, 0 for a question, and the pixels. Raises ValueError for what is no image of the right size."""
         label = self.number_of(document[1]) if len(document) > 1 else 0
         picture, (channels, height, width) = _open(document[0]), self.image

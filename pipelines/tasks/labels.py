@@ -6,12 +6,12 @@ The first number of an example is its label. Validation counts a confusion matri
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipelines.tasks.task import IGNORED, Column, Document, Encoders, Facts, Inputs, Rows, Task, mean
+from pipelines.tasks.task import IGNORED, Column, Document, Facts, Inputs, Rows, Task, mean
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 MOST_LABELS = 1000
 """More are likely no labels but another column."""
+BINS = 15
+"""Of confidence, for the calibration error."""
 
 
 class Labelling(Task):
@@ -41,7 +43,7 @@ class Labelling(Task):
         """How often each label occurs."""
         return {"labels": dict(Counter(document[-1] for document in documents))}
 
-    def learn(self, surveys: Sequence[Facts], encoders: Encoders) -> Facts:
+    def learn(self, surveys: Sequence[Facts]) -> Facts:
         """The labels in alphabetical order, numbers by their value, and their shares of the data. Raises ValueError."""
         counts: Counter[str] = Counter()
         for each in surveys:
@@ -113,14 +115,64 @@ class Labelling(Task):
             for row in probabilities
         ]
 
+    def losses(self, model: "nn.Module", inputs: Inputs, targets: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
+        """Cross-entropies, and which labels count."""
+        from torch.nn.functional import cross_entropy
+
+        return cross_entropy(_logits(model, inputs).float(), targets, reduction="none"), targets != IGNORED
+
     def grade(self, table: Mapping[str, Any]) -> dict[str, float]:
-        """Loss, accuracy and macro F1 of answered samples; their true labels are the column of their name."""
+        """Loss, accuracy, macro F1, calibration error, and each label's precision and recall, by torchmetrics."""
+        import torch
+        from torchmetrics.functional import classification as by
+
+        true, given = (torch.from_numpy(each) for each in self._numbers(table))
+        probabilities = torch.tensor(np.stack(table[self.given("probabilities")]))
+        count = len(self.labels)
+        found = {
+            "accuracy": float(by.multiclass_accuracy(given, true, count, average="micro")),
+            "macro_f1": float(by.multiclass_f1_score(given, true, count)),
+            "calibration_error": float(by.multiclass_calibration_error(probabilities, true, count, n_bins=BINS)),
+        }
+        for name, function in (("precision", by.multiclass_precision), ("recall", by.multiclass_recall)):
+            values = function(given, true, count, average="none").tolist()
+            found |= {f"{name}/{label}": value for label, value in zip(self.labels, values, strict=True)}
+        return super().grade(table) | found
+
+    def grades(self, table: Mapping[str, Any]) -> Callable[[np.ndarray], dict[str, float]]:
+        """The same from sums that add up, since torchmetrics knows no weights.
+
+        The calibration error (Guo et al., 2017) is the mean gap between confidence and accuracy over BINS of confidence.
+        """
+        count, grades = len(self.labels), super().grades(table)
+        true, given = self._numbers(table)
+        confidence = np.asarray(table[self.given("probability")], float)
+        bins = np.searchsorted(np.linspace(0, 1, BINS + 1), confidence, side="right")
+        gaps = (true == given) - confidence
+
+        def of(weights: np.ndarray) -> dict[str, float]:
+            confusion = np.bincount(true * count + given, weights, count**2).reshape(count, count)
+            accuracy, macro_f1 = scores(confusion)
+            error = mean(float(np.abs(np.bincount(bins, weights * gaps)).sum()), float(weights.sum()))
+            found = {"accuracy": accuracy, "macro_f1": macro_f1, "calibration_error": error}
+            for name, axis in (("precision", 0), ("recall", 1)):
+                values = confusion.diagonal() / np.maximum(confusion.sum(axis), 1)
+                found |= {f"{name}/{label}": float(value) for label, value in zip(self.labels, values, strict=True)}
+            return grades(weights) | found
+
+        return of
+
+    def confusion(self, table: Mapping[str, Any]) -> np.ndarray:
+        """How often answered samples of each label (rows) were given each (columns)."""
+        count, (true, given) = len(self.labels), self._numbers(table)
+        return np.bincount(true * count + given, minlength=count**2).reshape(count, count)
+
+    def _numbers(self, table: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        """The true and the given labels' numbers."""
         numbers = {name: number for number, name in enumerate(self.labels)}
-        true = np.array([numbers[name] for name in table[self.label_column.name]])
-        given = np.array([numbers[name] for name in table["label_given"]])
-        confusion = np.bincount(true * len(numbers) + given, minlength=len(numbers) ** 2).reshape(len(numbers), -1)
-        accuracy, macro_f1 = scores(confusion)
-        return super().grade(table) | {"accuracy": accuracy, "macro_f1": macro_f1}
+        names = table[self.label_column.name], table[self.given("label")]
+        true, given = (np.array([numbers[name] for name in each], np.int64) for each in names)
+        return true, given
 
 
 def scores(confusion: np.ndarray) -> tuple[float, float]:

@@ -8,12 +8,12 @@ fills no window is dropped.
 """
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipelines.config import Config
-from pipelines.tasks.task import IGNORED, Document, Encoders, Facts, Inputs, Rows, Task, Window
+from pipelines.tasks.task import IGNORED, Document, Inputs, Rows, Task, Window, mean
 
 if TYPE_CHECKING:
     import torch
@@ -26,13 +26,14 @@ class LanguageModel(Task):
 
     metrics = ("val_loss", "val_perplexity")
 
-    def __init__(self, config: Config, facts: Facts | None = None, encoders: Encoders | None = None) -> None:
-        self.window = Window(length=config.model.context + 1, stride=config.model.context)
-        super().__init__(config, facts, encoders)
+    @property
+    def window(self) -> Window | None:
+        """As many targets as the context holds, each once."""
+        return Window(length=self.config.model.context + 1, stride=self.config.model.context)
 
-    def encode(self, document: Document, encoders: Encoders) -> tuple[np.ndarray, np.ndarray | None]:
+    def encode(self, document: Document) -> tuple[np.ndarray, np.ndarray | None]:
         """The document's ids and an end token; every token counts."""
-        encoder = encoders["tokenizer"]
+        encoder = self.encoders["tokenizer"]
         return np.append(encoder.encode(document[0]), np.uint32(encoder.end_id)), None
 
     def collate(self, rows: Rows, masks: Rows | None) -> "tuple[Inputs, torch.Tensor]":
@@ -54,10 +55,26 @@ class LanguageModel(Task):
     def score(self, loss_sum: float, targets: float, counts: np.ndarray) -> dict[str, float]:
         """Mean loss in nats a token, and its perplexity."""
         scores = super().score(loss_sum, targets, counts)
-        loss = scores["val_loss"]
-        return scores | {"val_perplexity": math.exp(loss) if loss < 700 else math.inf}
+        return scores | {"val_perplexity": perplexity(scores["val_loss"])}
+
+    def grades(self, table: Mapping[str, Any]) -> Callable[[np.ndarray], dict[str, float]]:
+        """Loss, perplexity, and bits a byte of the text, which compares models whatever their tokenizers."""
+        grades = super().grades(table)
+        losses, size = (np.asarray(table[self.given(name)], float) for name in ("loss", "bytes"))
+
+        def of(weights: np.ndarray) -> dict[str, float]:
+            scores = grades(weights)
+            bits = mean(float(weights @ losses) / math.log(2), float(weights @ size))
+            return scores | {"perplexity": perplexity(scores["loss"]), "bits_per_byte": bits}
+
+        return of
 
     @property
     def targets_per_sample(self) -> float | None:
         """Every token but the first."""
         return float(self.config.model.context)
+
+
+def perplexity(loss: float) -> float:
+    """Of a mean loss in nats."""
+    return math.exp(loss) if loss < 700 else math.inf

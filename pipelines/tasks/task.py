@@ -1,8 +1,8 @@
 """What is trained, as the spine sees it: what a task knows and nobody else. One file in this folder a task.
 
     task = build_task(config)                               # before the data is known: which columns, which metrics
-    ids, mask = task.encode(document, encoders)             # while preparing: one document -> one example
-    task = build_task(config, manifest.facts)               # from then on it knows what preparation learned
+    ids, mask = task.encode(document)                       # while preparing: one document -> one example
+    task = build_task(config, manifest.facts, encoders)     # from then on it knows what preparation learned
     inputs, targets = task.collate(rows, masks)             # while feeding: what the model is fed, on the host
     loss_sum, counted = task.build_model()(*inputs, targets)    # while training
     metrics = task.score(loss_sum, targets, counts)         # while validating
@@ -11,9 +11,9 @@ PyTorch is imported only where it is used: the driver and the workers that prepa
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 import numpy as np
 
@@ -99,8 +99,6 @@ class Window:
 class Task:
     """A thing that Raystride can train; each task overrides what is particular to it."""
 
-    window: Window | None = None
-    """How samples are cut from the concatenated examples; None: each example is a sample."""
     tokenizers: tuple[str, ...] = ("tokenizer",)
     """Its tokenizers: folders under these names lie beside the shards."""
     surveyed: ClassVar[bool] = False
@@ -114,9 +112,23 @@ class Task:
             raise config.train.error("slot_tokens", f"must be 0 with task `{config.task}`, whose samples are equally long")
 
     @property
+    def window(self) -> Window | None:
+        """How samples are cut from the concatenated examples; None: each example is a sample."""
+        return None
+
+    def knowing(self, facts: Facts, encoders: Encoders) -> Self:
+        """The same task, which knows this of the data and has these tokenizers."""
+        return type(self)(self.config, facts, encoders)
+
+    @property
     def columns(self) -> tuple[Column, ...]:
         """What it reads of a row; a source without columns gives the first one alone."""
         return (Column("data.column", self.config.data.column),)
+
+    @property
+    def asked(self) -> tuple[Column, ...]:
+        """The columns of a question: all but the label or the target that the model is to find."""
+        return tuple(column for column in self.columns if not column.answer)
 
     def shaped_by(self) -> dict[str, Any]:
         """What else than its columns and tokenizers shapes its examples, as JSON; known without facts."""
@@ -135,14 +147,18 @@ class Task:
         """What is to be known of some of the documents, as JSON; `learn` gets one of these for each part of the data."""
         return {}
 
-    def learn(self, surveys: Sequence[Facts], encoders: Encoders) -> Facts:
+    def learn(self, surveys: Sequence[Facts]) -> Facts:
         """The facts from all parts' surveys and the tokenizers. Raises DataError where the data does not suit the task."""
-        encoder = encoders[self.tokenizers[0]]
+        encoder = self.encoders[self.tokenizers[0]]
         return {"vocabulary_size": encoder.vocabulary_size, "end_id": encoder.end_id}
 
-    def encode(self, document: Document, encoders: Encoders) -> tuple[np.ndarray, np.ndarray | None]:
+    def encode(self, document: Document) -> tuple[np.ndarray, np.ndarray | None]:
         """An example: its numbers (n), below `ids`, and a loss mask (n) or None. Raises ValueError: why it can be none."""
         raise NotImplementedError
+
+    def prompt(self, text: str) -> np.ndarray:
+        """The ids (n) after which a decoder writes on; where there are none, it starts as a new document does."""
+        return self.encoders[self.tokenizers[0]].encode(text)
 
     def sizes(self, firsts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """What examples are padded by, (n, k): the lengths of their k sequences, from their first numbers and lengths."""
@@ -178,9 +194,31 @@ class Task:
         """What the model says to each of some samples, by name: a label and how sure it is, a translation, ..."""
         raise NotImplementedError
 
+    def losses(self, model: "nn.Module", inputs: Inputs, targets: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
+        """The loss sum of each sample and its targets that count, both (B)."""
+        import torch
+
+        alone = [model(*(each[i : i + 1] for each in inputs), targets[i : i + 1]) for i in range(len(targets))]
+        sums, counts = zip(*alone, strict=True)
+        return torch.stack(sums), torch.stack(counts)
+
+    def given(self, name: str) -> str:
+        """What a part of an answer is called in a table of answered samples: `_given` follows a name that a column has."""
+        return f"{name}_given" if name in {column.name for column in self.columns} else name
+
     def grade(self, table: Mapping[str, Any]) -> dict[str, float]:
         """Metrics of answered samples from the columns `loss`, `targets`, those of `answer`, and the document's own."""
-        return {"loss": mean(sum(table["loss"]), sum(table["targets"]))}
+        return self.grades(table)(np.ones(len(table[self.given("loss")])))
+
+    def grades(self, table: Mapping[str, Any]) -> Callable[[np.ndarray], dict[str, float]]:
+        """The same metrics as a function of how often each sample counts (n): once, or as a bootstrap drew it."""
+        losses, targets = (np.asarray(table[self.given(name)], float) for name in ("loss", "targets"))
+        return lambda weights: {"loss": mean(float(weights @ losses), float(weights @ targets))}
+
+    @property
+    def signatures(self) -> dict[str, str]:
+        """How metrics were computed, by their names, where that is to be quoted with them."""
+        return {}
 
     @property
     def counted(self) -> int:

@@ -8,7 +8,7 @@ what BLEU (Papineni et al., 2002) and chrF (Popović, 2015) are made of, as sacr
     (source, lengths, target_inputs), targets = task.collate(rows, None)     # (B, S), (B), (B, T), (B, T), int64
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -64,19 +64,19 @@ class Translation(Task):
             return document
         return document[1:] if tokenizer == "target_tokenizer" else document[:1]
 
-    def learn(self, surveys: Sequence[Facts], encoders: Encoders) -> Facts:
+    def learn(self, surveys: Sequence[Facts]) -> Facts:
         """Sizes and end tokens of the vocabularies."""
-        target = encoders[self.tokenizers[-1]]
+        target = self.encoders[self.tokenizers[-1]]
         own = {"target_vocabulary_size": target.vocabulary_size, "target_end_id": target.end_id}
-        return {**super().learn(surveys, encoders), **({} if self.config.tokenizer.shared else own)}
+        return {**super().learn(surveys), **({} if self.config.tokenizer.shared else own)}
 
     def shaped_by(self) -> dict[str, Any]:
         """What is cut off, and the vocabularies."""
         return {"context": self.config.model.context, "shared": self.config.tokenizer.shared}
 
-    def encode(self, document: Document, encoders: Encoders) -> tuple[np.ndarray, None]:
+    def encode(self, document: Document) -> tuple[np.ndarray, None]:
         """Both sides, each as far as it fits the context; a question has an empty target."""
-        first, last, most = encoders["tokenizer"], encoders[self.tokenizers[-1]], self.config.model.context - 1
+        first, last, most = self.encoders["tokenizer"], self.encoders[self.tokenizers[-1]], self.config.model.context - 1
         source = first.encode(document[0])[:most]
         target = last.encode(document[1])[:most] if len(document) > 1 else np.empty(0, np.uint32)
         return np.concatenate(([np.uint32(len(source) + 1)], source, [np.uint32(first.end_id)], target)), None
@@ -144,11 +144,21 @@ class Translation(Task):
         """The translations, as `decoding` asks for them."""
         return [{"translation": text} for text in self._translate(model, inputs, beams=self.config.decoding.beams)]
 
-    def grade(self, table: Mapping[str, Any]) -> dict[str, float]:
+    def grades(self, table: Mapping[str, Any]) -> Callable[[np.ndarray], dict[str, float]]:
         """Loss, BLEU and chrF of answered samples."""
-        overlap = Overlap()
-        counts = overlap.counts(table["translation"], table[self.columns[1].name]).sum(0)
-        return super().grade(table) | {"bleu": overlap.bleu(counts), "chrf": overlap.chrf(counts)}
+        overlap, grades = Overlap(), super().grades(table)
+        counts = overlap.counts(table[self.given("translation")], table[self.columns[1].name])
+
+        def of(weights: np.ndarray) -> dict[str, float]:
+            sums = weights @ counts
+            return grades(weights) | {"bleu": overlap.bleu(sums), "chrf": overlap.chrf(sums)}
+
+        return of
+
+    @property
+    def signatures(self) -> dict[str, str]:
+        """sacreBLEU's."""
+        return Overlap().signatures()
 
     def _translate(self, model: "nn.Module", inputs: Inputs, *, beams: int, together: bool = False) -> list[str]:
         from model.beam import translate

@@ -9,6 +9,7 @@ encoder = load_tokenizer(Folder.at("runs/.prepared/6f1c.../tokenizer"))
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from pipelines.files import Folder
@@ -40,24 +41,29 @@ def load_tokenizer(folder: Folder) -> AnyEncoder:
 
 
 class Tokenizers(Mapping[str, AnyEncoder]):
-    """The encoders in folders side by side, by the folders' names; each is loaded when it is first asked for."""
+    """The encoders in folders side by side, by the folders' names; each is loaded once a process, when it is asked for.
+
+    Small, whatever was loaded: it travels to the workers that prepare data.
+    """
 
     def __init__(self, place: Folder, names: Sequence[str]) -> None:
         self._place, self._names = place, tuple(names)
-        self._loaded: dict[str, AnyEncoder] = {}
 
     def __getitem__(self, name: str) -> AnyEncoder:
-        if name not in self._loaded:
-            if name not in self._names:
-                raise KeyError(name)
-            self._loaded[name] = load_tokenizer(self._place / name)
-        return self._loaded[name]
+        if name not in self._names:
+            raise KeyError(name)
+        return _loaded(self._place / name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+@lru_cache(maxsize=8)
+def _loaded(folder: Folder) -> AnyEncoder:
+    return load_tokenizer(folder)
 
 
 def save_tokenizer(folder: Folder, kind: dict[str, Any], content: str = "") -> None:

@@ -7,12 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.transformer import Decoder
-from pipelines.config import Model, Sample
+from pipelines.config import Config, Model, Sample
 from pipelines.evaluate import writing
 from pipelines.evaluate.writing import write_text, write_texts
+from pipelines.tasks import build_task
 from pipelines.tokenizers.alphabets import ByteEncoder
 
 ENCODER = ByteEncoder()
+TASK = build_task(Config(), {"vocabulary_size": 257, "end_id": 256}, {"tokenizer": ENCODER})
 
 
 def _pieces(ids: list[int], stop: tuple[str, ...] = ()) -> list[str]:
@@ -87,25 +89,25 @@ def model() -> Decoder:
 def test_several_prompts_side_by_side_are_what_each_gives_alone(model: Decoder) -> None:
     prompts = ["def ", "", "a longer prompt é"]
     settings = Sample(tokens=24, temperature=0.0)
-    columns = list(zip(*write_texts(model, ENCODER, settings, prompts), strict=True))
+    columns = list(zip(*write_texts(model, TASK, settings, prompts), strict=True))
     assert len(columns) == 3
     for prompt, pieces in zip(prompts, columns, strict=True):
-        alone = write_text(model, ENCODER, Sample(tokens=24, temperature=0.0, prompt=prompt))
+        alone = write_text(model, TASK, Sample(tokens=24, temperature=0.0, prompt=prompt))
         assert "".join(pieces) == "".join(alone)
 
 
 def test_writing_ends_when_every_row_has_ended(model: Decoder) -> None:
     settings = Sample(tokens=24, temperature=0.0)
-    whole = "".join(write_text(model, ENCODER, settings))
+    whole = "".join(write_text(model, TASK, settings))
     stop = whole[3:5]
-    pieces = list(write_text(model, ENCODER, Sample(tokens=24, temperature=0.0, stop=(stop,))))
+    pieces = list(write_text(model, TASK, Sample(tokens=24, temperature=0.0, stop=(stop,))))
     assert "".join(pieces) == whole[: whole.index(stop)]
     assert len(pieces) < 25
-    assert list(write_text(model, ENCODER, Sample(tokens=0))) == [""]
+    assert list(write_text(model, TASK, Sample(tokens=0))) == [""]
 
 
 def test_a_seed_fixes_the_text(model: Decoder) -> None:
-    texts = {seed: "".join(write_text(model, ENCODER, Sample(tokens=40, seed=seed))) for seed in (1, 2)}
+    texts = {seed: "".join(write_text(model, TASK, Sample(tokens=40, seed=seed))) for seed in (1, 2)}
     assert texts[1] != texts[2]
-    assert "".join(write_text(model, ENCODER, Sample(tokens=40, seed=1))) == texts[1]
+    assert "".join(write_text(model, TASK, Sample(tokens=40, seed=1))) == texts[1]
     assert np.unique(list(texts[1])).size > 3

@@ -26,9 +26,9 @@ LINES = [f"{number}:" + "x" * (number * 37 % 50) for number in range(30_000)]
 class Lines(LanguageModel):
     """Each document is a sample, padded with -1 behind its end."""
 
-    def __init__(self, config: Config, facts: dict[str, int]) -> None:
-        super().__init__(replace(config, train=replace(config.train, slot_tokens=0)), facts)
-        self.window = None
+    @property
+    def window(self) -> None:
+        return
 
     def collate(self, rows: Rows, masks: Rows | None) -> tuple[Inputs, torch.Tensor]:
         tensors = [torch.from_numpy(row.astype(np.int64)) for row in rows]

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from pipelines.config import Config
 from pipelines.files import Folder
 from pipelines.prepare.prepare import Prepared, prepare
-from pipelines.tasks.task import Column, Document, Encoders, Facts, Task
+from pipelines.tasks.task import Column, Document, Facts, Task
 from pipelines.tokenizers import load_tokenizer
 from tests.pipelines.prepare.conftest import rows
 
@@ -44,14 +44,14 @@ class Labelled(Task):
     def survey(self, documents: Iterable[Document]) -> Facts:
         return {"labels": sorted({label for _, label in documents})}
 
-    def learn(self, surveys: Sequence[Facts], encoders: Encoders) -> Facts:
+    def learn(self, surveys: Sequence[Facts]) -> Facts:
         labels = sorted({label for survey in surveys for label in survey["labels"]})
-        return {**super().learn(surveys, encoders), "labels": labels}
+        return {**super().learn(surveys), "labels": labels}
 
-    def encode(self, document: Document, encoders: Encoders) -> tuple[np.ndarray, None]:
+    def encode(self, document: Document) -> tuple[np.ndarray, None]:
         if "(unreadable)" in document[0]:
             raise ValueError("is unreadable")
-        return np.append(self.facts["labels"].index(document[1]), encoders["tokenizer"].encode(document[0])), None
+        return np.append(self.facts["labels"].index(document[1]), self.encoders["tokenizer"].encode(document[0])), None
 
 
 class Pictures(Labelled):
@@ -67,10 +67,10 @@ class Pictures(Labelled):
     def ids(self) -> int:
         return 256
 
-    def learn(self, surveys: Sequence[Facts], encoders: Encoders) -> Facts:
+    def learn(self, surveys: Sequence[Facts]) -> Facts:
         return {"labels": sorted({label for survey in surveys for label in survey["labels"]})}
 
-    def encode(self, document: Document, encoders: Encoders) -> tuple[np.ndarray, None]:
+    def encode(self, document: Document) -> tuple[np.ndarray, None]:
         content = b64decode(document[0].partition(",")[2])
         return np.append(self.facts["labels"].index(document[1]), np.frombuffer(content, np.uint8)), None
 
@@ -88,9 +88,9 @@ class Pairs(Task):
     def texts(self, document: Document, tokenizer: str) -> Iterable[str]:
         return [document[self.tokenizers.index(tokenizer)]]
 
-    def encode(self, document: Document, encoders: Encoders) -> tuple[np.ndarray, np.ndarray]:
-        first, second = (encoders[name].encode(text) for name, text in zip(self.tokenizers, document, strict=True))
-        end = encoders["source_tokenizer"].end_id
+    def encode(self, document: Document) -> tuple[np.ndarray, np.ndarray]:
+        first, second = (self.encoders[name].encode(text) for name, text in zip(self.tokenizers, document, strict=True))
+        end = self.encoders["source_tokenizer"].end_id
         return np.concatenate([first, [end], second]), np.arange(len(first) + 1 + len(second)) > len(first)
 
 

@@ -42,13 +42,14 @@ def test_an_interrupted_preparation_goes_on_with_another_number_of_workers(tmp_p
     from pipelines.prepare.parts import divide
     from pipelines.prepare.stages import Job, read_part, tokenise, write_part
     from pipelines.tasks.language_model import LanguageModel
-    from pipelines.tokenizers import train_tokenizer
+    from pipelines.tokenizers import Tokenizers, train_tokenizer
 
     task = LanguageModel(config, {"vocabulary_size": 257, "end_id": 256})
     source, _ = open_sources(config, task)
     parts = divide(source, None, config.data)
     folder = type(whole.folder)(f"{tmp_path}/begun/.prepared/{whole.manifest.fingerprint}")
     train_tokenizer(config.tokenizer, iter([]), folder / "tokenizer", print)
+    task = task.knowing(task.facts, Tokenizers(folder, task.tokenizers))
     job = Job(folder, {"train": source.reader, "validation": source.reader}, task, 0.05, False)
     for part in parts[3:6]:
         write_part(job, (tokenise(job, table) for table in read_part(job, part)))

@@ -11,7 +11,7 @@ import pytest
 
 from pipelines.config import Tokenizer
 from pipelines.prepare.fingerprint import fingerprint
-from pipelines.tasks.task import Column, Document, Encoders, Facts
+from pipelines.tasks.task import Column, Document, Facts
 from tests.pipelines.prepare.conftest import rows, settings
 from tests.pipelines.prepare.tasks import TINY, Labelled, Pictures, as_csv, as_json, made
 
@@ -24,11 +24,11 @@ def test_a_task_of_examples_gets_long_files_whole(tmp_path: Path) -> None:
         def columns(self) -> tuple[Column, ...]:
             return super().columns[:1]
 
-        def learn(self, surveys: Sequence[Facts], encoders: Encoders) -> Facts:
+        def learn(self, surveys: Sequence[Facts]) -> Facts:
             return {"vocabulary_size": 257, "end_id": 256, "labels": ["long"]}
 
-        def encode(self, document: Document, encoders: Encoders) -> tuple[np.ndarray, None]:
-            return encoders["tokenizer"].encode(document[0]), None
+        def encode(self, document: Document) -> tuple[np.ndarray, None]:
+            return self.encoders["tokenizer"].encode(document[0]), None
 
     texts = ["".join(f"{n} line {i}\n" for i in range(150_000)) for n in range(3)]
     for number, text in enumerate(texts[:2]):
@@ -50,10 +50,10 @@ class Interrupted(Labelled):
         type(self).surveys += 1
         return super().survey(documents)
 
-    def encode(self, document: Document, encoders: Encoders) -> tuple[np.ndarray, None]:
+    def encode(self, document: Document) -> tuple[np.ndarray, None]:
         if self.broken and document[0].startswith("text 150:"):
             raise MemoryError
-        return super().encode(document, encoders)
+        return super().encode(document)
 
 
 def test_an_interrupted_preparation_does_not_survey_again(tmp_path: Path) -> None:

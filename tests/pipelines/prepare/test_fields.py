@@ -15,11 +15,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from pipelines.config import Data
-from pipelines.prepare.documents import open_documents
 from pipelines.prepare.faults import DataError
 from pipelines.prepare.fields import data_uri
 from pipelines.tasks.task import Column
 from tests.pipelines.prepare.conftest import rows, settings
+from tests.pipelines.prepare.documents import open_documents
 from tests.pipelines.prepare.tasks import (
     LABELS,
     ROWS,

@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.config import Data, SettingError
-from pipelines.prepare.documents import open_documents
 from pipelines.prepare.faults import DataError
 from pipelines.tasks.task import Column
 from pipelines.tokenizers import load_tokenizer
 from tests.pipelines.prepare.conftest import documents, prepared, rows, settings
+from tests.pipelines.prepare.documents import open_documents
 from tests.pipelines.prepare.tasks import TINY, Pairs, made
 
 

@@ -20,7 +20,7 @@ from pipelines.prepare.fingerprint import fingerprint as fingerprint_for
 from pipelines.prepare.prepare import prepare
 from pipelines.prepare.stages import validates
 from pipelines.tasks.language_model import LanguageModel
-from pipelines.tasks.task import Document, Encoders
+from pipelines.tasks.task import Document
 from tests.pipelines.prepare.conftest import Prepare, documents, prepared, rows, settings
 
 
@@ -202,8 +202,8 @@ def test_the_tail_of_one_ascii_file_is_that_of_nanogpt(tmp_path: Path, run: Prep
 class Chat(LanguageModel):
     """Leaves out of the loss what stands before a colon."""
 
-    def encode(self, document: Document, encoders: Encoders) -> tuple[np.ndarray, np.ndarray]:
-        ids, _ = super().encode(document, encoders)
+    def encode(self, document: Document) -> tuple[np.ndarray, np.ndarray]:
+        ids, _ = super().encode(document)
         return ids, (np.arange(len(ids)) > document[0].index(":")).astype(np.uint8)
 
 

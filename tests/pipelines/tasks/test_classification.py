@@ -34,20 +34,20 @@ def _task(kind: str = "characters", **changes: object) -> Classification:
 def test_labels_are_learned_in_order_with_their_shares() -> None:
     task = _task()
     surveys = [task.survey([("x", "10"), ("y", "9")]), task.survey([("z", "b"), ("w", "9")])]
-    facts = task.learn(surveys, {"tokenizer": LETTERS})
+    facts = task.learn(surveys)
     assert facts["labels"] == ["9", "10", "b"]
     assert facts["shares"] == [0.5, 0.25, 0.25]
 
 
 def test_one_label_is_no_classification() -> None:
     with pytest.raises(ValueError, match=r"data.label_column is 'label': it has 1 different values"):
-        _task().learn([{"labels": {"a": 5}}], {"tokenizer": LETTERS})
+        _task().learn([{"labels": {"a": 5}}])
 
 
 @pytest.mark.parametrize("kind", ["characters", "bytes"])
 def test_texts_are_cut_to_the_context_and_padded(kind: str) -> None:
     task = _task(kind)
-    rows = [task.encode(document, task.encoders)[0] for document in (("abc", "yes"), ("abcdefgh", "no"), ("h",))]
+    rows = [task.encode(document)[0] for document in (("abc", "yes"), ("abcdefgh", "no"), ("h",))]
     inputs, targets = task.collate([row.astype(np.uint8) for row in rows], None)
     ids, lengths = task.unpack(inputs)
     assert targets.tolist() == [1, 0, 0]
@@ -61,7 +61,7 @@ def test_texts_are_cut_to_the_context_and_padded(kind: str) -> None:
 
 def test_an_unknown_label_is_named() -> None:
     with pytest.raises(ValueError, match="'maybe', which the training data has not; it has no, yes"):
-        _task().encode(("abc", "maybe"), {"tokenizer": LETTERS})
+        _task().encode(("abc", "maybe"))
 
 
 def test_balanced_weights_have_a_mean_of_one_over_the_examples() -> None:
@@ -80,7 +80,7 @@ def test_what_is_measured_adds_up_and_leaves_out_what_does_not_count() -> None:
     task = _task()
     torch.manual_seed(0)
     model = task.build_model().eval()
-    rows = [task.encode(document, task.encoders)[0] for document in (("abc", "yes"), ("de", "no"), ("h", "no"))]
+    rows = [task.encode(document)[0] for document in (("abc", "yes"), ("de", "no"), ("h", "no"))]
     inputs, targets = task.collate(rows, None)
     with torch.no_grad():
         loss, counted, confusion = task.measure(model, inputs, targets)
@@ -107,3 +107,28 @@ def test_the_scores_are_those_of_torchmetrics(confusion: np.ndarray) -> None:
     accuracy, macro_f1 = scores(confusion)
     assert accuracy == pytest.approx(float(multiclass_accuracy(given, true, 3, average="micro")), abs=1e-6)
     assert macro_f1 == pytest.approx(float(multiclass_f1_score(given, true, 3, average="macro")), abs=1e-6)
+
+
+@given(st.data())
+def test_the_metrics_of_answers_are_those_of_torchmetrics_and_add_up(data: st.DataObject) -> None:
+    labels = ["a", "b", "c"]
+    task = Classification(Config(task="classification"), FACTS | {"labels": labels})
+    # Of random digits, as at the edge of two bins of confidence rounding would decide.
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    rows = random.dirichlet([1.0, 1.0, 1.0], data.draw(st.integers(1, 30)))
+    table = {
+        "label": [data.draw(st.sampled_from(labels)) for _ in rows],
+        "label_given": [labels[row.argmax()] for row in rows],
+        "probability": rows.max(1).tolist(),
+        "probabilities": rows.tolist(),
+        "loss": [1.0] * len(rows),
+        "targets": [1] * len(rows),
+    }
+    ours, theirs = task.grades(table)(np.ones(len(rows))), task.grade(table)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert ours[name] == pytest.approx(value, abs=1e-5), name  # torchmetrics computes in fp32
+    twice = {name: values * 2 for name, values in table.items()}
+    weights = np.array(data.draw(st.lists(st.integers(0, 1), min_size=len(rows), max_size=len(rows)))) + 1.0
+    drawn = np.concatenate((np.ones(len(rows)), weights - 1))
+    assert task.grades(twice)(drawn) == pytest.approx(task.grades(table)(weights))

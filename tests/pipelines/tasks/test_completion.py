@@ -25,7 +25,7 @@ def _task(context: int = 16) -> Completion:
 
 def test_the_completion_and_its_end_count_and_the_prompt_does_not() -> None:
     task = _task()
-    rows, masks = zip(*(task.encode(pair, ENCODERS) for pair in (("2+2=", "4"), ("x", "yz"))), strict=True)
+    rows, masks = zip(*(task.encode(pair) for pair in (("2+2=", "4"), ("x", "yz"))), strict=True)
     (inputs,), targets = task.collate(rows, masks)
     assert inputs.tolist() == [[*b"2+2=4"], [*b"xyz", 0, 0]]
     assert targets.tolist() == [[IGNORED] * 3 + [ord("4"), END], [*b"yz", END, IGNORED, IGNORED]]
@@ -33,7 +33,7 @@ def test_the_completion_and_its_end_count_and_the_prompt_does_not() -> None:
 
 @given(prompt=st.text("ab", max_size=40), completion=st.text("xy", min_size=1, max_size=40), context=st.integers(1, 30))
 def test_what_is_too_long_loses_its_prompts_beginning_first(prompt: str, completion: str, context: int) -> None:
-    ids, mask = _task(context).encode((prompt, completion), ENCODERS)
+    ids, mask = _task(context).encode((prompt, completion))
     assert 2 <= len(ids) <= context + 1
     whole = [*(prompt.encode() or [END]), *completion.encode(), END]
     answer = ids[mask].tolist()
@@ -49,7 +49,7 @@ def test_padding_and_prompts_change_no_loss() -> None:
     task = _task()
     torch.manual_seed(0)
     model = task.build_model()
-    pairs = [task.encode(pair, ENCODERS) for pair in (("ab", "c"), ("abcdefgh", "ijkl"), ("", "z"))]
+    pairs = [task.encode(pair) for pair in (("ab", "c"), ("abcdefgh", "ijkl"), ("", "z"))]
     rows, masks = zip(*pairs, strict=True)
     inputs, targets = task.collate(rows, masks)
     together, counted = model(*inputs, targets)

@@ -33,7 +33,7 @@ def _task(image: list[int] | None = None, **data: object) -> Images:
 def test_the_model_gets_every_pixel(height: int, width: int, channels: int, seed: int) -> None:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, channels), np.uint8)
     task = _task([channels, height, width])
-    row, _ = task.encode((_uri(pixels[..., 0] if channels == 1 else pixels), "1"), {})
+    row, _ = task.encode((_uri(pixels[..., 0] if channels == 1 else pixels), "1"))
     (images,), labels = task.collate([row.astype(np.uint8)], None)
     assert images.dtype == torch.uint8
     assert images[0].permute(1, 2, 0).numpy().tolist() == pixels.tolist()
@@ -43,23 +43,23 @@ def test_the_model_gets_every_pixel(height: int, width: int, channels: int, seed
 def test_the_size_is_that_of_all_images_or_is_set() -> None:
     small, large = (_uri(np.zeros((size, size), np.uint8)) for size in (4, 5))
     task = _task()
-    facts = task.learn([task.survey([(small, "a"), (small, "b")])], {})
+    facts = task.learn([task.survey([(small, "a"), (small, "b")])])
     assert facts["image"] == [1, 4, 4]
     with pytest.raises(ValueError, match=r"data.image_size is None: the images have 2 sizes .*1x4x4, 1x5x5"):
-        task.learn([task.survey([(small, "a")]), task.survey([(large, "b")])], {})
+        task.learn([task.survey([(small, "a")]), task.survey([(large, "b")])])
     chosen = _task(image_size=(3, 8, 8))
-    assert chosen.learn([chosen.survey([(small, "a"), (large, "b")])], {})["image"] == [3, 8, 8]
+    assert chosen.learn([chosen.survey([(small, "a"), (large, "b")])])["image"] == [3, 8, 8]
 
 
 def test_images_are_scaled_only_where_that_is_asked_for() -> None:
     picture = _uri(np.full((5, 5), 200, np.uint8))
-    row, _ = _task([3, 8, 8], image_size=(3, 8, 8)).encode((picture, "0"), {})
+    row, _ = _task([3, 8, 8], image_size=(3, 8, 8)).encode((picture, "0"))
     assert row.tolist() == [0, *[200] * (3 * 8 * 8)]
     with pytest.raises(ValueError, match=r"is an image of \(1, 5, 5\) .* the others have \(1, 4, 6\)"):
-        _task().encode((picture, "0"), {})
+        _task().encode((picture, "0"))
 
 
 @pytest.mark.parametrize("uri", ["data:image/png;base64,AAAA", "data:image/png;base64,!", "no image", ""])
 def test_what_is_no_image_is_named(uri: str) -> None:
     with pytest.raises(ValueError, match="is no image that can be read"):
-        _task().encode((uri, "0"), {})
+        _task().encode((uri, "0"))

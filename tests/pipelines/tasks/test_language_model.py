@@ -18,7 +18,8 @@ from pipelines.tokenizers.alphabets import ByteEncoder
 
 
 def _task(context: int) -> LanguageModel:
-    return LanguageModel(Config(model=Model(layers=1, heads=1, width=4, context=context)), {"vocabulary_size": 10})
+    config = Config(model=Model(layers=1, heads=1, width=4, context=context))
+    return LanguageModel(config, {"vocabulary_size": 10}, {"tokenizer": ByteEncoder()})
 
 
 def test_the_setting_chooses_the_task() -> None:
@@ -27,11 +28,11 @@ def test_the_setting_chooses_the_task() -> None:
 
 
 def test_a_document_is_its_ids_and_an_end() -> None:
-    ids, mask = _task(4).encode(("hé",), {"tokenizer": ByteEncoder()})
+    ids, mask = _task(4).encode(("hé",))
     assert ids.tolist() == [*"hé".encode(), ByteEncoder().end_id]
     assert ids.dtype == np.uint32
     assert mask is None
-    assert _task(4).encode(("",), {"tokenizer": ByteEncoder()})[0].tolist() == [ByteEncoder().end_id]
+    assert _task(4).encode(("",))[0].tolist() == [ByteEncoder().end_id]
 
 
 @given(tokens=st.integers(0, 500), context=st.integers(1, 40))

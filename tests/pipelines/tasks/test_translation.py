@@ -24,14 +24,14 @@ def _task(*, shared: bool = True, context: int = 8) -> Translation:
         tokenizer=Tokenizer(kind="characters", shared=shared),
     )
     encoders = {"tokenizer": ONE} if shared else {"tokenizer": ONE, "target_tokenizer": OTHER}
-    task = build_task(config, build_task(config).learn([], encoders), encoders)
+    task = build_task(config, build_task(config, {}, encoders).learn([]), encoders)
     assert isinstance(task, Translation)
     return task
 
 
 def test_the_decoder_reads_the_target_one_later_behind_its_end() -> None:
     task = _task(shared=False)
-    rows = [task.encode(pair, task.encoders)[0] for pair in (("ab", "wx"), ("c", "zzz"))]
+    rows = [task.encode(pair)[0] for pair in (("ab", "wx"), ("c", "zzz"))]
     (source, lengths, target_inputs), targets = task.collate(rows, None)
     end = ONE.end_id
     assert source.tolist() == [[2, 3, end], [4, end, 0]]
@@ -46,7 +46,7 @@ def test_the_decoder_reads_the_target_one_later_behind_its_end() -> None:
 @given(source=st.text("abcd", max_size=20), target=st.text("abcd", max_size=20))
 def test_both_sides_fit_the_context(source: str, target: str) -> None:
     task = _task(context=8)
-    row, _ = task.encode((source, target), task.encoders)
+    row, _ = task.encode((source, target))
     (ids, lengths, target_inputs), targets = task.collate([row], None)
     assert ids.shape[1] == lengths.item() == min(len(source), 7) + 1
     assert target_inputs.shape == targets.shape == (1, min(len(target), 7) + 1)
@@ -64,7 +64,7 @@ def test_validation_translates_and_counts(shared: bool) -> None:
     task = _task(shared=shared)
     torch.manual_seed(0)
     model = task.build_model().eval()
-    rows = [task.encode(pair, task.encoders)[0] for pair in (("ab", "xw" if not shared else "ba"), ("c", "z"))]
+    rows = [task.encode(pair)[0] for pair in (("ab", "xw" if not shared else "ba"), ("c", "z"))]
     inputs, targets = task.collate(rows, None)
     with torch.no_grad():
         loss, counted, counts = task.measure(model, inputs, targets)

@@ -1,6 +1,6 @@
-"""The documents of a source that is not prepared: a test set that a finished model is scored on, or what it is to predict.
+"""The documents of a source as its reader gives them, part by part, to be compared with what was written.
 
-found = open_documents(config.data, "mails.csv", inputs(task.columns))
+found = open_documents(config.data, "mails.csv", task.columns)
 for part in found.parts:                                  # each can be read in another process
     for place, document in found.read(part):              # "mails.csv, line 2", ("free money",)
 """
@@ -40,8 +40,3 @@ def open_documents(data: Data, name: str, columns: Columns) -> Documents:
     """The documents of a source in the form of `data`, with these columns. Raises DataError."""
     source = open_source(data, name, columns, whole=True)
     return Documents(source.reader, parts_of(source, data), data.on_error == "skip")
-
-
-def inputs(columns: Columns) -> Columns:
-    """The columns that prediction reads: all but the label or the target that it finds."""
-    return tuple(column for column in columns if column.kind != "label" and column.setting != "data.target_column")

@@ -1,0 +1,181 @@
+"""A finished model scored on a split of the data: what it answers to each sample, its loss, metrics and their intervals.
+
+    scored = evaluate(chosen, settings, "test", run_folder, answer_here)
+    scored.metrics["accuracy"], scored.intervals["accuracy"]     # 0.886, (0.856, 0.912)
+
+Everything lies under `evaluate/<split>/` in the run's folder; what was killed goes on where it was.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from pipelines.config import Answering, SettingError
+from pipelines.evaluate.intervals import LEVEL, RESAMPLES, bootstrap
+from pipelines.evaluate.opening import Chosen
+from pipelines.evaluate.parts import Work
+from pipelines.evaluate.pictures import confusion_picture, reliability_picture
+from pipelines.evaluate.prediction import (
+    LEAST,
+    MANIFEST,
+    Echo,
+    Predicted,
+    RunParts,
+    answer_all,
+    digest,
+    made_of,
+    with_small_parts,
+)
+from pipelines.files import Folder
+from pipelines.prepare.faults import DataError
+from pipelines.prepare.fingerprint import open_sources
+from pipelines.prepare.parts import divide, parts_of
+from pipelines.prepare.pieces import Part
+from pipelines.prepare.sources import Source, open_source
+from pipelines.tasks import Task
+from pipelines.tasks.labels import Labelling
+
+Split = Literal["train", "validation", "test"]
+PREDICTIONS, WORST, METRICS = "predictions.parquet", "worst.jsonl", "metrics.json"
+WORST_SHOWN = 20
+LEAST_WINDOWED = 64 << 10
+"""Bytes of a part where documents are cut into windows, which begin anew with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """What an evaluation came to."""
+
+    folder: Folder
+    files: list[str]
+    """In the folder."""
+    metrics: dict[str, float]
+    intervals: dict[str, tuple[float, float]]
+    signatures: dict[str, str]
+    samples: int
+    skipped: int
+    rate: float | None
+    """Samples a second; None where all were answered before."""
+
+
+def evaluate(
+    chosen: Chosen, settings: Answering, split: Split, run: Folder, run_parts: RunParts, *, echo: Echo = print
+) -> Scored:
+    """Answers the split's documents and scores them. Raises DataError, SettingError."""
+    folder = run / "evaluate" / split
+    sources, parts = _parts(chosen, split, settings)
+    work = Work(
+        chosen=chosen,
+        settings=settings,
+        folder=folder / "answers",
+        readers={part: source.reader for part, source in sources.items()},
+        split=None if split == "test" else split,
+        graded=True,
+    )
+    origin = {"input": digest([source.identity for source in sources.values()]), **made_of(work)}
+    _forget_others(work.folder, origin)
+    answered = answer_all(work, parts, origin, run_parts, echo)
+    if not answered.rows:
+        raise DataError(f"--split {split}: {answered.skipped} documents were skipped and none is left; name other data")
+    _join(work.folder, answered.files, folder)
+    scored = _score(chosen, answered, read_table(folder), folder)
+    work.folder.remove()
+    return scored
+
+
+def _score(chosen: Chosen, answered: Predicted, table: dict[str, Any], folder: Folder) -> Scored:
+    task = chosen.task
+    metrics, signatures = task.grade(table), task.signatures
+    intervals = bootstrap(task.grades(table), answered.rows)
+    files = [PREDICTIONS, WORST, METRICS, *_pictures(task, table, folder)]
+    folder.put(WORST, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in worst(task, table)))
+    folder.put_json(
+        METRICS,
+        {
+            "metrics": metrics,
+            "intervals": {name: list(bounds) for name, bounds in intervals.items()},
+            "level": LEVEL,
+            "resamples": RESAMPLES,
+            "samples": answered.rows,
+            "skipped": answered.skipped,
+            "faults": answered.faults,
+            "step": chosen.step,
+            "weights": chosen.identity,
+            "signatures": signatures,
+        },
+    )
+    return Scored(
+        folder=folder,
+        files=files,
+        metrics=metrics,
+        intervals=intervals,
+        signatures=signatures,
+        samples=answered.rows,
+        skipped=answered.skipped,
+        rate=answered.rate,
+    )
+
+
+def worst(task: Task, table: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The samples with the largest loss a target, the worst first."""
+    losses, targets = (np.asarray(table[task.given(name)], float) for name in ("loss", "targets"))
+    order = np.argsort(-losses / np.maximum(targets, 1), kind="stable")[:WORST_SHOWN]
+    return [{name: values[number] for name, values in table.items()} for number in order.tolist()]
+
+
+def read_table(folder: Folder) -> dict[str, Any]:
+    """The columns of an evaluation's predictions, as lists."""
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(pa.BufferReader(folder.read(PREDICTIONS))) as file:
+        found: dict[str, Any] = file.read().to_pydict()
+    return found
+
+
+def _parts(chosen: Chosen, split: Split, settings: Answering) -> tuple[dict[str, Source], list[Part]]:
+    """The sources by the split of the parts that they are read for, and the parts that hold the split."""
+    config, task = chosen.config, chosen.task
+    least = LEAST_WINDOWED if task.window else LEAST
+    data = replace(config.data, on_error=settings.on_error)
+    if split == "test":
+        if not data.test_source:
+            raise SettingError("data.test_source is None: it must name the data to score the model on (--data.test_source)")
+        test = open_source(data, data.test_source, task.columns, whole=task.window is None)
+        return {"": test}, list(parts_of(test, with_small_parts(data, test, least)))
+    source, other = open_sources(config, task)
+    sources = {"": source, "train": source, "validation": other or source}
+    parts = divide(source, other, with_small_parts(data, source, least))
+    return sources, [part for part in parts if part.split in (None, split)]
+
+
+def _forget_others(answers: Folder, origin: dict[str, Any]) -> None:
+    """Removes the answers of an interrupted evaluation of something else, another checkpoint for instance."""
+    if answers.exists(MANIFEST) and answers.read_json(MANIFEST)["made_of"] != json.loads(json.dumps(origin)):
+        answers.remove()
+
+
+def _join(answers: Folder, files: list[str], folder: Folder) -> None:
+    """Makes one file of those of the parts."""
+    from pyarrow.parquet import ParquetFile, ParquetWriter
+
+    writer: Any = None
+    with folder.writer(PREDICTIONS) as stream:
+        for name in files:
+            with ParquetFile(pa.BufferReader(answers.read(name))) as file:
+                writer = writer or ParquetWriter(stream, file.schema_arrow)
+                for batch in file.iter_batches():
+                    writer.write_batch(batch)
+        writer.close()
+
+
+def _pictures(task: Task, table: Mapping[str, Any], folder: Folder) -> list[str]:
+    if not isinstance(task, Labelling):
+        return []
+    right = np.array(table[task.label_column.name]) == np.array(table[task.given("label")])
+    folder.put("confusion.png", confusion_picture(task.labels, task.confusion(table)))
+    folder.put("reliability.png", reliability_picture(np.asarray(table[task.given("probability")]), right))
+    return ["confusion.png", "reliability.png"]

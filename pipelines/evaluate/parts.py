@@ -1,0 +1,145 @@
+"""A part of some data, answered: its documents read, answered, and written as one file with its record, which comes last.
+
+work = Work(chosen=chosen, settings=settings, folder=folder, readers={"": reader}, form="jsonl")
+answer_part(work, work.answerer(), part)                  # {"part": 3, "rows": 512, "file": "00003.jsonl", ...}
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import IO, Any, Literal, Protocol
+
+from pipelines.config import Answering, Sample
+from pipelines.evaluate.answering import Answerer, Example
+from pipelines.evaluate.opening import Chosen
+from pipelines.files import Folder
+from pipelines.prepare.faults import Fault
+from pipelines.prepare.parts import items
+from pipelines.prepare.pieces import Part, Piece, Reader
+from pipelines.prepare.stages import validates
+
+Form = Literal["parquet", "jsonl"]
+RECORDS = "parts"
+ROWS = 1024
+"""Rows that are written at once."""
+FAULTS_NAMED = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What all parts have in common. Small: it travels to every worker."""
+
+    chosen: Chosen
+    settings: Answering
+    sample: Sample | None = None
+    folder: Folder
+    """Where files and records go."""
+    readers: dict[str, Reader]
+    """By the split of parts; "" reads those that have none."""
+    form: Form = "parquet"
+    split: Literal["train", "validation"] | None = None
+    """Of parts that a hash divides, the documents that are wanted; None: all."""
+    graded: bool = False
+    """Whether documents are whole and get a loss."""
+
+    def answerer(self) -> Answerer:
+        """The model, loaded."""
+        return Answerer(self.chosen.with_beams(self.settings.beams).open(), self.settings, self.sample, graded=self.graded)
+
+
+def answer_part(work: Work, answerer: Answerer, part: Part) -> dict[str, Any]:
+    """Writes a part's file and its record, which is returned. Raises DataError unless faults are skipped."""
+    faults: list[dict[str, str]] = []
+    rows = answerer.answers(_examples(work, answerer, part, faults))
+    first, name, count = list(islice(rows, ROWS)), f"{part.number:05d}.{work.form}", 0
+    if first:
+        with work.folder.writer(name) as stream, _writer(work.form, stream, first) as writer:
+            while first:
+                writer.write(first)
+                count += len(first)
+                first = list(islice(rows, ROWS))
+    record = {
+        "part": part.number,
+        "rows": count,
+        "file": name if count else None,
+        "bytes": work.folder.size(name) if count else 0,
+        "skipped": len(faults),
+        "faults": faults[:FAULTS_NAMED],
+    }
+    (work.folder / RECORDS).put_json(f"{part.number:05d}.json", record)
+    return record
+
+
+def records(folder: Folder) -> dict[int, dict[str, Any]]:
+    """Records, by part, of parts whose files are still as they were written."""
+    found = {}
+    for name in (folder / RECORDS).names():
+        try:
+            record = (folder / RECORDS).read_json(name)
+            if not record["file"] or folder.size(record["file"]) == record["bytes"]:
+                found[int(record["part"])] = record
+        except (OSError, ValueError, KeyError):
+            continue  # answered again
+    return found
+
+
+def _examples(work: Work, answerer: Answerer, part: Part, faults: list[dict[str, str]]) -> Iterator[Example]:
+    for item in _items(work, part):
+        fault = item
+        if isinstance(item, Piece):
+            try:
+                yield from answerer.examples(item)
+                continue
+            except ValueError as error:
+                fault = Fault(item.place, str(error))
+        assert isinstance(fault, Fault)
+        if work.settings.on_error == "raise":
+            raise fault.error()
+        faults.append({"place": fault.place, "reason": fault.reason})
+
+
+def _items(work: Work, part: Part) -> Iterator[Piece | Fault]:
+    fraction, wanted = work.chosen.config.data.validation_fraction, work.split == "validation"
+    for item in items(work.readers[part.split or ""], part):
+        divided = isinstance(item, Piece) and work.split is not None and part.split is None
+        if not divided or validates(item.identity, fraction) == wanted:  # type: ignore[union-attr]
+            yield item
+
+
+class _Writer(Protocol):
+    def write(self, rows: list[dict[str, Any]]) -> None: ...
+
+
+@contextmanager
+def _writer(form: Form, stream: IO[bytes], first: list[dict[str, Any]]) -> Iterator[_Writer]:
+    """Of rows like these first ones."""
+    if form == "jsonl":
+        yield _Lines(stream)
+        return
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetWriter
+
+    schema = pa.Table.from_pylist(first).schema
+    with ParquetWriter(stream, schema) as table:
+        yield _Table(table, schema)
+
+
+@dataclass(frozen=True)
+class _Lines:
+    stream: IO[bytes]
+
+    def write(self, rows: list[dict[str, Any]]) -> None:
+        self.stream.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
+
+
+@dataclass(frozen=True)
+class _Table:
+    writer: Any
+    schema: Any
+
+    def write(self, rows: list[dict[str, Any]]) -> None:
+        import pyarrow as pa
+
+        self.writer.write_table(pa.Table.from_pylist(rows, self.schema))

@@ -1,0 +1,151 @@
+"""Batch prediction: any data that a training could read, answered part by part into one file a part, in the data's order.
+
+`predictions.json` says what the answers are made of, and is complete once every part has its file. A prediction that was
+killed goes on with the parts that it lacks; one with another model or other settings is refused the folder.
+
+    predicted = predict(chosen, settings, "mails.csv", Folder.at("answers"), answer_here)
+    predicted.rows, predicted.files                           # 10_000, ["00000.parquet", ...]
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from pipelines.config import Answering, Data, Sample, SettingError
+from pipelines.config.data import SourceKind
+from pipelines.evaluate.opening import Chosen
+from pipelines.evaluate.parts import Form, Work, answer_part, records
+from pipelines.evaluate.progress import shown
+from pipelines.files import Folder
+from pipelines.prepare.parts import parts_of
+from pipelines.prepare.pieces import Part
+from pipelines.prepare.sources import Source, open_source
+from pipelines.tasks.language_model import LanguageModel
+
+MANIFEST = "predictions.json"
+PARTS = 64
+"""Parts that data gives at least, unless they would be smaller than LEAST; large data gives no more than MOST."""
+LEAST, USUAL, MOST = 4 << 10, 1 << 20, 4096
+"""Bytes of a part at least and as a rule, and how many parts there are at most."""
+
+RunParts = Callable[[Work, list[Part]], None]
+"""Answers parts, here or on a cluster."""
+Echo = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """What a prediction came to."""
+
+    rows: int
+    skipped: int
+    faults: list[dict[str, str]]
+    """The first of what was skipped in each part: place and reason."""
+    files: list[str]
+    rate: float | None
+    """Rows a second of what was answered now; None where all was there."""
+
+
+def predict(
+    chosen: Chosen,
+    settings: Answering,
+    name: str,
+    folder: Folder,
+    run_parts: RunParts,
+    *,
+    kind: SourceKind = "auto",
+    encoding: str = "utf-8",
+    column: str | None = None,
+    form: Form = "parquet",
+    sample: Sample | None = None,
+    echo: Echo = print,
+) -> Predicted:
+    """Answers the data that `name` stands for. Raises DataError, SettingError."""
+    data = replace(chosen.config.data, source=name, kind=kind, encoding=encoding, target_source=None)
+    data = replace(data, on_error=settings.on_error)
+    if column:
+        named: dict[str, Any] = {chosen.task.asked[0].setting.removeprefix("data."): column}
+        chosen = replace(chosen, config=replace(chosen.config, data=replace(data, **named)))
+    columns = chosen.task.asked
+    source = open_source(data, name, columns, whole=True)
+    if source.kind == "text":
+        source = open_source(replace(data, kind="lines"), name, columns)
+    work = Work(chosen=chosen, settings=settings, sample=sample, folder=folder, readers={"": source.reader}, form=form)
+    origin = {"input": digest(source.identity), "columns": [each.name for each in columns], **made_of(work)}
+    parts = list(parts_of(source, with_small_parts(data, source)))
+    return answer_all(work, parts, origin, run_parts, echo)
+
+
+def with_small_parts(data: Data, source: Source, least: int = LEAST) -> Data:
+    """Settings under which the source is cut fine enough for all workers, as answering takes longer than reading."""
+    total = sum(file.size for file in source.files)
+    size = min(max(total / PARTS, least), max(USUAL, total / MOST))
+    return replace(data, shard_mib=min(size / 2**20, 4096))
+
+
+def answer_all(work: Work, parts: list[Part], origin: dict[str, Any], run_parts: RunParts, echo: Echo) -> Predicted:
+    """Answers the parts that have no file yet; `origin` is what answers are made of.
+
+    Raises DataError, and SettingError where the folder holds answers that are made of something else.
+    """
+    origin = json.loads(json.dumps(origin))  # as it is read back
+    try:
+        found = work.folder.read_json(MANIFEST)
+    except FileNotFoundError:
+        found = {"made_of": origin, "parts": len(parts), "complete": False}
+        work.folder.put_json(MANIFEST, found)
+    _refuse_others(found["made_of"], origin, work.folder)
+    done = records(work.folder)
+    left = [part for part in parts if part.number not in done]
+    if done and left:
+        echo(f"going on with what was interrupted: {len(done)} of {len(parts)} parts are done")
+    rate = None
+    if left:
+        with shown(work.folder, left, echo) as meter:
+            run_parts(work, left)
+        rate = meter.rows / meter.seconds
+        done = records(work.folder)
+    rows, skipped = (sum(record[key] for record in done.values()) for key in ("rows", "skipped"))
+    files = [done[part.number]["file"] for part in parts if done[part.number]["file"]]
+    faults = [fault for part in parts for fault in done[part.number]["faults"]]
+    if left or not found["complete"]:
+        found |= {"complete": True, "rows": rows, "skipped": skipped, "files": files, "faults": faults}
+        work.folder.put_json(MANIFEST, found)
+    return Predicted(rows=rows, skipped=skipped, faults=faults, files=files, rate=rate)
+
+
+def answer_here(work: Work, parts: list[Part]) -> None:
+    """Answers parts in this process."""
+    answerer = work.answerer()
+    for part in parts:
+        answer_part(work, answerer, part)
+
+
+def made_of(work: Work) -> dict[str, Any]:
+    """What else than the data makes answers what they are."""
+    settings = work.settings
+    content: dict[str, Any] = {key: getattr(settings, key) for key in ("run", "batch", "precision", "beams", "on_error")}
+    content |= {"step": work.chosen.step, "weights": work.chosen.identity, "format": work.form}
+    if work.sample and isinstance(work.chosen.task, LanguageModel):
+        content |= {f"sample.{key}": value for key, value in asdict(work.sample).items()}
+    return content
+
+
+def _refuse_others(before: dict[str, Any], now: dict[str, Any], folder: Folder) -> None:
+    changes = [
+        f"{key} {before.get(key)!r} before, {now.get(key)!r} now"
+        for key in sorted({*before, *now})
+        if before.get(key) != now.get(key)
+    ]
+    if changes:
+        raise SettingError(
+            f"{folder} holds answers that are made of something else ({'; '.join(changes)}): name another folder, or "
+            "remove it"
+        )
+
+
+def digest(content: Any) -> str:
+    """16 hexadecimal digits of something that JSON can say."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,95 @@
+"""An evaluation in the record of its run: `summary.json`, the journal, and through it MLflow, which may be away.
+
+problem = keep(scored, "test", storage / "my-run", config.record, storage)   # None, or why MLflow does not have it yet
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipelines.config import Record
+from pipelines.evaluate.evaluation import Scored, Split
+from pipelines.files import Folder
+from pipelines.record import read_entries
+from pipelines.record.follower import Follower, replay_hint
+from pipelines.record.journal import Journal, join, plain
+from pipelines.record.mlflow_log import MARK, MlflowLog
+
+SENDER = "evaluation"
+
+
+def figures(scored: Scored, split: Split) -> dict[str, float]:
+    """The metrics and the bounds of their intervals under the names that the record gives them: `test_accuracy_low`."""
+    found = {f"{split}_{name}": value for name, value in scored.metrics.items()}
+    for name, (low, high) in scored.intervals.items():
+        found |= {f"{split}_{name}_low": low, f"{split}_{name}_high": high}
+    return found
+
+
+def keep(scored: Scored, split: Split, run: Folder, step: int, record: Record, storage: Folder) -> str | None:
+    """Adds an evaluation to the run's record; why MLflow lacks it, if it does. Raises OSError."""
+    found = figures(scored, split)
+    artifacts = [f"evaluate/{split}/{name}" for name in scored.files]
+    attempt = f"evaluation-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+    Journal(run, attempt).append(list(_entries(attempt, step, found, artifacts)))
+    join(run)
+    summary = _summary(run)
+    named = {name: plain(value) for name, value in found.items() if "/" not in name}  # not each label's
+    summary["metrics"] = (summary.get("metrics") or {}) | named
+    run.put_json("summary.json", summary)
+    return _tell_mlflow(run, record, storage)
+
+
+def _entries(attempt: str, step: int, found: dict[str, float], artifacts: Iterable[str]) -> Iterable[dict[str, Any]]:
+    told = [("metrics", step, found), *(("artifact", None, {"name": name}) for name in artifacts)]
+    for number, (kind, at, values) in enumerate(told, 1):
+        entry = {"attempt": attempt, "sender": SENDER, "sequence": number}
+        yield entry | {"time": time.time(), "kind": kind, "step": at, "values": values}
+
+
+@dataclass(frozen=True)
+class Reopened:
+    """The MLflow run of a training that has ended, and how and when (seconds since 1970) it did, so that it stays so."""
+
+    log: MlflowLog
+    status: str
+    ended_at: float
+
+    def end(self) -> None:
+        """Ends the run as it was. Raises what MLflow raises."""
+        self.log.finish(self.status, self.ended_at)
+
+
+def reopen(run: Folder, record: Record, storage: Folder) -> Reopened | None:
+    """The MLflow run of a training; None where MLflow is off."""
+    mark = run.read_json(MARK) if run.exists(MARK) else {}
+    # An address in the settings may have had a password, which the run's folder does not keep.
+    settings = replace(record, mlflow_uri=record.mlflow_uri or mark.get("uri"))
+    log = MlflowLog.at(run, run.uri.rpartition("/")[2], settings, storage)
+    ours = [float(entry["time"]) for entry in read_entries(run) if entry["sender"] != SENDER]
+    status = _summary(run).get("status") or "stopped"
+    return Reopened(log, status, max(ours, default=time.time())) if log else None
+
+
+def _summary(run: Folder) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = run.read_json("summary.json")
+        return found
+    except (FileNotFoundError, ValueError):
+        return {"run": run.uri.rpartition("/")[2]}
+
+
+def _tell_mlflow(run: Folder, record: Record, storage: Folder) -> str | None:
+    reopened = reopen(run, record, storage)
+    if reopened is None:
+        return None
+    problems: list[str] = []
+    log = reopened.log
+    try:
+        Follower(run, log, warn=problems.append).catch_up()
+        reopened.end()
+    except Exception as error:  # MLflow, its database and its server raise whatever they like
+        cause = f"{type(error).__name__}: {error}".replace(log.uri, log.public_uri)[:200]
+        return f"MLflow at {log.public_uri} cannot be reached ({cause}); {replay_hint(run)} tells it later"
+    return "; ".join(problems) or None

@@ -1,0 +1,62 @@
+"""Small trained runs of every task, for what one does with them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipelines.config import Checkpoint, Config, Data, Model, Sample, Tokenizer, Train, Validation
+from pipelines.config.parse import to_yaml
+from pipelines.files import Folder
+from pipelines.launch.job import Place
+from pipelines.launch.worker import build_training
+from tests.processes import make_job
+from tests.tiny import tiny
+
+FRUITS = ["apple", "pear", "plum"]
+
+
+def texts(count: int = 240) -> list[dict[str, str]]:
+    """Texts of several lengths that name a fruit, their label, and the text in capitals, its target."""
+    rows = []
+    for number in range(count):
+        fruit = FRUITS[number % 3]
+        text = f"{'very ' * (number % 7)}ripe {fruit} number {number}"
+        rows.append({"text": text, "label": fruit, "target": text.upper()[: 8 + number % 5]})
+    return rows
+
+
+def write_rows(path: Path, rows: list[dict[str, str]]) -> Path:
+    """The rows as JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def train(config: Config, storage: Path, run: str) -> None:
+    """Trains a run of this name, as the driver would have it trained."""
+    job = make_job(config, storage, run)
+    job.folder.put("config.yaml", to_yaml(job.config))
+    build_training(job, Place(), [], lambda: False, lambda _: None).run()
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """A storage with the runs `labels`, `translates` and `writes`, each of 6 steps with checkpoints at 3 and 6."""
+    path = tmp_path_factory.mktemp("finished")
+    source = write_rows(path / "train.jsonl", texts())
+    write_rows(path / "test.jsonl", texts(60))
+    base = tiny(
+        source,
+        data=Data(source=str(source), kind="json", validation_fraction=0.2, test_source=str(path / "test.jsonl")),
+        model=Model(layers=1, encoder_layers=1, heads=2, width=16, context=48),
+        tokenizer=Tokenizer(kind="characters"),
+        validation=Validation(every=0),
+        checkpoint=Checkpoint(every=3, keep=2),
+        train=Train(steps=6, slots=2, slot_size=8, log_every=3),
+        sample=Sample(tokens=0),
+    )
+    tasks = {"labels": "classification", "translates": "translation", "writes": "language_model"}
+    for run, task in tasks.items():
+        train(replace(base, task=task), path, run)
+    return Folder(str(path))

@@ -1,0 +1,114 @@
+"""Answers come in order, whatever shared their batch; losses are the model's own."""
+
+import numpy as np
+import pytest
+import torch
+
+from pipelines.config import Answering, Sample
+from pipelines.evaluate.answering import Answerer
+from pipelines.evaluate.opening import choose, open_run
+from pipelines.evaluate.writing import write_text
+from pipelines.files import Folder
+from pipelines.prepare.pieces import Piece
+from pipelines.train.checkpoint import Checkpoints
+from tests.pipelines.evaluate.conftest import texts
+
+
+def _answerer(
+    trained: Folder, run: str, *, graded: bool = False, sample: Sample | None = None, **changes: object
+) -> Answerer:
+    settings = Answering(run=run, **changes)  # type: ignore[arg-type]
+    return Answerer(open_run(trained, run, "last"), settings, sample, graded=graded)
+
+
+def test_labels_come_in_order_and_alike_from_any_batch(trained: Folder) -> None:
+    questions = [(row["text"],) for row in texts(50)]
+    alone = list(_answerer(trained, "labels", batch=1).answer(questions))
+    together = list(_answerer(trained, "labels", batch=7).answer(questions))
+    assert [row["text"] for row in together] == [text for (text,) in questions]
+    for one, other in zip(alone, together, strict=True):
+        # Padding takes no part, so only the order of additions differs.
+        assert np.allclose(one["probabilities"], other["probabilities"], rtol=0, atol=64 * torch.finfo(torch.float32).eps)
+
+
+def test_bf16_is_near_fp32(trained: Folder) -> None:
+    questions = [(row["text"],) for row in texts(9)]
+    exact, rounded = (
+        np.array([row["probabilities"] for row in _answerer(trained, "labels", precision=precision).answer(questions)])
+        for precision in ("fp32", "bf16")
+    )
+    assert 0 < np.abs(exact - rounded).max() < 16 * torch.finfo(torch.bfloat16).eps
+
+
+def test_translations_are_those_of_the_task(trained: Folder) -> None:
+    answerer = _answerer(trained, "translates", batch=4)
+    questions = [(row["text"],) for row in texts(9)]
+    found = [row["translation"] for row in answerer.answer(questions)]
+    task = answerer.task
+    expected = []
+    for question in questions:
+        inputs, _ = task.collate([task.encode(question)[0]], None)
+        expected += [answer["translation"] for answer in task.answer(answerer.model, inputs)]
+    assert found == expected
+
+
+def test_a_continuation_is_what_the_model_writes(trained: Folder) -> None:
+    sample = Sample(tokens=12, temperature=0.0, stop=("zzz",))
+    prompts = [row["text"] for row in texts(5)]
+    opened = open_run(trained, "writes", "last")
+    found = [
+        row["continuation"] for row in _answerer(trained, "writes", sample=sample, batch=2).answer((p,) for p in prompts)
+    ]
+    for prompt, text in zip(prompts, found, strict=True):
+        alone = Sample(tokens=12, temperature=0.0, stop=("zzz",), prompt=prompt)
+        assert text == "".join(write_text(opened.decoder, opened.task, alone))
+
+
+def test_windows_predict_each_token_once(trained: Folder) -> None:
+    answerer = _answerer(trained, "writes", graded=True, batch=3)
+    text = " ".join(row["text"] for row in texts(12))
+    rows = list(answerer.answers(answerer.examples(Piece((text,)))))
+    assert len(rows) > 3
+    assert "".join(row["text"] for row in rows) == text
+    assert sum(row["targets"] for row in rows) == len(text) + 1  # the end token
+    assert sum(row["bytes"] for row in rows) == len(text.encode())
+    encoder = answerer.task.encoders["tokenizer"]
+    ids = torch.tensor([[encoder.end_id, *encoder.encode(text).tolist()[:48]]])
+    with torch.no_grad():
+        loss, _ = answerer.model(ids[:, :-1], ids[:, 1:])
+    assert rows[0]["loss"] == pytest.approx(float(loss), rel=1e-5)
+
+
+@pytest.mark.parametrize("run", ["labels", "translates"])
+def test_the_losses_of_a_batch_add_up_to_the_models(trained: Folder, run: str) -> None:
+    answerer = _answerer(trained, run, graded=True, batch=16)
+    key = "label" if run == "labels" else "target"
+    documents = [(row["text"], row[key]) for row in texts(16)]
+    rows = list(answerer.answer(documents))
+    task = answerer.task
+    encoded = [task.encode(document)[0] for document in documents]
+    inputs, targets = task.collate(encoded, None)
+    with torch.no_grad():
+        loss, counted = answerer.model(*inputs, targets)
+    assert sum(row["targets"] for row in rows) == int(counted)
+    assert sum(row["loss"] for row in rows) == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_an_average_is_the_mean_of_the_checkpoints(trained: Folder) -> None:
+    averaged = dict(open_run(trained, "labels", "last", average=2).model.named_parameters())
+    both = choose(trained, "labels", "last", average=2).checkpoints
+    assert [found.step for found in both] == [6, 3]
+    models = []
+    for found in both:
+        model = open_run(trained, "labels", "last").model
+        Checkpoints(found.folder, attempt="", keep=1).load(found, model)
+        models.append(dict(model.named_parameters()))
+    for name, value in averaged.items():
+        assert torch.allclose(value, (models[0][name] + models[1][name]) / 2, rtol=1e-6, atol=1e-8), name
+    assert any(not torch.equal(models[0][name], models[1][name]) for name in averaged)
+
+
+def test_a_question_that_is_none_is_refused(trained: Folder) -> None:
+    answerer = _answerer(trained, "labels", graded=True)
+    with pytest.raises(ValueError, match="'quince', which the training data has not"):
+        list(answerer.answer([("ripe quince", "quince")]))

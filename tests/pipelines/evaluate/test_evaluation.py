@@ -1,0 +1,100 @@
+"""An evaluation scores each document of its split once, and its figures are those of its predictions."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pyarrow import parquet
+
+from pipelines.config import Answering, Data, Record, SettingError
+from pipelines.evaluate.evaluation import Scored, Split, evaluate, read_table
+from pipelines.evaluate.opening import choose
+from pipelines.evaluate.prediction import answer_here
+from pipelines.evaluate.recording import keep
+from pipelines.files import Folder
+from pipelines.prepare.manifest import Manifest
+from pipelines.record import read_entries
+from tests.pipelines.evaluate.conftest import texts
+
+
+def _evaluate(trained: Folder, run: str, split: Split, **data: object) -> Scored:
+    chosen = choose(trained, run, "last")
+    changed: Data = replace(chosen.config.data, **data)  # type: ignore[arg-type]
+    chosen = replace(chosen, config=replace(chosen.config, data=changed))
+    return evaluate(chosen, Answering(run=run, batch=16), split, trained / run, answer_here, echo=lambda _: None)
+
+
+def test_a_classifier_is_scored_with_intervals_pictures_and_its_worst(trained: Folder) -> None:
+    scored = _evaluate(trained, "labels", "test")
+    table = read_table(scored.folder)
+    assert table["text"] == [row["text"] for row in texts(60)]
+    right = np.array(table["label"]) == np.array(table["label_given"])
+    assert scored.metrics["accuracy"] == pytest.approx(right.mean())
+    assert scored.metrics["loss"] == pytest.approx(np.mean(table["loss"]))
+    for name, value in scored.metrics.items():
+        low, high = scored.intervals[name]
+        assert low <= value + 1e-6, name
+        assert value - 1e-6 <= high or name == "calibration_error", name  # which is biased upwards in resamples
+    worst = [json.loads(line) for line in scored.folder.read("worst.jsonl").splitlines()]
+    assert [row["loss"] for row in worst] == sorted(table["loss"], reverse=True)[:20]
+    assert scored.folder.read("confusion.png").startswith(b"\x89PNG")
+    assert scored.folder.names() == sorted(scored.files)
+
+
+def test_the_splits_are_those_that_the_run_trained_and_validated_on(trained: Folder) -> None:
+    prepared = [Folder(f"{trained}/.prepared/{name}") for name in (trained / ".prepared").names()]
+    manifests = [Manifest.load(folder) for folder in prepared]
+    counts = {(manifest.documents("train"), manifest.documents("validation")) for manifest in manifests}
+    found = {split: set(read_table(_evaluate(trained, "labels", split).folder)["text"]) for split in ("train", "validation")}
+    assert counts == {(len(found["train"]), len(found["validation"]))}
+    assert found["train"] | found["validation"] == {row["text"] for row in texts()}
+
+
+def test_a_tail_that_validates_is_the_tail(trained: Folder) -> None:
+    scored = _evaluate(trained, "labels", "validation", validation="tail")
+    found = read_table(scored.folder)["text"]
+    assert 30 < len(found) < 70
+    assert found == [row["text"] for row in texts()][-len(found) :]
+
+
+def test_translations_have_bleu_with_its_signature(trained: Folder) -> None:
+    scored = _evaluate(trained, "translates", "test")
+    assert {"loss", "bleu", "chrf"} == set(scored.metrics)
+    assert "version:" in scored.signatures["bleu"]
+    assert json.loads(scored.folder.read("metrics.json"))["signatures"] == scored.signatures
+
+
+def test_a_language_models_figures_agree_with_each_other(trained: Folder) -> None:
+    scored = _evaluate(trained, "writes", "test")
+    table = read_table(scored.folder)
+    size = sum(len(row["text"].encode()) for row in texts(60))
+    assert sum(table["bytes"]) == size
+    assert scored.metrics["perplexity"] == pytest.approx(np.exp(scored.metrics["loss"]))
+    assert scored.metrics["bits_per_byte"] == pytest.approx(sum(table["loss"]) / np.log(2) / size)
+
+
+def test_a_test_set_that_is_not_named_is_asked_for(trained: Folder) -> None:
+    with pytest.raises(SettingError, match=r"data\.test_source is None"):
+        _evaluate(trained, "labels", "test", test_source=None)
+
+
+def test_it_joins_the_runs_record_and_a_server_that_is_away_loses_nothing(trained: Folder) -> None:
+    run = trained / "labels"
+    run.put_json("summary.json", {"status": "finished", "metrics": {"val_accuracy": 0.5}})
+    scored = _evaluate(trained, "labels", "test")
+    away = Record(mlflow_uri="http://127.0.0.1:9")
+    problem = keep(scored, "test", run, 6, away, trained)
+    assert problem
+    assert "runs.py replay labels" in problem
+    metrics = run.read_json("summary.json")["metrics"]
+    assert metrics["val_accuracy"] == 0.5
+    assert metrics["test_accuracy"] == scored.metrics["accuracy"]
+    assert metrics["test_accuracy_low"] == scored.intervals["accuracy"][0]
+    told = [entry for entry in read_entries(run) if entry["sender"] == "evaluation"]
+    assert told[0]["values"]["test_macro_f1"] == scored.metrics["macro_f1"]
+    names = {entry["values"]["name"] for entry in told if entry["kind"] == "artifact"}
+    assert names == {f"evaluate/test/{name}" for name in scored.files}
+    assert Path(f"{run}/evaluate/test/predictions.parquet").exists()
+    assert parquet.read_table(f"{run}/evaluate/test/predictions.parquet").num_rows == 60

@@ -1,0 +1,187 @@
+"""A prediction is one file a part in the order of the input, goes on after a kill, and says what it cannot do."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from pyarrow import parquet
+
+from pipelines.config import Answering, Checkpoint, Data, Model, Sample, SettingError, Train, Validation
+from pipelines.evaluate.opening import choose
+from pipelines.evaluate.parts import Work, answer_part
+from pipelines.evaluate.prediction import MANIFEST, Predicted, answer_here, predict
+from pipelines.files import Folder
+from pipelines.prepare.faults import DataError
+from pipelines.prepare.pieces import Part
+from tests.distributed import CONTEXT
+from tests.pipelines.evaluate.conftest import texts, train, write_rows
+from tests.tiny import tiny
+
+ROWS = texts(400)
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    """Some kB of questions, enough for several parts."""
+    return write_rows(tmp_path / "questions.jsonl", [{"text": row["text"]} for row in ROWS])
+
+
+def _predict(storage: Folder, source: object, output: Path, run: str = "labels", **changes: Any) -> Predicted:
+    settings = {key: changes.pop(key) for key in ("precision", "on_error", "batch", "average") if key in changes}
+    answering = Answering(run=run, **settings)
+    chosen = choose(storage, run, "last", answering.average)
+    run_parts = changes.pop("run_parts", answer_here)
+    return predict(chosen, answering, str(source), Folder(str(output)), run_parts, echo=lambda _: None, **changes)
+
+
+def _rows(output: Path) -> list[dict[str, Any]]:
+    rows = []
+    for name in json.loads((output / MANIFEST).read_text())["files"]:
+        if name.endswith(".parquet"):
+            rows += parquet.read_table(output / name).to_pylist()
+        else:
+            rows += [json.loads(line) for line in (output / name).read_text().splitlines()]
+    return rows
+
+
+def test_both_formats_hold_all_answers_in_order(trained: Folder, questions: Path, tmp_path: Path) -> None:
+    first = _predict(trained, questions, tmp_path / "a")
+    assert (first.rows, first.skipped) == (len(ROWS), 0)
+    assert len(first.files) > 2
+    _predict(trained, questions, tmp_path / "b", form="jsonl")
+    rows = _rows(tmp_path / "a")
+    assert rows == _rows(tmp_path / "b")
+    assert [row["text"] for row in rows] == [row["text"] for row in ROWS]
+    assert set(rows[0]) == {"text", "label", "probability", "probabilities"}
+
+
+def test_a_line_of_a_text_file_is_a_question_whatever_its_column(trained: Folder, tmp_path: Path) -> None:
+    lines = tmp_path / "questions.txt"
+    lines.write_text("ripe apple\nripe pear\n")
+    _predict(trained, lines, tmp_path / "a", form="jsonl")
+    named = write_rows(tmp_path / "other.jsonl", [{"fruit": "ripe apple"}, {"fruit": "ripe pear"}])
+    _predict(trained, named, tmp_path / "b", form="jsonl", column="fruit")
+    one, other = _rows(tmp_path / "a"), _rows(tmp_path / "b")
+    assert [row["text"] for row in one] == [row.pop("fruit") for row in other]
+    assert [row["label"] for row in one] == [row["label"] for row in other]
+
+
+def _answer_slowly(storage: Folder, source: Path, output: Path) -> None:
+    """Stands still after two parts, so that the kill comes in the middle."""
+
+    def run_parts(work: Work, parts: list[Part]) -> None:
+        answerer = work.answerer()
+        for part in parts[:2]:
+            answer_part(work, answerer, part)
+        (output / f"{parts[2].number:05d}.jsonl.tmp-half").write_text("{")
+        while True:
+            pass
+
+    _predict(storage, source, output, form="jsonl", run_parts=run_parts)
+
+
+def test_what_was_killed_goes_on_and_comes_to_the_same(trained: Folder, questions: Path, tmp_path: Path) -> None:
+    _predict(trained, questions, tmp_path / "whole", form="jsonl")
+    output = tmp_path / "killed"
+    process = CONTEXT.Process(target=_answer_slowly, args=(trained, questions, output), daemon=True)
+    process.start()
+    while not list(output.glob("*.tmp-half")):
+        assert process.is_alive()
+    process.kill()
+    process.join()
+    before = {path: path.stat().st_mtime_ns for path in output.glob("*.jsonl")}
+    assert len(before) == 2
+    assert json.loads((output / MANIFEST).read_text())["complete"] is False
+    _predict(trained, questions, output, form="jsonl")
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert _rows(output) == _rows(tmp_path / "whole")
+    assert _predict(trained, questions, output, form="jsonl").rate is None
+
+
+def test_a_damaged_file_is_made_again(trained: Folder, questions: Path, tmp_path: Path) -> None:
+    _predict(trained, questions, tmp_path / "a", form="jsonl")
+    whole = _rows(tmp_path / "a")
+    (tmp_path / "a" / "00001.jsonl").write_text("")
+    _predict(trained, questions, tmp_path / "a", form="jsonl")
+    assert _rows(tmp_path / "a") == whole
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"precision": "bf16"}, "precision 'fp32' before, 'bf16' now"),
+        ({"average": 2}, r"weights '.*' before"),
+        ({"form": "jsonl"}, "format 'parquet' before, 'jsonl' now"),
+    ],
+)
+def test_other_settings_or_weights_are_refused_the_folder(
+    trained: Folder, questions: Path, tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    _predict(trained, questions, tmp_path / "a")
+    with pytest.raises(SettingError, match=words):
+        _predict(trained, questions, tmp_path / "a", **change)
+
+
+def test_other_questions_are_refused_the_folder(trained: Folder, questions: Path, tmp_path: Path) -> None:
+    _predict(trained, questions, tmp_path / "a")
+    write_rows(questions, [{"text": "another"}])
+    with pytest.raises(SettingError, match=r"input '.*' before"):
+        _predict(trained, questions, tmp_path / "a")
+
+
+def test_what_is_no_question_ends_it_or_is_counted(trained: Folder, tmp_path: Path) -> None:
+    source = tmp_path / "bad.jsonl"
+    source.write_text('{"text": "ripe apple"}\n{"words": "ripe pear"}\n{"text": "ripe plum"}\n')
+    with pytest.raises(DataError, match=r"bad\.jsonl, line 2: has no column 'text' but words"):
+        _predict(trained, source, tmp_path / "a")
+    found = _predict(trained, source, tmp_path / "b", on_error="skip")
+    assert (found.rows, found.skipped) == (2, 1)
+    assert "line 2" in found.faults[0]["place"]
+
+
+def test_translations_and_continuations_are_written(trained: Folder, questions: Path, tmp_path: Path) -> None:
+    few = write_rows(tmp_path / "few.jsonl", [{"text": row["text"]} for row in ROWS[:6]])
+    _predict(trained, few, tmp_path / "a", run="translates")
+    assert all(isinstance(row["translation"], str) for row in _rows(tmp_path / "a"))
+    _predict(trained, few, tmp_path / "b", run="writes", sample=Sample(tokens=5))
+    assert all(len(row["continuation"]) <= 5 for row in _rows(tmp_path / "b"))
+
+
+def test_ray_answers_the_same(ray_cluster: None, trained: Folder, questions: Path, tmp_path: Path) -> None:
+    from pipelines.evaluate.cluster import answer_on_ray
+
+    def run_parts(work: Work, parts: list[Part]) -> None:
+        answer_on_ray(work, parts, workers=min(2, len(parts)), per_worker={"CPU": 1})
+
+    _predict(trained, questions, tmp_path / "a", run_parts=run_parts, form="jsonl")
+    _predict(trained, questions, tmp_path / "b", form="jsonl")
+    assert _rows(tmp_path / "a") == _rows(tmp_path / "b")
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"words": "ripe pear"}\n')
+    with pytest.raises(DataError, match=r"line 1: has no column 'text'"):
+        _predict(trained, bad, tmp_path / "c", run_parts=run_parts)
+
+
+def test_images_are_answered_by_their_files(tmp_path: Path) -> None:
+    for label, shade in (("dark", 20), ("light", 220)):
+        for number in range(12):
+            path = tmp_path / "pictures" / label / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("L", (8, 8), shade + number).save(path)
+    config = tiny(
+        tmp_path,
+        task="images",
+        data=Data(source=str(tmp_path / "pictures"), validation_fraction=0.3),
+        model=Model(channels=(4,), hidden=(8,)),
+        validation=Validation(every=0),
+        checkpoint=Checkpoint(every=3),
+        train=Train(steps=3, slots=1, slot_size=8),
+    )
+    train(config, tmp_path, "pictures-run")
+    _predict(Folder(str(tmp_path)), tmp_path / "pictures", tmp_path / "out", run="pictures-run")
+    rows = _rows(tmp_path / "out")
+    assert len(rows) == 24
+    assert rows[0]["image"] == str(tmp_path / "pictures" / "dark" / "0.png")
+    assert {row["label"] for row in rows} <= {"dark", "light"}
