@@ -1,5 +1,7 @@
 """A classifier of texts: the decoder's blocks without causality, one vector a text, a linear layer.
 
+Without blocks, and with `windows` for its pooling, it is the convolutional network of Kim (2014).
+
 Shapes: ids (B, T) of which the first lengths (B,) count -> logits (B, classes), or with targets (B,) -> the loss sum and the
 number of targets that count. What is padded at the end of a text changes nothing.
 
@@ -10,12 +12,13 @@ number of targets that count. What is padded at the end of a text changes nothin
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from model.block import Block, build_final_norm, build_positions, initialise, with_positions
 from model.linear import Linear, use_onednn
 from model.loss import cross_entropy
-from model.shape import ClassifierShape, classifier_flops_per_token
+from model.shape import ClassifierShape, classifier_flops_per_token, pooled_width
 
 
 class Classifier(nn.Module):
@@ -48,9 +51,11 @@ class Classifier(nn.Module):
         self.norm = build_final_norm(shape)
         # Zeros, so that it begins as the mean.
         self.query = nn.Parameter(torch.zeros(shape.width)) if shape.pooling == "attention" else None
-        self.head = Linear(shape.width, classes, bias=True, onednn=onednn)
+        sizes = shape.windows if shape.pooling == "windows" else ()
+        self.windows = nn.ModuleList(Window(shape, size, onednn) for size in sizes)
+        self.head = Linear(pooled_width(shape), classes, bias=True, onednn=onednn)
         self.register_buffer("class_weights", torch.tensor(class_weights) if class_weights else None, persistent=False)
-        initialise(self, shape, additions=2 * shape.layers)
+        initialise(self, shape, additions=max(1, 2 * shape.layers))
 
     def forward(self, ids: torch.Tensor, lengths: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum of the cross-entropies in nats over targets that are not -100, and how many those are.
@@ -72,10 +77,12 @@ class Classifier(nn.Module):
         return self.head(self.dropout(self._pool(self.norm(x), lengths)))  # type: ignore[no-any-return]
 
     def _pool(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """(B, T, C) -> (B, C)."""
+        """(B, T, C) -> (B, C), or all channels of the windows."""
         if self.shape.pooling == "first":
             return x[:, 0]
         real = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+        if self.windows:
+            return torch.cat([window(x, real) for window in self.windows], dim=-1)
         if self.query is None:
             return (real[:, None].to(x.dtype) @ x)[:, 0] / lengths[:, None].to(x.dtype)
         scores = (x @ self.query.to(x.dtype) / math.sqrt(x.shape[-1])).masked_fill(~real, -math.inf)
@@ -84,3 +91,18 @@ class Classifier(nn.Module):
     def flops_per_token(self) -> float:
         """Operations to train on a token of the longest text."""
         return classifier_flops_per_token(self.shape)
+
+
+class Window(nn.Module):
+    """A convolution over `size` neighbouring tokens, and the maximum of each channel over the text (Kim, 2014, section 2)."""
+
+    def __init__(self, shape: ClassifierShape, size: int, onednn: bool) -> None:
+        super().__init__()
+        self.size = size
+        self.convolution = Linear(size * shape.width, shape.window_channels, bias=True, onednn=onednn)
+
+    def forward(self, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        """(B, T, C) of which the tokens real (B, T) count -> (B, channels)."""
+        # A window ends at each token, so that none that counts has padding in it; zeros stand before the first token.
+        seen = F.pad(x, (0, 0, self.size - 1, 0)).unfold(1, self.size, 1).flatten(2)
+        return self.convolution(seen).masked_fill(~real[..., None], -math.inf).amax(1).relu()  # type: ignore[no-any-return]

@@ -56,7 +56,11 @@ class ClassifierShape(DecoderShape, Protocol):
     """The same of a classifier of texts."""
 
     @property
-    def pooling(self) -> Literal["mean", "first", "attention"]: ...
+    def pooling(self) -> Literal["mean", "first", "attention", "windows"]: ...
+    @property
+    def windows(self) -> tuple[int, ...]: ...
+    @property
+    def window_channels(self) -> int: ...
 
 
 class TranslatorShape(DecoderShape, Protocol):
@@ -111,9 +115,21 @@ def count_parameters(shape: DecoderShape, vocabulary_size: int) -> int:
 
 def classifier_parameters(shape: ClassifierShape, vocabulary_size: int, classes: int) -> int:
     """Parameters of the classifier, without building it."""
-    query = shape.width if shape.pooling == "attention" else 0
+    pooling = shape.width if shape.pooling == "attention" else sum(window_sizes(shape))
     blocks = shape.layers * _block(shape) + _final_norm(shape)
-    return vocabulary_size * shape.width + _positions(shape) + blocks + query + (shape.width + 1) * classes
+    return vocabulary_size * shape.width + _positions(shape) + blocks + pooling + (pooled_width(shape) + 1) * classes
+
+
+def pooled_width(shape: ClassifierShape) -> int:
+    """Numbers that a classifier's head reads of a text."""
+    return len(shape.windows) * shape.window_channels if shape.pooling == "windows" else shape.width
+
+
+def window_sizes(shape: ClassifierShape) -> list[int]:
+    """Numbers of each parameter of pooling by windows: weights and biases of each size."""
+    if shape.pooling != "windows":
+        return []
+    return [each * shape.window_channels for size in shape.windows for each in (size * shape.width, 1)]
 
 
 def flops_per_token(shape: DecoderShape, vocabulary_size: int, tokens: float | None = None) -> float:
@@ -127,7 +143,8 @@ def flops_per_token(shape: DecoderShape, vocabulary_size: int, tokens: float | N
 
 def classifier_flops_per_token(shape: ClassifierShape, tokens: float | None = None) -> float:
     """The same of a classifier; its head, once a text, is left out."""
-    return flops_per_token(shape, 0, tokens)
+    windows = sum(shape.windows) * shape.width * shape.window_channels if shape.pooling == "windows" else 0
+    return flops_per_token(shape, 0, tokens) + 6.0 * windows
 
 
 def attention_weights(shape: DecoderShape) -> int:

@@ -54,6 +54,8 @@ def refuse_with_task(task: str, model: Model, objective: Objective, train: Train
         raise objective.error("class_weights", f"must be `none` but with task `classification`, not `{task}`")
     if objective.label_smoothing and task in DECODERS:
         raise objective.error("label_smoothing", f"must be 0 with task `{task}`, whose network does not smooth")
+    if model.pooling == "windows" and task != "classification":
+        raise model.error("pooling", f"must be another but with task `classification`, not `{task}`")
     if model.init_from and task not in DECODERS:
         raise model.error("init_from", f"must be None with task `{task}`: the models that can be read are decoders")
     if train.slot_tokens and task == "images":  # windows are refused by the task itself

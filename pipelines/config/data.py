@@ -89,6 +89,8 @@ class Tokenizer(Section):
     """One id a byte, one a character, byte-level BPE trained on the data, or a ready `tokenizer.json`."""
     vocabulary_size: int = setting(4096, at_least=2, at_most=2**31 - 1, fixed=True)
     """Most ids that `characters` and `bpe` may use, special tokens included; the rarest characters become `<|unknown|>`."""
+    lowercase: bool = setting(False, fixed=True)
+    """Whether a BPE trained on the data reads texts in lower case, wherever it encodes; what it writes is lower case, too."""
     file: str | None = setting(None, fixed=True)
     """Path or URI of the `tokenizer.json` when `kind` is `file`."""
     end_token: str | None = setting(None, fixed=True)
@@ -108,6 +110,10 @@ class Tokenizer(Section):
         if self.kind != "file" and self.chat_template not in ("auto", "none"):
             raise self.error(
                 "chat_template", "must be `auto` or `none` but with tokenizer.kind `file`, whose tokens it writes"
+            )
+        if self.kind != "bpe" and self.lowercase:
+            raise self.error(
+                "lowercase", f"must be false with tokenizer.kind `{self.kind}`: a `bpe` can write in lower case"
             )
         if self.kind == "bpe" and self.vocabulary_size < 257:
             raise self.error("vocabulary_size", "must be at least 257 for bpe: 256 bytes and the end token")

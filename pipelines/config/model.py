@@ -19,8 +19,8 @@ class Model(Section):
     `original` (Vaswani et al., 2017): LayerNorm after each addition, sinusoidal positions, ReLU, biases, tied embeddings."""
     norm: Literal["auto", "pre", "post"] = setting("auto", fixed=True)
     """Where a block normalises: before its parts (`pre`), or after each addition (`post`); `auto`: as the flavour has it."""
-    layers: int = setting(4, at_least=1, fixed=True)
-    """Transformer blocks; of a translator, those of its decoder."""
+    layers: int = setting(4, at_least=0, fixed=True)
+    """Transformer blocks; of a translator, those of its decoder. 0: a classifier whose `pooling` is `windows` needs none."""
     encoder_layers: int = setting(0, at_least=0, fixed=True)
     """Blocks of a translator's encoder; 0: as many as `layers`."""
     heads: int = setting(4, at_least=1, fixed=True)
@@ -39,8 +39,14 @@ class Model(Section):
     """Biases in linear layers and LayerNorm; `original` always has them."""
     rope_theta: float = setting(10000.0, above=0, fixed=True)
     """Base of the rotary frequencies."""
-    pooling: Literal["mean", "first", "attention"] = setting("mean", fixed=True)
-    """What a classifier reads of a text: the mean over its tokens, its first token, or a mean with learned weights."""
+    pooling: Literal["mean", "first", "attention", "windows"] = setting("mean", fixed=True)
+    """What a classifier reads of a text: the mean over its tokens, its first token, or a mean with learned weights.
+
+    `windows`: convolutions over neighbouring tokens, and the maximum of each channel over the text (Kim, 2014)."""
+    windows: tuple[int, ...] = setting((3, 4, 5), at_least=1, fixed=True)
+    """With `pooling windows`, how many tokens each of its convolutions sees at once."""
+    window_channels: int = setting(100, at_least=1, fixed=True)
+    """Channels of each of those convolutions."""
     channels: tuple[int, ...] = setting((16, 32, 64), at_least=1, fixed=True)
     """Channels of each convolution of a convolutional network."""
     hidden: tuple[int, ...] = setting((512, 128), at_least=1, fixed=True)
@@ -77,6 +83,10 @@ class Model(Section):
         super().__post_init__()
         if not self.head_size and self.width % self.heads:
             raise self.error("width", f"must be a multiple of model.heads, {self.heads}, unless model.head_size is set")
+        if not self.layers and self.pooling != "windows":
+            raise self.error("layers", "must be at least 1, unless model.pooling is `windows`, which can do without")
+        if self.pooling == "windows" and not self.windows:
+            raise self.error("windows", "must name at least one size")
         if self.kv_heads and self.heads % self.kv_heads:
             raise self.error("kv_heads", f"must divide model.heads, {self.heads}")
         if self.flavour == "llama" and self.head_size % 2:

@@ -72,6 +72,8 @@ def _tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
         content["vocabulary_size"] = tokenizer.vocabulary_size
     if tokenizer.kind == "bpe":
         content["training_mib"] = tokenizer.training_mib
+        if tokenizer.lowercase:
+            content["lowercase"] = True
     if tokenizer.kind == "file":
         content["file"] = hashlib.sha256(read_file(tokenizer).encode()).hexdigest()
         content["end_token"] = tokenizer.end_token

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from model.shape import convnet_layers, is_tied, post_norm
+from model.shape import convnet_layers, is_tied, pooled_width, post_norm, window_sizes
 from pipelines.config import Config
 from pipelines.config.model import Model
 from pipelines.strategies.activations import FP32, Arithmetic, Block, Moment, Network, Part
@@ -62,18 +62,34 @@ def classifier(config: Config, facts: Facts, slots: int, arithmetic: Arithmetic)
     """That of classification of texts."""
     shape, words, labels = config.model, int(facts["vocabulary_size"]), len(facts["labels"])
     saved = Saved(shape, arithmetic, _tokens(config, slots), padded=True)
-    head = [labels * shape.width, labels]
+    head, windows = [labels * pooled_width(shape), labels], _windows(saved, shape)
+    blocks = [saved.block()] * shape.layers + windows
     # A parameter of the model itself comes before those of its modules.
     sizes = [shape.width] * (shape.pooling == "attention") + _embedding_sizes(shape, words)
-    sizes += shape.layers * _block_sizes(shape) + _final_sizes(shape) + head
+    sizes += shape.layers * _block_sizes(shape) + _final_sizes(shape) + window_sizes(shape) + head
     return Network(
         sizes=sizes,
-        blocks=[saved.block()] * shape.layers,
+        blocks=blocks,
         front=saved.embedded,
-        loss=[Moment(saved.final + 2 * saved.stream, sum(head))],
-        ending=Moment(saved.stream, sum(sizes), words * shape.width, "embedding", shape.layers),
+        loss=[Moment(0.0 if windows else saved.final + 2 * saved.stream, sum(head))],
+        ending=Moment(saved.stream, sum(sizes), words * shape.width, "embedding", len(blocks)),
         head=sum(head),
     )
+
+
+def _windows(saved: Saved, shape: Model) -> list[Block]:
+    """Those of pooling by windows, in whose backward the last comes first; what the final norm saves waits for the first."""
+    if shape.pooling != "windows":
+        return []
+    numbers, last = saved.tokens * saved.arithmetic.product, len(shape.windows) - 1
+    blocks = []
+    for each, size in enumerate(shape.windows):
+        seen, found = size * shape.width, shape.window_channels
+        part = Part(numbers * (seen + found), numbers * seen, (seen + 1) * found, seen * found)
+        norm = 0.0 if each or post_norm(shape) else saved.final
+        gradient = saved.stream if each < last else 0.0
+        blocks.append(Block(0.0 if each else saved.stream, numbers * found, (part,), gradient, seen * found, beside=norm))
+    return blocks
 
 
 def translator(config: Config, facts: Facts, slots: int, arithmetic: Arithmetic) -> Network:

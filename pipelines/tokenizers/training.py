@@ -44,7 +44,7 @@ def train_tokenizer(settings: Tokenizer, texts: Iterable[str], folder: Folder, e
         save_tokenizer(folder, {"kind": "characters", "characters": characters})
     else:
         sample = _Sample()
-        content = _train_bpe(settings.vocabulary_size, sample.of(texts)) if settings.kind == "bpe" else read_file(settings)
+        content = _train_bpe(settings, sample.of(texts)) if settings.kind == "bpe" else read_file(settings)
         if settings.kind == "file":
             for _ in sample.of(texts):
                 if sample.full:
@@ -99,15 +99,17 @@ class _Sample:
             yield text
 
 
-def _train_bpe(vocabulary_size: int, texts: Iterable[str]) -> str:
+def _train_bpe(settings: Tokenizer, texts: Iterable[str]) -> str:
     from tokenizers import Tokenizer as HuggingFaceTokenizer
-    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
     tokenizer = HuggingFaceTokenizer(models.BPE())
+    if settings.lowercase:
+        tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary_size,
+        vocab_size=settings.vocabulary_size,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         special_tokens=[END],
         show_progress=False,

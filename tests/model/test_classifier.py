@@ -20,6 +20,8 @@ SHAPES = [
     Model(**SIZES, flavour="llama", norm="post", pooling="mean"),
     Model(**SIZES, flavour="original", pooling="attention"),
     Model(**SIZES, flavour="original", norm="pre", pooling="first"),
+    Model(**SIZES, pooling="windows", windows=(2, 5, 20), window_channels=7),
+    Model(**SIZES | {"layers": 0}, flavour="llama", norm="post", pooling="windows"),
 ]
 WORDS, CLASSES = 23, 3
 

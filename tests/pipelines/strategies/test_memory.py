@@ -68,11 +68,15 @@ def _of_task(config: Config, task: str, seed: int) -> Config:
     draw = random.Random(seed)
     model = replace(
         config.model,
-        pooling=draw.choice(["mean", "first", "attention"]),
+        pooling=draw.choice(["mean", "first", "attention", *["windows"] * (task == "classification")]),
+        windows=draw.choice([(3, 4, 5), (2,)]),
+        window_channels=draw.choice([10, 100]),
         encoder_layers=draw.randint(0, 3),
         channels=draw.choice([(8,), (8, 16), (4, 8, 8, 16, 16)]),
         hidden=draw.choice([(), (40,), (200, 60)]),
     )
+    if task == "classification" and model.pooling == "windows" and draw.random() < 0.5:
+        model = replace(model, layers=0)
     return replace(config, task=task, model=model, tokenizer=replace(config.tokenizer, shared=draw.random() < 0.5))
 
 
