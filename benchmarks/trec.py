@@ -1,6 +1,6 @@
 """Questions into six classes, from scratch: accuracy on TREC's test set beside that of a convolutional network as published.
 
-`configs/classify_trec.yaml` is trained inline, once a seed, by `ray_jobs/train.py`, and scored by `ray_jobs/evaluate.py`; the
+`configs/classify_trec.yaml` is trained inline, once a seed, by `train.py`, and scored by `evaluate.py`. The
 checkpoint is the one with the best accuracy on a tenth of the training file. Settings were chosen by cross-validation within
 the training file alone. The peer is the network of Kim (2014) with random embeddings as harvardnlp/sent-conv-torch has it.
 
