@@ -94,7 +94,7 @@ class Classifier(nn.Module):
 
 
 class Window(nn.Module):
-    """A convolution over `size` neighbouring tokens, and each channel's maximum over the text (Kim, 2014, section 2)."""
+    """A convolution over neighbouring tokens, and the maximum of each channel over the text (Kim, 2014, section 2)."""
 
     def __init__(self, shape: ClassifierShape, size: int, onednn: bool) -> None:
         super().__init__()

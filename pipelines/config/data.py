@@ -90,7 +90,7 @@ class Tokenizer(Section):
     vocabulary_size: int = setting(4096, at_least=2, at_most=2**31 - 1, fixed=True)
     """Most ids that `characters` and `bpe` may use, special tokens included; the rarest characters become `<|unknown|>`."""
     lowercase: bool = setting(False, fixed=True)
-    """Whether a BPE trained on the data reads texts in lower case, wherever it encodes; what it writes is lower case."""
+    """Whether a BPE trained on the data reads all text in lower case; what it writes is lower case, too."""
     file: str | None = setting(None, fixed=True)
     """Path or URI of the `tokenizer.json` when `kind` is `file`."""
     end_token: str | None = setting(None, fixed=True)

@@ -38,6 +38,7 @@ CPU = Resources(cpus=4, gpus=0, memory_bytes=2.0**34, gpu_memory_bytes=None)
         ({"task": "images", "objective": Objective(class_weights="balanced")}, r"class_weights.* task `classification`"),
         ({"objective": Objective(label_smoothing=0.1)}, r"label_smoothing is 0\.1.* must be 0 with task `language_model`"),
         ({"task": "classification", "model": Model(init_from="x")}, r"model\.init_from.* must be None"),
+        ({"task": "translation", "model": Model(pooling="windows")}, r"model\.pooling is 'windows'.* task `classification`"),
         ({"task": "images", "train": Train(slot_tokens=9)}, r"train\.slot_tokens is 9.* equally long"),
         ({"guard": Guard(policy="rewind"), "checkpoint": Checkpoint(every=0)}, r"guard\.policy is 'rewind'.* go back to"),
     ],
@@ -76,3 +77,10 @@ def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_section_alone_says_what_it_needs() -> None:
     with pytest.raises(SettingError, match=r"train\.stochastic_rounding is True.* `pure_bf16`"):
         Train(stochastic_rounding=True)
+
+
+def test_no_blocks_need_windows_and_windows_a_size() -> None:
+    with pytest.raises(SettingError, match=r"model\.layers is 0.* unless model\.pooling is `windows`"):
+        Model(layers=0)
+    with pytest.raises(SettingError, match=r"model\.windows is \(\).* at least one"):
+        Model(pooling="windows", windows=())

@@ -45,6 +45,17 @@ def test_operations_a_token_times_tokens_are_what_pytorch_counts(name: str) -> N
     assert tokens * told == pytest.approx(3 * (counter.get_total_flops() - head - pooling))
 
 
+def test_windows_are_counted_as_pytorch_counts_them() -> None:
+    shape = replace(SHAPE, pooling="windows", windows=(2, 3), window_channels=5, layers=0)
+    task = build_task(replace(Config(), task="classification", model=shape), FACTS)
+    inputs, targets = task.collate([np.array(EXAMPLES["classification"][0], np.uint16)], None)
+    model, counter = task.build_model(), FlopCounterMode(display=False)
+    with counter:
+        model(*task.unpack(inputs), targets)
+    head = 2 * 2 * 5 * 2
+    assert LENGTH * (task.flops_per_token(model, LENGTH) or 0) == pytest.approx(3 * (counter.get_total_flops() - head))
+
+
 def test_a_decoder_tells_its_own_and_a_model_that_cannot_tells_none() -> None:
     task = _task("language_model")
     model = task.build_model()

@@ -212,3 +212,13 @@ def test_importing_is_cheap() -> None:
 
     code = "import sys, pipelines.tokenizers; print({'tokenizers', 'tiktoken', 'pyarrow', 'ray'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+def test_a_bpe_in_lower_case_is_blind_to_case_also_when_loaded_again(tmp_path: Path) -> None:
+    chosen = Tokenizer(kind="bpe", vocabulary_size=400, lowercase=True)
+    train_tokenizer(chosen, iter(TEXTS), Folder(str(tmp_path)), lambda _: None)
+    encoder = load_tokenizer(Folder(str(tmp_path)))
+    assert encoder.encode("Def MAIN Ä").tolist() == encoder.encode("def main ä").tolist()
+    assert encoder.decode(encoder.encode("Def MAIN").tolist()) == "def main"
+    with pytest.raises(SettingError, match=r"tokenizer\.lowercase is True.*kind `bytes`"):
+        Tokenizer(kind="bytes", lowercase=True)
