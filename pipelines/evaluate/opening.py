@@ -9,6 +9,7 @@ chosen = choose(storage, "my-run")                        # without the paramete
 import hashlib
 import json
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -136,7 +137,7 @@ def task_at(config: Config, place: Folder) -> Task:
 
 def _chosen(checkpoints: Checkpoints, checkpoint: str, average: int) -> list[Found]:
     best = checkpoints.at_hint("best") if checkpoint == "best" and average == 1 else None
-    return [best] if best else [found for found, _ in zip(checkpoints.whole(), range(average), strict=False)]
+    return [best] if best else list(islice(checkpoints.whole(), average))
 
 
 def _build(chosen: Chosen, task: Task) -> nn.Module:
