@@ -4,18 +4,14 @@ with shown(work.folder, parts, echo):
     answer_all(work, parts, ...)                              # answering: 12/32 parts, 6,144 rows, 412 rows/s, 11 s left
 """
 
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from pipelines.evaluate.parts import RECORDS
 from pipelines.files import Folder
+from pipelines.prepare import progress
 from pipelines.prepare.pieces import Part
-
-_BAR_EVERY_S = 0.5
-_LINE_EVERY_S = 10.0
 
 
 class Meter:
@@ -45,28 +41,9 @@ class Meter:
 @contextmanager
 def shown(folder: Folder, parts: list[Part], echo: Callable[[str], None]) -> Iterator[Meter]:
     """Shows the progress of `parts` while the block runs."""
-    ended, meter = threading.Event(), Meter(folder, parts)
-    watch = _bar if echo is print and sys.stdout.isatty() else _lines
-    thread = threading.Thread(target=watch, args=(meter, ended, echo), daemon=True)
-    thread.start()
+    meter = Meter(folder, parts)
     try:
-        yield meter
+        with progress.shown("answering", meter, echo):
+            yield meter
     finally:
-        ended.set()
-        thread.join()
         meter.read()
-
-
-def _lines(meter: Meter, ended: threading.Event, echo: Callable[[str], None]) -> None:
-    while not ended.wait(_LINE_EVERY_S):
-        echo(f"answering: {meter.read()}")
-
-
-def _bar(meter: Meter, ended: threading.Event, echo: Callable[[str], None]) -> None:
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    with Progress(TextColumn("answering"), BarColumn(), TextColumn("{task.description}"), transient=True) as progress:
-        bar = progress.add_task("", total=meter.total)
-        while not ended.wait(_BAR_EVERY_S):
-            line = meter.read()
-            progress.update(bar, completed=meter.done, description=line)

@@ -19,7 +19,7 @@ from pipelines.prepare.fingerprint import fingerprint_of, open_sources
 from pipelines.prepare.manifest import FILE, Manifest, Shard
 from pipelines.prepare.parts import divide, sample, sampled_slices
 from pipelines.prepare.pieces import Part, Slice
-from pipelines.prepare.progress import shown
+from pipelines.prepare.progress import Meter, shown
 from pipelines.prepare.shards import same_file
 from pipelines.prepare.sources import Source
 from pipelines.prepare.stages import SPLITS, Job, id_type, read_part, survey_part, tokenise, write_part
@@ -140,7 +140,7 @@ def _run(job: Job, parts: tuple[Part, ...], on_ray: bool, echo: Echo) -> list[di
     left = [part for part in parts if part.number not in done]
     if done:
         echo(f"data: going on with a preparation that was interrupted, {len(done)} of {len(parts)} parts are done")
-    with shown(job.folder, left, echo):
+    with shown("preparing", Meter(job.folder, left), echo):
         if not left:
             made = []
         elif on_ray:

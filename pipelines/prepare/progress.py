@@ -1,7 +1,7 @@
-"""How far a preparation is: a bar on a terminal, else a line now and then. Parts are counted by their records on storage.
+"""How far work on parts is: a bar on a terminal, else a line now and then. Parts are counted by their records on storage.
 
-with shown(job.folder, parts, echo):
-    run_parts(job, parts)                                 # 12/32 parts, 148 MB, 21.3 MB/s, 11 s left
+with shown("preparing", Meter(job.folder, parts), echo):
+    run_parts(job, parts)                                 # preparing: 12/32 parts, 148 MB, 21.3 MB/s, 11 s left
 """
 
 import sys
@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from pipelines.files import Folder
 from pipelines.prepare.pieces import Part
@@ -17,12 +18,25 @@ _BAR_EVERY_S = 0.5
 _LINE_EVERY_S = 10.0
 
 
+class Measured(Protocol):
+    """What knows how far some work is."""
+
+    total: int
+    """Bytes of all parts."""
+    done: int
+    """Those of the parts that were finished at the last reading."""
+
+    def read(self) -> str:
+        """Looks anew; the state as a line."""
+        ...
+
+
 @contextmanager
-def shown(folder: Folder, parts: list[Part], echo: Callable[[str], None]) -> Iterator[None]:
-    """Shows the progress of `parts` while the block runs."""
+def shown(what: str, meter: Measured, echo: Callable[[str], None]) -> Iterator[None]:
+    """Shows how far `what` is while the block runs."""
     ended = threading.Event()
     watch = _bar if echo is print and sys.stdout.isatty() else _lines
-    thread = threading.Thread(target=watch, args=(_Meter(folder, parts), ended, echo), daemon=True)
+    thread = threading.Thread(target=watch, args=(what, meter, ended, echo), daemon=True)
     thread.start()
     try:
         yield
@@ -31,7 +45,7 @@ def shown(folder: Folder, parts: list[Part], echo: Callable[[str], None]) -> Ite
         thread.join()
 
 
-class _Meter:
+class Meter:
     """Counts finished parts, and how fast they finish."""
 
     def __init__(self, folder: Folder, parts: list[Part]) -> None:
@@ -51,15 +65,15 @@ class _Meter:
         return f"{len(found)}/{len(self._bytes)} parts, {self.done / 1e6:.0f} MB, {speed / 1e6:.1f} MB/s{left}"
 
 
-def _lines(meter: _Meter, ended: threading.Event, echo: Callable[[str], None]) -> None:
+def _lines(what: str, meter: Measured, ended: threading.Event, echo: Callable[[str], None]) -> None:
     while not ended.wait(_LINE_EVERY_S):
-        echo(f"preparing: {meter.read()}")
+        echo(f"{what}: {meter.read()}")
 
 
-def _bar(meter: _Meter, ended: threading.Event, echo: Callable[[str], None]) -> None:
+def _bar(what: str, meter: Measured, ended: threading.Event, echo: Callable[[str], None]) -> None:
     from rich.progress import BarColumn, Progress, TextColumn
 
-    with Progress(TextColumn("preparing"), BarColumn(), TextColumn("{task.description}"), transient=True) as progress:
+    with Progress(TextColumn(what), BarColumn(), TextColumn("{task.description}"), transient=True) as progress:
         bar = progress.add_task("", total=meter.total)
         while not ended.wait(_BAR_EVERY_S):
             line = meter.read()
