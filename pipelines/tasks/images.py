@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from model.shape import convnet_flops
+from pipelines.config import SettingError
 from pipelines.tasks.labels import Labelling
 from pipelines.tasks.task import Column, Document, Facts, Inputs, Rows
 
@@ -64,13 +65,13 @@ class Images(Labelling):
         return {"labels": labels, "sizes": sizes}
 
     def learn(self, surveys: Sequence[Facts]) -> Facts:
-        """The labels, and the size that all images have. Raises ValueError where they have several and none is set."""
+        """The labels, and the size that all images have. Raises SettingError where they have several and none is set."""
         labels, sizes = super().learn(surveys), sum((Counter(each["sizes"]) for each in surveys), Counter[str]())
         if self.config.data.image_size:
             return {**labels, "image": list(self.config.data.image_size)}
         if len(sizes) != 1:
             found = ", ".join(size for size, _ in sizes.most_common(5)) or "no image that could be read"
-            raise ValueError(
+            raise SettingError(
                 f"data.image_size is None: the images have {len(sizes)} sizes (channels x height x width: {found}), so it "
                 "must say to which they are scaled, for instance [3, 32, 32]"
             )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipelines.config import SettingError
 from pipelines.tasks.task import IGNORED, Column, Document, Facts, Inputs, Rows, Task, mean
 
 if TYPE_CHECKING:
@@ -44,13 +45,13 @@ class Labelling(Task):
         return {"labels": dict(Counter(document[-1] for document in documents))}
 
     def learn(self, surveys: Sequence[Facts]) -> Facts:
-        """The labels in alphabetical order, numbers by their value, and their shares of the data. Raises ValueError."""
+        """The labels in alphabetical order, numbers by their value, and their shares of the data. Raises SettingError."""
         counts: Counter[str] = Counter()
         for each in surveys:
             counts.update(each["labels"])
         names, setting = sorted(counts, key=_in_order), self.label_column
         if not 2 <= len(names) <= MOST_LABELS:
-            raise ValueError(
+            raise SettingError(
                 f"{setting.setting} is {setting.name!r}: it has {len(names)} different values, and a classifier needs "
                 f"2 to {MOST_LABELS}; name another column"
             )

@@ -148,7 +148,7 @@ class Task:
         return {}
 
     def learn(self, surveys: Sequence[Facts]) -> Facts:
-        """The facts from all parts' surveys and the tokenizers. Raises DataError where the data does not suit the task."""
+        """The facts from all parts' surveys and the tokenizers. Raises SettingError where they do not suit the task."""
         encoder = self.encoders[self.tokenizers[0]]
         return {"vocabulary_size": encoder.vocabulary_size, "end_id": encoder.end_id}
 

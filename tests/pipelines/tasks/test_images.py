@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from pipelines.config import Config, Data, Model
+from pipelines.config import Config, Data, Model, SettingError
 from pipelines.tasks import build_task
 from pipelines.tasks.images import Images
 
@@ -45,7 +45,7 @@ def test_the_size_is_that_of_all_images_or_is_set() -> None:
     task = _task()
     facts = task.learn([task.survey([(small, "a"), (small, "b")])])
     assert facts["image"] == [1, 4, 4]
-    with pytest.raises(ValueError, match=r"data.image_size is None: the images have 2 sizes .*1x4x4, 1x5x5"):
+    with pytest.raises(SettingError, match=r"data.image_size is None: the images have 2 sizes .*1x4x4, 1x5x5"):
         task.learn([task.survey([(small, "a")]), task.survey([(large, "b")])])
     chosen = _task(image_size=(3, 8, 8))
     assert chosen.learn([chosen.survey([(small, "a"), (large, "b")])])["image"] == [3, 8, 8]
