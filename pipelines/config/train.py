@@ -71,8 +71,8 @@ class Train(Section):
     """How numbers are held and multiplied; in brackets the level of NVIDIA's Apex that is the like.
 
     `fp32` (O0). `tf32`: fp32 whose products round their factors to TF32, on NVIDIA GPUs since Ampere. `bf16` (O1):
-    parameters and updates in fp32, products in bfloat16, by autocast on GPUs, in linear layers on CPUs, where processors
-    with AMX or AVX512-BF16 gain from it. `fp16` (O1): autocast to float16, with a loss scale that finds its own value.
+    parameters and updates in fp32, products in bfloat16, by autocast on GPUs, in linear layers on CPUs that have AMX
+    (others multiply in fp32). `fp16` (O1): autocast to float16, with a loss scale that finds its own value.
     `pure_bf16` (O2): parameters and activations in bfloat16, gradients and a master copy of the parameters in fp32; with
     train.stochastic_rounding there is no master copy (O3)."""
     stochastic_rounding: bool = setting(False)

@@ -128,6 +128,8 @@ def build_training(
     torch.manual_seed(config.seed)
     precision = Precision(config.train.precision)
     precision.use_products()
+    if shortfall := precision.shortfall(device):
+        say(shortfall)
     model = task.build_model()
     checkpoints = _checkpoints(job, place, manifest, say)
     found = checkpoints.newest()

@@ -82,7 +82,7 @@ def _all_of(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
 def _kept() -> list[Any]:
     """The operations whose results selective checkpointing keeps: matrix products and attention."""
     aten, ours = torch.ops.aten, torch.ops.raystride
-    found = [aten.mm.default, aten.addmm.default, aten.bmm.default, torch.ops.mkldnn._linear_pointwise.default]
+    found = [aten.mm.default, aten.addmm.default, aten.bmm.default, ours.product.default]
     found += [aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default]
     found += [aten._scaled_dot_product_efficient_attention.default, ours.attention.default]
     return found

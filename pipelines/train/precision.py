@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from model.linear import bf16_products
+from model.linear import bf16_products, rounds_to_bf16
 
 FIRST_SCALE, GROWTH, BACKOFF, GOOD_STEPS = 2.0**16, 2.0, 0.5, 2000
 """Of the loss scale: as NVIDIA's Apex and PyTorch's GradScaler have them."""
@@ -56,6 +56,12 @@ class Precision:
         kind = "tf32" if self.kind == "tf32" else "ieee"
         torch.backends.cuda.matmul.fp32_precision = kind  # type: ignore[attr-defined]
         torch.backends.cudnn.conv.fp32_precision = kind  # type: ignore[attr-defined]
+
+    def shortfall(self, device: torch.device) -> str:
+        """How products on this device fall short of what was asked; empty where they do not."""
+        if self.kind == "bf16" and device.type == "cpu" and not rounds_to_bf16():
+            return "train.precision bf16: this processor cannot multiply in bfloat16 (AMX is what it lacks), so it does in fp32"
+        return ""
 
     def convert(self, model: nn.Module, *, sharded: bool) -> None:
         """Brings a fresh model to this precision.

@@ -1,11 +1,18 @@
-"""The linear layer through oneDNN equals PyTorch's own: values and every gradient."""
+"""The linear layer by each kind of product equals PyTorch's own, values and every gradient, also compiled and checkpointed."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from model.linear import Linear, bf16_products, linear, use_onednn
+from model.linear import Linear, bf16_products, linear, rounds_to_bf16, use_onednn
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -59,14 +66,23 @@ def test_the_choice_is_the_users(choice: str, expected: bool) -> None:
     assert use_onednn(choice) is expected
 
 
+def test_auto_is_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for word, expected in (("onednn", True), ("torch", False)):
+        monkeypatch.setenv("RAYSTRIDE_LINEAR", word)
+        assert use_onednn("auto") is expected
+        assert use_onednn("torch") is False
+
+
 def test_bf16_products_round_the_factors_and_nothing_else() -> None:
     torch.manual_seed(0)
     x, layer = torch.randn(6, 64, 48, requires_grad=True), Linear(48, 32, bias=True)
     torch.nn.init.normal_(layer.weight)
+    before = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
     with bf16_products():
         y = layer(x)
     y.sum().backward()
     assert y.dtype == torch.float32
+    assert torch.equal(y, layer(x)) is not rounds_to_bf16()
     assert x.grad is not None
     assert layer.weight.grad is not None
     # Each factor is off by at most 2^-9 of itself, so a sum of products by 2^-8 of the sum of their sizes.
@@ -75,4 +91,49 @@ def test_bf16_products_round_the_factors_and_nothing_else() -> None:
         sizes = torch.nn.functional.linear(x.abs(), layer.weight.abs())
     assert ((y - exact).abs() <= 2**-8 * sizes + 1e-5).all()
     assert ((x.grad - layer.weight.sum(0)).abs() <= 2**-8 * layer.weight.abs().sum(0) + 1e-5).all()
-    assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"  # type: ignore[attr-defined]
+    assert torch.backends.mkldnn.matmul.fp32_precision == before  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bias", [None, torch.randn(7)])
+def test_the_operation_is_what_its_registration_says(bias: torch.Tensor | None, bf16: bool) -> None:
+    product = torch.ops.raystride.product.default
+    for x, weight in ((torch.randn(5, 3), torch.randn(7, 3)), (torch.randn(3, 5).t(), torch.randn(3, 7).t())):
+        torch.library.opcheck(product, (x, weight, bias, bf16))
+
+
+def _gradients(layer: Linear, x: torch.Tensor, way: str) -> list[torch.Tensor]:
+    """Value and gradients of the layer: as it is, compiled, or keeping only the product for the backward."""
+    layer.zero_grad()
+    x = x.clone().requires_grad_()
+    kept = partial(create_selective_checkpoint_contexts, [torch.ops.raystride.product.default, torch.ops.aten.addmm.default])
+    calls = {
+        "plain": layer,
+        "compiled": torch.compile(layer, fullgraph=True),
+        "selective": lambda x: checkpoint(layer, x, use_reentrant=False, context_fn=kept),
+    }
+    y = calls[way](x).tanh()  # whose gradient needs what the layer returned
+    y.sum().backward()
+    return [y.detach(), x.grad, layer.weight.grad, layer.bias.grad]  # type: ignore[union-attr,list-item]
+
+
+@pytest.mark.parametrize("onednn", [False, True])
+def test_compiled_and_checkpointed_it_is_the_same(onednn: bool) -> None:
+    torch.manual_seed(0)
+    layer, x = Linear(9, 7, bias=True, onednn=onednn), torch.randn(4, 5, 9)
+    torch.nn.init.normal_(layer.weight)
+    plain, *others = (_gradients(layer, x, way) for way in ("plain", "compiled", "selective"))
+    for other in others:
+        for found, expected in zip(other, plain, strict=True):
+            # Sums of at most twenty products, in another order.
+            torch.testing.assert_close(found, expected, rtol=20 * EPS, atol=20 * EPS * float(expected.abs().max()))
+
+
+LESSER = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+"""What makes any x86 processor look like one without AVX-512 and AMX; read when PyTorch is loaded."""
+
+
+def test_a_lesser_processor_multiplies_in_fp32() -> None:
+    program = "from model.linear import bf16_products, in_bf16, rounds_to_bf16\nassert not rounds_to_bf16()\n"
+    program += "with bf16_products():\n    assert not in_bf16()\n"
+    subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], env=os.environ | LESSER, check=True)

@@ -132,7 +132,7 @@ def test_a_decoder_learns_a_sequence_by_heart() -> None:
     model = Decoder(FLAVOURS[2], 17)
     ids = torch.randint(0, 17, (1, 17))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(60):
+    for _ in range(120):  # twelve seeds are below 0.004 then; after 60 steps three of them are still on their way
         loss_sum, counted = model(ids[:, :-1], ids[:, 1:])
         optimizer.zero_grad()
         (loss_sum / counted).backward()

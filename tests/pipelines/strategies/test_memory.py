@@ -97,10 +97,11 @@ def _built(config: Config, words: int) -> tuple[torch.nn.Module, list[torch.Tens
 
 
 @pytest.mark.parametrize("task", ["language_model", "classification", "translation", "images"])
+@pytest.mark.parametrize("linear", ["torch", "onednn"])
 @pytest.mark.parametrize("seed", range(12))
-def test_a_forward_and_backward_hold_what_was_told(seed: int, task: str) -> None:
+def test_a_forward_and_backward_hold_what_was_told(seed: int, linear: str, task: str) -> None:
     config, words = _drawn(seed)
-    config = _of_task(config, task, seed)
+    config = _of_task(replace(config, model=replace(config.model, linear=linear)), task, seed)
     told = _told(config, words)
     built, batch = _built(config, words)
     model = recompute(built, config.train)

@@ -22,16 +22,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("recompute")
 
 
-def _course(folder: Path, run: str, world: int = 1, strategy: str = "auto", **train: Any) -> Course:
+def _course(
+    folder: Path, run: str, world: int = 1, strategy: str = "auto", model: Model = DROPOUT, **train: Any
+) -> Course:
     scaling = Scaling(strategy=strategy)  # type: ignore[arg-type]
-    return run_course(course_job(folder, run, model=DROPOUT, scaling=scaling, train=replace(TRAIN, **train)), world)
+    return run_course(course_job(folder, run, model=model, scaling=scaling, train=replace(TRAIN, **train)), world)
 
 
+@pytest.mark.parametrize("linear", ["torch", "onednn"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "pure_bf16"])
-def test_the_bits_are_those_of_a_training_that_keeps_everything(folder: Path, precision: str) -> None:
-    kept = _course(folder, f"kept-{precision}", precision=precision)
+def test_the_bits_are_those_of_a_training_that_keeps_everything(folder: Path, precision: str, linear: str) -> None:
+    model, name = replace(DROPOUT, linear=linear, bias=True), f"{precision}-{linear}"  # type: ignore[arg-type]
+    kept = _course(folder, f"kept-{name}", model=model, precision=precision)
     for way in ("selective", "full"):
-        found = _course(folder, f"{way}-{precision}", precision=precision, activation_checkpointing=way)
+        found = _course(folder, f"{way}-{name}", model=model, precision=precision, activation_checkpointing=way)
         assert found.sha256 == kept.sha256, way
 
 
@@ -42,23 +46,20 @@ def test_in_shards(folder: Path, way: str) -> None:
     assert found.sha256 == kept.sha256
 
 
-def test_compiled_it_learns_the_same(folder: Path) -> None:
-    """One case: on CPUs the compiler takes half a minute for the smallest model."""
-    no_dropout = replace(DROPOUT, dropout=0.0)
-    scaling = Scaling(strategy="fsdp")
-    courses = []
-    for way in ("none", "block"):
-        train = replace(TRAIN, compile=way)  # type: ignore[arg-type]
-        courses.append(run_course(course_job(folder, way, model=no_dropout, scaling=scaling, train=train), 1))
+@pytest.mark.parametrize("linear", ["torch", "onednn"])
+def test_compiled_it_learns_the_same(folder: Path, linear: str) -> None:
+    """Few cases: on CPUs the compiler takes half a minute for the smallest model."""
+    model = replace(DROPOUT, dropout=0.0, linear=linear)  # type: ignore[arg-type]
+    courses = [_course(folder, f"{linear}-{way}", strategy="fsdp", model=model, compile=way) for way in ("none", "block")]
     # Compiled sums are in another order: some units of 2^-24 a step, over six steps.
     assert courses[1].losses == pytest.approx(courses[0].losses, rel=1e-4)
 
 
-def _saved_bytes(way: str) -> int:
+def _saved_bytes(way: str, linear: str) -> int:
     """What the forward of a model keeps for its backward."""
     torch.manual_seed(0)
     model = recompute(
-        Decoder(Model(layers=3, heads=2, width=32, context=64, flavour="llama"), 50),
+        Decoder(Model(layers=3, heads=2, width=32, context=64, flavour="llama", linear=linear), 50),  # type: ignore[arg-type]
         Train(activation_checkpointing=way),  # type: ignore[arg-type]
     )
     kept: dict[int, int] = {}
@@ -74,6 +75,7 @@ def _saved_bytes(way: str) -> int:
     return sum(kept.values())
 
 
-def test_less_is_kept() -> None:
-    kept, full = _saved_bytes("none"), _saved_bytes("full")
+@pytest.mark.parametrize("linear", ["torch", "onednn"])
+def test_less_is_kept(linear: str) -> None:
+    kept, full = _saved_bytes("none", linear), _saved_bytes("full", linear)
     assert full < 0.5 * kept
