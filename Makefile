@@ -1,5 +1,6 @@
 # make train    install, then train the embedded default on two workers, with Ray and MLflow
 # make test     install, then run the tests
+# make test-processors  the same three times, as on other processors: either product, and neither AVX-512 nor AMX
 # make install  make .venv and install Raystride and its tools into it
 # make ui       the MLflow UI over the runs in runs/
 # make pictures the README's pictures, from two trainings and a browser: some five minutes
@@ -11,7 +12,7 @@ VENV := .venv
 STORAGE ?= runs
 RUN := $(VENV)/bin/python
 
-.PHONY: install train test ui pictures sanitize lint
+.PHONY: install train test test-processors ui pictures sanitize lint
 .DEFAULT_GOAL := train
 
 install: $(VENV)/.installed
@@ -30,6 +31,11 @@ train: install
 test: install
 	@echo "running the tests: some minutes on two cores"
 	@$(RUN) -m pytest -n 2 --dist loadfile
+
+test-processors:
+	RAYSTRIDE_LINEAR=torch $(MAKE) test
+	RAYSTRIDE_LINEAR=onednn $(MAKE) test
+	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(MAKE) test
 
 ui: install
 	@$(RUN) -m pipelines.record.ui --storage $(STORAGE)

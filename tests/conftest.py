@@ -11,6 +11,10 @@ from hypothesis import settings
 # nothing there runs a kernel unless it asks for `kernels triton`.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Two processes test side by side on two cores; two threads in each of them wait for each other most of the time. Jobs set
+# their own number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 settings.register_profile("raystride", deadline=None, max_examples=50)
 settings.load_profile("raystride")
 

@@ -33,6 +33,7 @@ import torch
 from triton_kernels.architectures import ARCHITECTURES, Architecture, occupancy
 from triton_kernels.dispatch import use_kernels
 from triton_kernels.launch import Grid, assumed_architecture, launcher
+from triton_kernels.processes import end_with_parent
 from triton_kernels.specimens import Specimen, specimens
 
 
@@ -228,7 +229,7 @@ def report(
     """Compiles in several processes (as many as there are processors) and gives rows in order."""
     what = (operation, only_shipped)
     work = [(name, *what, n) for name in architectures for n in range(len(_recorded_here(name, *what)))]
-    with ProcessPoolExecutor(processes or os.cpu_count(), mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(processes or os.cpu_count(), get_context("spawn"), initializer=end_with_parent) as pool:
         yield from pool.map(_compile_number, *zip(*work, strict=True))
 
 

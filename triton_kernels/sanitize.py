@@ -11,9 +11,10 @@ large blocks, inside which an access out of bounds would not be seen.
 import argparse
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
+
+from triton_kernels.processes import run_in_group
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
             "kernel_substring=_kernel",
         ]
         command += [sys.executable, "-m", "triton_kernels.device_checks", "--quick"]
-        if subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode:
+        if run_in_group(command, cwd=ROOT, env=environment):
             failed.append(tool)
     print(f"{', '.join(failed)}: see above" if failed else "nothing found")
     return int(bool(failed))

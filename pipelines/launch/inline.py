@@ -26,6 +26,7 @@ from pipelines.launch.wire import RECORDER_NICENESS
 from pipelines.observers.stalls import stacks
 from pipelines.record import Recorder
 from pipelines.record.sender import Entry
+from triton_kernels.processes import end_with_parent
 
 RESTARTS = 3
 """Recorders that follow one whose process died."""
@@ -81,7 +82,14 @@ class _RecorderProcess(BaseManager):
     """Holds a recorder in a process of its own, which ends with this one."""
 
 
-_RecorderProcess.register("Recorder", Recorder, exposed=("receive", "state", "outline", "finish"))
+def _build_recorder(arguments: dict[str, Any]) -> Recorder:
+    """In the recorder's process: when this one is killed, that one writes what it has and ends."""
+    recorder = Recorder(**arguments)
+    end_with_parent(recorder.end_writing)
+    return recorder
+
+
+_RecorderProcess.register("Recorder", _build_recorder, exposed=("receive", "state", "outline", "finish"))
 
 
 def _start(arguments: dict[str, Any]) -> Any:
@@ -90,7 +98,7 @@ def _start(arguments: dict[str, Any]) -> Any:
         return Recorder(**arguments)
     process = _RecorderProcess(ctx=get_context("spawn"))
     process.start(_step_back)
-    recorder = process.Recorder(**arguments)  # type: ignore[attr-defined]
+    recorder = process.Recorder(arguments)  # type: ignore[attr-defined]
     recorder.process = process  # its process ends when nothing refers to it
     return recorder
 

@@ -21,6 +21,7 @@ from pipelines.observers.nsight import COMPUTE, SESSION, compute_command, read_t
 from pipelines.observers.profile import PLACE
 from pipelines.pages import heading, page, paragraph, table
 from pipelines.record.mlflow_log import MlflowLog
+from triton_kernels.processes import run_in_group
 
 REPORT = "ncu"
 COMPUTED, MOVED, LASTED = (
@@ -64,7 +65,7 @@ def _under_compute(config: Config, storage: Folder) -> int:
         scratch = Path(name)
         report, log = scratch / f"{REPORT}.ncu-rep", scratch / f"{REPORT}.log"
         command = compute_command(str(scratch / REPORT), config.profile.kernel, str(log))
-        code = subprocess.run([*command, *_this_command()], check=False).returncode
+        code = run_in_group([*command, *_this_command()])
         said = log.read_text() if log.exists() else ""
         log.unlink(missing_ok=True)
         if not report.exists():

@@ -126,7 +126,7 @@ class Recorder:
             self._put_own("artifact", {"name": name})
         if not self._ended:
             self._put_own("event", {"name": "end", "text": f"attempt {self._attempt} ends: {status}"}, result["steps"])
-        self._end_writing()
+        self.end_writing()
         self._try(lambda: join(self._folder), "the joined journal")
         result["mlflow_run_id"] = self._follower.run_id if self._follower else None
         self._try(lambda: self._folder.put_json("summary.json", result), "summary.json")
@@ -200,7 +200,8 @@ class Recorder:
         if self._follower:
             self._follower.add(segment, batch)
 
-    def _end_writing(self) -> None:
+    def end_writing(self) -> None:
+        """Writes what waits; what comes later is not written. All that is left to do where nobody is there to `finish`."""
         self._ended = True
         self._wake.set()
         self._thread.join(timeout=30.0)

@@ -60,7 +60,9 @@ class Precision:
     def shortfall(self, device: torch.device) -> str:
         """How products on this device fall short of what was asked; empty where they do not."""
         if self.kind == "bf16" and device.type == "cpu" and not rounds_to_bf16():
-            return "train.precision bf16: this processor cannot multiply in bfloat16 (AMX is what it lacks), so it does in fp32"
+            return (
+                "train.precision bf16: this processor cannot multiply in bfloat16 (AMX is what it lacks), so it does in fp32"
+            )
         return ""
 
     def convert(self, model: nn.Module, *, sharded: bool) -> None:

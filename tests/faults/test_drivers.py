@@ -80,15 +80,30 @@ def test_a_killed_driver_is_followed_by_the_next(calm: tuple[Config, dict[str, A
     _holds(config, "killed", whole)
 
 
+def _recorder_of(driver: Process) -> psutil.Process:
+    children = psutil.Process(driver.pid).children()
+    (recorder,) = (child for child in children if "spawn_main" in " ".join(child.cmdline()))
+    return recorder
+
+
+def test_a_killed_driver_takes_its_recorder_along(calm: tuple[Config, dict[str, Any]]) -> None:
+    config = replace(calm[0], record=Record(mlflow=True), train=replace(calm[0].train, steps=100_000))
+    driver = start_job("train", config, "--run", "alone")
+    folder = run_folder(config, "alone")
+    wait_for(lambda: (folder / "journal").names(), driver)
+    recorder = _recorder_of(driver)
+    driver.kill()
+    assert finish_job(driver).code == -signal.SIGKILL
+    recorder.wait(60)
+
+
 def test_a_killed_recorder_costs_nothing(calm: tuple[Config, dict[str, Any]]) -> None:
     config, whole = calm
     config = replace(config, record=Record(mlflow=True))
     driver = start_job("train", config, "--run", "unheard")
     folder = run_folder(config, "unheard")
     wait_for(lambda: (folder / "journal").names(), driver)
-    children = psutil.Process(driver.pid).children()
-    (recorder,) = (child for child in children if "spawn_main" in " ".join(child.cmdline()))
-    recorder.kill()
+    _recorder_of(driver).kill()
     outcome = finish_job(driver)
     assert outcome.code == 0, outcome.out + outcome.err
     assert "warning" not in outcome.err

@@ -1,4 +1,4 @@
-"""The linear layer by each kind of product equals PyTorch's own, values and every gradient, also compiled and checkpointed."""
+"""The linear layer by each kind of product equals PyTorch's own in values and gradients, compiled and checkpointed too."""
 
 import os
 import subprocess

@@ -13,6 +13,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from triton_kernels.processes import end_with_parent
+
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
 Cells = list[str]
 """A row: the architecture, then what the table holds."""
@@ -67,7 +69,7 @@ def main() -> None:
     launches = [_describe(recorded) for recorded in _launches()]
     numbers = [number for number in sample(table()) if number < len(launches)]
     # Forked, they have the launches already.
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), get_context("fork"), initializer=end_with_parent) as pool:
         rows = list(pool.map(_compile, numbers))
     print(json.dumps({"launches": launches, "rows": rows}))
 

@@ -22,9 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("recompute")
 
 
-def _course(
-    folder: Path, run: str, world: int = 1, strategy: str = "auto", model: Model = DROPOUT, **train: Any
-) -> Course:
+def _course(folder: Path, run: str, world: int = 1, strategy: str = "auto", model: Model = DROPOUT, **train: Any) -> Course:
     scaling = Scaling(strategy=strategy)  # type: ignore[arg-type]
     return run_course(course_job(folder, run, model=model, scaling=scaling, train=replace(TRAIN, **train)), world)
 

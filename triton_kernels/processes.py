@@ -1,0 +1,53 @@
+"""Processes that do not outlive the one that started them, however it ends.
+
+ProcessPoolExecutor(4, initializer=end_with_parent)       # in each worker
+code = run_in_group(["compute-sanitizer", ...])           # SIGTERM reaches the program and all that it starts
+"""
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import parent_process
+from pathlib import Path
+from typing import Any
+
+
+def end_with_parent(last: Callable[[], object] = lambda: None) -> None:
+    """Ends this process, one of multiprocessing's, when the one that started it has ended; `last` is called before.
+
+    A parent that is ended by a signal tells its children nothing, and a pool's workers hold both ends of the pipe on which
+    they wait.
+    """
+    parent = parent_process()
+    assert parent is not None, "only processes that multiprocessing started have a parent to end with"
+
+    def watch() -> None:
+        parent.join()
+        try:
+            last()
+        finally:
+            os._exit(1)
+
+    threading.Thread(target=watch, name="end with parent", daemon=True).start()
+
+
+def run_in_group(command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> int:
+    """Runs a command to its end in a group of its own, to which SIGTERM and Ctrl-C are passed on; returns its exit code.
+
+    From the main thread only, since it handles signals. It waits on after a signal: the command may have something to save.
+    """
+    process = subprocess.Popen(command, cwd=cwd, env=env, start_new_session=True)
+
+    def pass_on(number: int, frame: Any) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        return process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
