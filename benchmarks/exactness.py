@@ -31,10 +31,10 @@ from benchmarks import runs
 from benchmarks.pairs import Comparison, command_line, machine, machine_line, report, take_turns
 from benchmarks.peers.bare_loop import bare_steps
 from benchmarks.workers import make_job, settings
-from pipelines.launch.job import Job, Place
-from pipelines.launch.worker import build_training
 from pipelines.train.optimizer import learning_rate
 from pipelines.train.step import train_step
+from pipelines.worker.job import Job, Place
+from pipelines.worker.worker import build_training
 
 WORKERS = 2
 LEFT_OUT = 10

@@ -27,11 +27,11 @@ from benchmarks.kernels import figures
 from pipelines.config import Config
 from pipelines.config.parse import from_yaml
 from pipelines.files import Folder
-from pipelines.launch.job import Job, Place
-from pipelines.launch.worker import run_worker
 from pipelines.prepare.manifest import Manifest, Shard
 from pipelines.record.environment import describe_source
 from pipelines.record.sender import Entry
+from pipelines.worker.job import Job, Place
+from pipelines.worker.worker import run_worker
 from triton_kernels.device_checks import run_checks
 
 ROOT = Path(__file__).resolve().parents[1]

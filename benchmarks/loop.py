@@ -33,10 +33,10 @@ from benchmarks.pairs import Comparison, command_line, machine, machine_line, re
 from benchmarks.workers import make_job, run_workers, settings, sink, write_job
 from pipelines.files import Folder
 from pipelines.launch.inline import InlineWire
-from pipelines.launch.job import Job, Place
 from pipelines.observers.observer import Observer, RunFacts
 from pipelines.record.mlflow_log import MARK
 from pipelines.record.sender import Post, Sender
+from pipelines.worker.job import Job, Place
 
 LOG_EVERY = 10
 LEFT_OUT = 10
@@ -71,7 +71,7 @@ def run_bare(job: Job, place: Place, steps: int) -> float:
 
 def run_ours(job: Job, place: Place, post: Post | None = None) -> float:
     """A block of our loop, without observers, or with all of a worker's, which send through `post`; steps a second."""
-    from pipelines.launch.worker import build_observers, build_training
+    from pipelines.worker.worker import build_observers, build_training
 
     sender = Sender(post or sink, f"block{next(BLOCKS)}")
     clock = Clock()

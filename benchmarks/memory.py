@@ -31,8 +31,8 @@ from benchmarks.storages import Storages, size_of
 from benchmarks.workers import make_job, read_job, settings, write_job
 from pipelines.config import Config, SettingError
 from pipelines.files import Folder
-from pipelines.launch.job import Job, Place
-from pipelines.strategies.memory import MemoryEstimate, estimate
+from pipelines.memory.estimate import MemoryEstimate, estimate
+from pipelines.worker.job import Job, Place
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "tensors")
 AIM = 0.15
@@ -120,8 +120,8 @@ def _job(config: Config, storage: Path, name: str) -> Job:
 
 def measure(job: Job, place: Place) -> dict[str, float]:
     """Bytes that this worker holds, by part, in the second step of a job."""
-    from pipelines.launch.worker import build_training
     from pipelines.train.step import train_step
+    from pipelines.worker.worker import build_training
 
     training = build_training(job, place, [], lambda: False, lambda _: None)
     model, optimizer, strategy = training.model, training.optimizer, training.strategy

@@ -30,7 +30,7 @@ _SAMPLE_S = 0.5
 
 def corpus(folder: Path, megabytes: int) -> int:
     """Fills a folder with copies of the standard library's source; bytes written."""
-    from pipelines.prepare.sources import standard_library
+    from pipelines.sources.source import standard_library
 
     # load_dataset leaves out folders whose names begin with two underscores.
     files = [file for file in standard_library() if "/__" not in str(Path(file.name).parent)]
@@ -51,7 +51,7 @@ def trained_tokenizer(folder: Path) -> Path:
     """A `tokenizer.json` trained on the standard library."""
     from pipelines.config import Tokenizer
     from pipelines.files import Folder
-    from pipelines.prepare.sources import standard_library
+    from pipelines.sources.source import standard_library
     from pipelines.tokenizers import train_tokenizer
 
     texts = (Path(file.uri).read_text(encoding="utf-8") for file in standard_library())

@@ -70,7 +70,7 @@ def run(*arguments: str) -> Finished:
 
 def small_text(folder: Path) -> Path:
     """A file with as much of the standard library's source as nanoGPT's text is long, ASCII only as that is."""
-    from pipelines.prepare.sources import standard_library
+    from pipelines.sources.source import standard_library
 
     target, text = folder / "text.txt", ""
     for file in standard_library():

@@ -19,10 +19,10 @@ from benchmarks import runs
 from pipelines.config import Config
 from pipelines.config.parse import parse
 from pipelines.files import Folder
-from pipelines.launch.job import Job, Place
 from pipelines.prepare.prepare import prepare
 from pipelines.record.sender import Entry
 from pipelines.tasks import build_task
+from pipelines.worker.job import Job, Place
 
 
 def settings(*flags: str) -> Config:
@@ -70,7 +70,7 @@ def run_workers(job: Job, world: int) -> dict[str, Any]:
 
 def main(file: str, rank: int, world: int, port: str) -> None:
     """What each process runs; prints its summary as JSON."""
-    from pipelines.launch.worker import run_worker
+    from pipelines.worker.worker import run_worker
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     place = Place(rank=rank, world=world, local_rank=rank)

@@ -51,10 +51,10 @@ def evaluate(parsed: Parsed[Evaluate]) -> int:
 
 
 def _evaluate(settings: Evaluate) -> int:
+    from pipelines.cluster.answering import answerers
     from pipelines.evaluate.evaluation import evaluate
     from pipelines.evaluate.opening import choose
     from pipelines.evaluate.recording import keep
-    from pipelines.launch.answerers import answerers
     from pipelines.launch.owner import read_owner
 
     storage = Folder.at(settings.storage)

@@ -68,8 +68,8 @@ def _predict(settings: Predict) -> int:
     chosen = choose(storage, settings.run, settings.checkpoint, settings.average)
     if settings.text is not None:
         return _answer_one(settings, chosen, settings.text)
+    from pipelines.cluster.answering import answerers
     from pipelines.evaluate.prediction import predict
-    from pipelines.launch.answerers import answerers
 
     folder = Folder.at(settings.output or "")
     with answerers(settings, settings.launch) as run_parts:
@@ -98,8 +98,8 @@ def _answer_one(settings: Predict, chosen: "Chosen", text: str) -> int:
     """Prints the answer to one question, by name."""
     from pipelines.config import SettingError
     from pipelines.evaluate.answering import Answerer
-    from pipelines.prepare.faults import Fault
-    from pipelines.prepare.fields import document
+    from pipelines.sources.faults import Fault
+    from pipelines.sources.fields import document
 
     answerer = Answerer(chosen.with_beams(settings.beams).open(), settings, settings.sample)
     columns = answerer.task.asked

@@ -21,9 +21,9 @@ from pipelines.config.run import Record
 from pipelines.files import Folder
 from pipelines.launch.owner import Owner, read_owner
 from pipelines.launch.resume import read_earlier
-from pipelines.record.follower import Follower
 from pipelines.record.journal import join, read_entries
 from pipelines.record.links import UI_PORT, comparison_link, on_a_server, runs_link
+from pipelines.record.mlflow_follower import Follower
 from pipelines.record.mlflow_log import MARK, MlflowLog
 from pipelines.report import closing_screen, loss_points, text_curve
 from pipelines.report.closing import figures

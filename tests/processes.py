@@ -19,9 +19,9 @@ from typing import Any
 
 from pipelines.config import Config
 from pipelines.files import Folder
-from pipelines.launch.job import Job, Place
 from pipelines.prepare.prepare import prepare
 from pipelines.tasks import build_task
+from pipelines.worker.job import Job, Place
 from tests.distributed import CONTEXT, LIMIT_S
 
 
@@ -72,7 +72,7 @@ def run_workers(job: Job, world: int) -> dict[str, Any]:
 def _work(job: Job, rank: int, world: int, port: int, place: Path) -> None:
     import torch.distributed as dist
 
-    from pipelines.launch.worker import run_worker
+    from pipelines.worker.worker import run_worker
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:

@@ -144,10 +144,10 @@ BLOCKED = {"ray", "mlflow", "pyarrow", "jsonargparse", "datasets", "tokenizers",
 sys.meta_path.insert(0, Block())
 import model.transformer, model.generate, triton_kernels.attention, pipelines.config
 import pipelines.feed.loader, pipelines.feed.cache
-import pipelines.strategies.strategy, pipelines.strategies.ddp, pipelines.strategies.memory
+import pipelines.strategies.strategy, pipelines.strategies.ddp, pipelines.memory.estimate
 import pipelines.train.loop, pipelines.train.checkpoint, pipelines.train.storage, pipelines.train.validation
 import pipelines.train.fingerprint, pipelines.tasks
-import pipelines.launch.worker, pipelines.launch.inline
+import pipelines.worker.worker, pipelines.launch.inline
 import benchmarks.gpu
 assert not BLOCKED & {name.split(".")[0] for name in sys.modules}
 """

@@ -12,7 +12,7 @@ from pipelines.strategies.deepspeed import import_deepspeed
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 import_deepspeed("cpu")
 for name in (
-    "pipelines.launch.worker",
+    "pipelines.worker.worker",
     "pipelines.train.storage",
     "model.transformer",
     "torch._dynamo",

@@ -27,10 +27,10 @@ from pipelines.feed.order import Order
 from pipelines.feed.plan import Plan
 from pipelines.feed.samples import open_samples
 from pipelines.feed.stream import TokenStream
-from pipelines.launch.job import Job, Place
 from pipelines.prepare.manifest import Manifest
 from pipelines.tasks import build_task
 from pipelines.train.optimizer import build_optimizer, learning_rate
+from pipelines.worker.job import Job, Place
 
 LEFT_OUT = 20
 """First steps that are not counted, when run as a program."""

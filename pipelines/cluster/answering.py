@@ -5,19 +5,21 @@ with answerers(settings, launch) as run_parts:            # ray.init ... ray.shu
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from pipelines.cluster.cluster import cluster
+from pipelines.cluster.resources import Resources
 from pipelines.config import Answering, Launch
-from pipelines.launch.cluster import cluster
-from pipelines.launch.resources import Resources
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from pipelines.evaluate.parts import Work
     from pipelines.evaluate.prediction import RunParts
-    from pipelines.prepare.pieces import Part
+    from pipelines.sources.pieces import Part
 
 
 @contextmanager
@@ -37,8 +39,6 @@ def answerers(settings: Answering, launch: Launch) -> "Iterator[RunParts]":
 
 
 def _on_cluster(work: "Work", parts: "list[Part]") -> None:
-    from pipelines.evaluate.cluster import answer_on_ray
-
     settings, there = work.settings, Resources.of_cluster()
     cuda = settings.device == "cuda" or (settings.device == "auto" and there.gpus >= 1)
     workers = int(there.gpus if cuda else there.cpus) if settings.workers == "auto" else settings.workers
@@ -48,3 +48,44 @@ def _on_cluster(work: "Work", parts: "list[Part]") -> None:
     threads = settings.threads or max(1, int(there.cpus // workers))
     work = replace(work, settings=replace(settings, device="cuda" if cuda else "cpu", threads=threads))
     answer_on_ray(work, parts, workers=workers, per_worker={"GPU": 1} if cuda else {"CPU": threads})
+
+
+class _Actor:
+    """A worker with its model."""
+
+    def __init__(self, work: "Work", parts: "dict[int, Part]") -> None:
+        self._work, self._parts, self._answerer = work, parts, work.answerer()
+
+    def __call__(self, batch: "dict[str, np.ndarray]") -> "dict[str, np.ndarray]":
+        """Answers one part; its number comes back, and what is wrong with its data: Ray Data loses the error's class."""
+        import numpy as np
+
+        from pipelines.evaluate.parts import answer_part
+        from pipelines.sources.faults import DataError
+
+        problem = ""
+        try:
+            answer_part(self._work, self._answerer, self._parts[int(batch["part"][0])])
+        except DataError as error:
+            problem = str(error)
+        return batch | {"problem": np.array([problem])}
+
+
+def answer_on_ray(work: "Work", parts: "list[Part]", *, workers: int, per_worker: Mapping[str, float]) -> None:
+    """Answers the parts on so many actors with so many CPUs or GPUs each. Raises DataError as a part raised it."""
+    import ray
+    from ray.data import ActorPoolStrategy
+
+    from pipelines.prepare.ray_data import quiet_context
+    from pipelines.sources.faults import DataError
+
+    # Ray Data keeps a task that reads apart from the actors; if they held every CPU, it would never start.
+    resources: dict[str, Any] = {f"num_{name.lower()}s": 0.9 * n if name == "CPU" else n for name, n in per_worker.items()}
+    numbers = {part.number: part for part in parts}
+    with quiet_context():
+        rows = ray.data.from_items([{"part": number} for number in numbers], override_num_blocks=len(parts))
+        pool = ActorPoolStrategy(size=workers, max_tasks_in_flight_per_actor=2)
+        answered = rows.map_batches(_Actor, batch_size=1, compute=pool, fn_constructor_args=(work, numbers), **resources)
+        for row in answered.iter_rows():
+            if row["problem"]:
+                raise DataError(row["problem"])

@@ -6,7 +6,7 @@ for nodes, manage data sets and watch for preemption. On a shared or autoscaled 
 trainer is used. Here the workers import torch, and join the process group, by themselves.
 
 This reaches into Ray's internals. Where they are not as expected, importing this module or making the trainer raises, and
-`trainer.make_trainer` takes the stock trainer; `tests/pipelines/launch/test_lean.py` holds both to the same results.
+`trainer.make_trainer` takes the stock trainer; `tests/pipelines/cluster/test_internals.py` holds both to the same results.
 
     LeanTrainer(train_function, scaling_config=..., run_config=...).fit()
 """

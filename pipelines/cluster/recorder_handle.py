@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pipelines.launch.pulse import Beat, Pulses
+from pipelines.hang.heartbeat import Beat, Pulses
 from pipelines.record import Recorder
 from pipelines.record.sender import Entry
 

@@ -5,17 +5,18 @@ summary = train_on_ray(job, share, wire, lean=True)       # raises what fit() ra
 
 import os
 import time
+import traceback
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from pipelines.launch.elastic import NEVER_S, train_elastic
-from pipelines.launch.hang_watch import HangWatch, beat_every_s
-from pipelines.launch.job import Job, Place
-from pipelines.launch.pulse import Pulse
-from pipelines.launch.resources import Share
-from pipelines.launch.wire import StopPoll, Wire
-from pipelines.observers.nsight import worker_executable
+from pipelines.cluster.elastic import NEVER_S, train_elastic
+from pipelines.cluster.recorder_handle import StopPoll, Wire
+from pipelines.cluster.resources import Share
+from pipelines.hang.heartbeat import Pulse
+from pipelines.hang.watch import HangWatch, beat_every_s
+from pipelines.profiling.nsight_commands import worker_executable
+from pipelines.worker.job import Job, Place
 
 PLACES_WAIT_S = "3"
 """How long an elastic run waits for its workers' places before it looks again how many there are. A worker's death is known
@@ -85,7 +86,7 @@ def make_trainer(function: Any, settings: dict[str, Any], *, lean: bool) -> Any:
     """The lean trainer where it is asked for and Ray's internals are as it knows them, else the stock TorchTrainer."""
     if lean:
         try:
-            from pipelines.launch.lean import LeanTrainer
+            from pipelines.cluster.internals import LeanTrainer
 
             return LeanTrainer(function, **settings)
         except (ImportError, AttributeError, TypeError):
@@ -100,8 +101,7 @@ def worker_main(config: dict[str, Any]) -> dict[str, Any]:
     marks = {"worker": time.time()}
     import ray.train
 
-    from pipelines.launch.failure import keep_traceback
-    from pipelines.launch.worker import run_worker
+    from pipelines.worker.worker import run_worker
 
     context, wire = ray.train.get_context(), config["wire"]
     world, here = context.get_world_size(), context.get_local_world_size()
@@ -119,7 +119,8 @@ def worker_main(config: dict[str, Any]) -> dict[str, Any]:
     try:
         return run_worker(config["job"], place, wire.post, stopping or (lambda: False), marks)
     except BaseException as error:
-        keep_traceback(error)
+        # Written into the error it outlives the way to another process.
+        error.add_note("".join(traceback.format_exception(error)))
         raise
     finally:
         if stopping:

@@ -19,8 +19,8 @@ from model.transformer import Decoder
 from pipelines.config import Answering, Sample
 from pipelines.evaluate.opening import Opened
 from pipelines.evaluate.writing import write_rows
-from pipelines.prepare.pieces import Piece
 from pipelines.prepare.stages import id_type
+from pipelines.sources.pieces import Piece
 from pipelines.tasks.task import Document
 from pipelines.train.precision import Precision
 

@@ -7,7 +7,7 @@ Everything lies under `evaluate/<split>/` in the run's folder; what was killed g
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 
 from pipelines.config import Answering, SettingError
-from pipelines.evaluate.intervals import LEVEL, RESAMPLES, bootstrap
 from pipelines.evaluate.opening import Chosen
 from pipelines.evaluate.parts import Work
 from pipelines.evaluate.pictures import confusion_picture, reliability_picture
@@ -31,11 +30,11 @@ from pipelines.evaluate.prediction import (
     with_small_parts,
 )
 from pipelines.files import Folder
-from pipelines.prepare.faults import DataError
 from pipelines.prepare.fingerprint import open_sources
 from pipelines.prepare.parts import divide, parts_of
-from pipelines.prepare.pieces import Part
-from pipelines.prepare.sources import Source, open_source
+from pipelines.sources.faults import DataError
+from pipelines.sources.pieces import Part
+from pipelines.sources.source import Source, open_source
 from pipelines.tasks import Task
 from pipelines.tasks.labels import Labelling
 
@@ -179,3 +178,19 @@ def _pictures(task: Task, table: Mapping[str, Any], folder: Folder) -> list[str]
     folder.put("confusion.png", confusion_picture(task.labels, task.confusion(table)))
     folder.put("reliability.png", reliability_picture(np.asarray(table[task.given("probability")]), right))
     return ["confusion.png", "reliability.png"]
+
+
+RESAMPLES = 1000
+LEVEL = 0.95
+
+
+def bootstrap(
+    grades: Callable[[np.ndarray], dict[str, float]], samples: int, *, resamples: int = RESAMPLES, seed: int = 0
+) -> dict[str, tuple[float, float]]:
+    """Bounds between which LEVEL of the metrics of samples drawn with replacement lie; the same for the same seed."""
+    generator = np.random.default_rng(seed)
+    drawn = (np.bincount(generator.integers(samples, size=samples), minlength=samples) for _ in range(resamples))
+    found = [grades(counts.astype(float)) for counts in drawn]
+    tail = (1 - LEVEL) / 2
+    bounds = {name: np.nanquantile([each[name] for each in found], (tail, 1 - tail)) for name in found[0]}
+    return {name: (float(low), float(high)) for name, (low, high) in bounds.items()}

@@ -15,10 +15,10 @@ from pipelines.config import Answering, Sample
 from pipelines.evaluate.answering import Answerer, Example
 from pipelines.evaluate.opening import Chosen
 from pipelines.files import Folder
-from pipelines.prepare.faults import Fault
 from pipelines.prepare.parts import items
-from pipelines.prepare.pieces import Part, Piece, Reader
 from pipelines.prepare.stages import validates
+from pipelines.sources.faults import Fault
+from pipelines.sources.pieces import Part, Piece, Reader
 
 Form = Literal["parquet", "jsonl"]
 RECORDS = "parts"

@@ -9,19 +9,21 @@ killed goes on with the parts that it lacks; one with another model or other set
 
 import hashlib
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pipelines.config import Answering, Data, Sample, SettingError
 from pipelines.config.data import SourceKind
 from pipelines.evaluate.opening import Chosen
-from pipelines.evaluate.parts import Form, Work, answer_part, records
-from pipelines.evaluate.progress import shown
+from pipelines.evaluate.parts import RECORDS, Form, Work, answer_part, records
 from pipelines.files import Folder
+from pipelines.prepare import progress
 from pipelines.prepare.parts import parts_of
-from pipelines.prepare.pieces import Part
-from pipelines.prepare.sources import Source, open_source
+from pipelines.sources.pieces import Part
+from pipelines.sources.source import Source, open_source
 from pipelines.tasks.language_model import LanguageModel
 
 MANIFEST = "predictions.json"
@@ -149,3 +151,38 @@ def _refuse_others(before: dict[str, Any], now: dict[str, Any], folder: Folder) 
 def digest(content: Any) -> str:
     """16 hexadecimal digits of something that JSON can say."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class Meter:
+    """Counts the rows of parts that were finished since it was made."""
+
+    def __init__(self, folder: Folder, parts: list[Part]) -> None:
+        self._records, self._start = folder / RECORDS, time.monotonic()
+        self._left = {f"{part.number:05d}.json": part.bytes for part in parts}
+        self._parts, self.total, self.done, self.rows = len(parts), max(1, sum(self._left.values())), 0, 0
+
+    @property
+    def seconds(self) -> float:
+        """Since it was made."""
+        return max(time.monotonic() - self._start, 1e-9)
+
+    def read(self) -> str:
+        """The state as a line."""
+        for name in set(self._records.names()) & set(self._left):
+            with suppress(OSError, ValueError):
+                self.rows += self._records.read_json(name)["rows"]
+                self.done += self._left.pop(name)
+        left = f", {(self.total - self.done) * self.seconds / self.done:.0f} s left" if self.done else ""
+        finished = self._parts - len(self._left)
+        return f"{finished}/{self._parts} parts, {self.rows:,} rows, {self.rows / self.seconds:,.0f} rows/s{left}"
+
+
+@contextmanager
+def shown(folder: Folder, parts: list[Part], echo: Callable[[str], None]) -> Iterator[Meter]:
+    """Shows the progress of `parts` while the block runs."""
+    meter = Meter(folder, parts)
+    try:
+        with progress.shown("answering", meter, echo):
+            yield meter
+    finally:
+        meter.read()

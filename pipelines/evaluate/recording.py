@@ -12,8 +12,8 @@ from pipelines.config import Record
 from pipelines.evaluate.evaluation import Scored, Split
 from pipelines.files import Folder
 from pipelines.record import read_entries
-from pipelines.record.follower import Follower, replay_hint
 from pipelines.record.journal import Journal, join, plain
+from pipelines.record.mlflow_follower import Follower, replay_hint
 from pipelines.record.mlflow_log import MARK, MlflowLog
 
 SENDER = "evaluation"

@@ -16,8 +16,8 @@ from pipelines.config.parse import from_yaml
 from pipelines.evaluate.answering import Answerer
 from pipelines.evaluate.opening import Opened, load_weights, task_at
 from pipelines.files import Folder
-from pipelines.prepare.faults import Fault
-from pipelines.prepare.fields import document
+from pipelines.sources.faults import Fault
+from pipelines.sources.fields import document
 
 CONFIG, WEIGHTS, SAMPLE = "config.yaml", "weights.safetensors", "sample.json"
 

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from pipelines.launch.pulse import ENDED, Beat, Process, another_group
+from pipelines.hang.heartbeat import ENDED, Beat, another_group
+from pipelines.hang.process import Process
 
 HangS = Literal["auto"] | int
 """`launch.hang_s`."""

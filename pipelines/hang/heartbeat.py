@@ -7,38 +7,17 @@ is kept in memory alone. Seconds throughout.
     pulses.hear(beat); pulses.beats()                         # in the recorder's process: {0: Beat(...), 1: Beat(...)}
 """
 
-import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from pipelines.launch.job import Place
-from pipelines.launch.owner import process_start
+from pipelines.hang.process import Process
 from pipelines.phases import PHASES, innermost, phase
+from pipelines.worker.job import Place
 
 ENDED = "ended"
 """Where a worker is that trains no more."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Process:
-    """A worker's process, told from a later one with its number by when it started."""
-
-    rank: int
-    world: int
-    node: str
-    """The node's address, for people."""
-    node_id: str
-    """Ray's name of the node; empty without Ray."""
-    pid: int
-    started: float
-
-    @classmethod
-    def this(cls, place: Place, node_id: str) -> "Process":
-        """The one that calls."""
-        started = process_start(os.getpid()) or 0.0
-        return cls(rank=place.rank, world=place.world, node=place.node, node_id=node_id, pid=os.getpid(), started=started)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelines.launch.owner import process_start
-from pipelines.launch.pulse import Process
+from pipelines.hang.process import Process, process_start
 
 SPY_S = 15.0
 FRAMES = (

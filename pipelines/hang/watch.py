@@ -14,20 +14,32 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from pipelines.files import Folder
-from pipelines.launch.hang import Hang, HangS, Hung, Judge, describe
-from pipelines.launch.pulse import Process
-from pipelines.launch.standing import Standing, end, examine
-from pipelines.launch.wire import Wire
-from pipelines.record.sender import Post, Sender
+from pipelines.hang.detector import Hang, HangS, Hung, Judge, describe
+from pipelines.hang.heartbeat import Beat
+from pipelines.hang.process import Process
+from pipelines.hang.stack_dump import Standing, end, examine
+from pipelines.record.sender import Entry, Post, Sender
 
 MOST_EVERY_S = 5.0
 NODE_S = 60.0
 """How long a node may take to answer; one that is away never does."""
 MOST_WAITING = 8
 """Workers examined besides those that hold up the others."""
+
+
+class Heard(Protocol):
+    """What the watch asks the recorder."""
+
+    def beats(self) -> dict[int, Beat]:
+        """The newest sign of life of each worker, by rank."""
+        ...
+
+    def post(self, sender: str, entries: list[Entry]) -> int:
+        """Takes entries; see `record.sender.Post`."""
+        ...
 
 
 def beat_every_s(hang_s: HangS) -> float:
@@ -38,7 +50,7 @@ def beat_every_s(hang_s: HangS) -> float:
 class HangWatch:
     """Watches in the background, until `end`. With `hang_s` 0 it does nothing."""
 
-    def __init__(self, wire: Wire, folder: Folder, hang_s: HangS) -> None:
+    def __init__(self, wire: Heard, folder: Folder, hang_s: HangS) -> None:
         self._wire, self._folder, self._hang_s = wire, folder, hang_s
         self._hung: Hung | None = None
         self._ended = threading.Event()

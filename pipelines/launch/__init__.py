@@ -1,6 +1,7 @@
-"""How a run is started, owned, watched and ended.
+"""A job from its settings to its exit code, in the driver: how a run is started, owned, watched and ended.
 
-On the driver:   driver (a job from settings to exit code), session (progress, signals, the end), failure (the one screen),
-                 owner, resume, resources, preflight; cluster, trainer and lean for Ray, wire for the recorder, or inline
-In each worker:  worker (the build lines), and nothing else of this folder
+driver     train, prepare, check: the order of things
+preflight  what could go wrong, looked at first;  `owner`: one driver a run;  `resume`: its name started again
+inline     a training in this very process;  `profiled`: a job that its profiler has to start
+session    a training under way: signals, `progress`, the end;  `failure`: the cause on one screen
 """

@@ -18,6 +18,8 @@ from functools import partial
 from typing import Any
 
 from model.hugging_face_config import check_description
+from pipelines.cluster.cluster import NoCluster, cluster, joined, on_a_worker
+from pipelines.cluster.resources import Resources, Share, resolve
 from pipelines.config import Config, SettingError
 from pipelines.config.parse import Parsed
 from pipelines.feed.cache import node_cache
@@ -25,13 +27,11 @@ from pipelines.feed.plan import build_plan
 from pipelines.feed.samples import open_samples, windows_in
 from pipelines.feed.stream import TokenStream
 from pipelines.files import Folder
-from pipelines.launch.cluster import NoCluster, cluster, joined, on_a_worker
+from pipelines.hang.process import process_start
 from pipelines.launch.failure import remedies
-from pipelines.launch.job import Job
-from pipelines.launch.owner import Owned, Ownership, new_attempt, process_start
+from pipelines.launch.owner import Owned, Ownership, new_attempt
 from pipelines.launch.preflight import Check, failing, preflight
 from pipelines.launch.profiled import under_profiler
-from pipelines.launch.resources import Resources, Share, resolve
 from pipelines.launch.resume import (
     Earlier,
     completed,
@@ -42,7 +42,6 @@ from pipelines.launch.resume import (
     write_settings,
 )
 from pipelines.launch.session import CANNOT_RUN, DONE, WRONG_SETTINGS, Watcher, conduct
-from pipelines.prepare.faults import DataError
 from pipelines.prepare.manifest import Manifest
 from pipelines.prepare.prepare import Prepared, prepare
 from pipelines.record import describe_environment
@@ -50,7 +49,9 @@ from pipelines.record.links import job_link, on_a_server, run_link
 from pipelines.record.mlflow_log import MARK
 from pipelines.record.tensorboard_log import check_tensorboard
 from pipelines.report import closing_screen
+from pipelines.sources.faults import DataError
 from pipelines.tasks import build_task
+from pipelines.worker.job import Job
 
 DISK_REFUSES = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM)
 """A storage that takes no files, before a training has begun that would say so on its own screen."""
@@ -253,8 +254,8 @@ def _conduct(job: Job, share: Share, storage: Folder, tags: dict[str, str], watc
     if job.config.launch.mode == "inline":
         inline = InlineWire(**arguments)
         return conduct(job, inline, partial(train_inline, job, inline), watcher)
-    from pipelines.launch.trainer import train_on_ray
-    from pipelines.launch.wire import Wire
+    from pipelines.cluster.recorder_handle import Wire
+    from pipelines.cluster.trainer import train_on_ray
 
     wire = Wire.start(**arguments)
     lean = job.config.launch.lean and not joined(job.config.launch) and not share.least

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipelines.files import Folder
-from pipelines.launch.hang import Hung
+from pipelines.hang.detector import Hung
 
 FRAMES = 4
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,11 +87,6 @@ def _chain(error: BaseException) -> list[BaseException]:
     wrapped = (getattr(error, name, None) for name in ("cause", "controller_failure", "health_check_failure"))
     inner = next(filter(None, wrapped), None)
     return [error, *_chain(inner)] if isinstance(inner, BaseException) else [error]
-
-
-def keep_traceback(error: BaseException) -> None:
-    """Writes the traceback into the error, where it outlives the way to another process."""
-    error.add_note("".join(traceback.format_exception(error)))
 
 
 def _name(error: BaseException) -> str:

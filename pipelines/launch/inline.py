@@ -17,15 +17,16 @@ from multiprocessing import get_context
 from multiprocessing.managers import BaseManager
 from typing import Any
 
-from pipelines.launch.hang import Judge
-from pipelines.launch.hang_watch import beat_every_s, keep
-from pipelines.launch.job import Job, Place
-from pipelines.launch.pulse import Beat, Process
-from pipelines.launch.standing import Standing
-from pipelines.launch.wire import RECORDER_NICENESS
-from pipelines.observers.stalls import stacks
+from pipelines.cluster.recorder_handle import RECORDER_NICENESS
+from pipelines.hang.detector import Judge
+from pipelines.hang.heartbeat import Beat
+from pipelines.hang.process import Process
+from pipelines.hang.stack_dump import Standing
+from pipelines.hang.watch import beat_every_s, keep
+from pipelines.profiling.stalls import stacks
 from pipelines.record import Recorder
 from pipelines.record.sender import Entry
+from pipelines.worker.job import Job, Place
 from triton_kernels.processes import end_with_parent
 
 RESTARTS = 3
@@ -111,7 +112,7 @@ def _step_back() -> None:
 
 def train_inline(job: Job, wire: InlineWire) -> dict[str, Any]:
     """Trains as the only worker; returns its summary. Raises what the training raises, and Hung where it hangs."""
-    from pipelines.launch.worker import run_worker
+    from pipelines.worker.worker import run_worker
 
     train = partial(run_worker, job, Place(), wire.post, wire.stop_requested)
     hang_s = job.config.launch.hang_s

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Self
 
 from pipelines.files import Folder
+from pipelines.hang.process import process_start
 
 FILE = "owner.json"
 RENEW_S = 15.0
@@ -56,17 +57,6 @@ class Owner:
             began = process_start(self.pid)
             return began is not None and abs(began - self.start) < 2.0
         return time.time() - self.renewed < LEASE_S
-
-
-def process_start(pid: int) -> float | None:
-    """When a process of this host began, in seconds since 1970; None where there is none, or only a zombie."""
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
-    except psutil.Error:
-        return None
 
 
 def read_owner(folder: Folder) -> Owner | None:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from pipelines.cluster.resources import Resources, Share
 from pipelines.config import Config
 from pipelines.config.combinations import SHARDED
 from pipelines.files import Folder
-from pipelines.launch.resources import Resources, Share
-from pipelines.strategies.memory import FRAMEWORK_BYTES, MemoryEstimate, estimate
-from pipelines.strategies.networks import expected
+from pipelines.memory.estimate import FRAMEWORK_BYTES, MemoryEstimate, estimate
+from pipelines.memory.networks import expected
 
 GIB = 2**30
 

@@ -14,12 +14,12 @@ import time
 from pathlib import Path
 from shutil import which
 
+from pipelines.cluster.resources import Resources, resolve
 from pipelines.config import Config
 from pipelines.files import Folder
-from pipelines.launch.resources import Resources, resolve
-from pipelines.observers.nsight import COMPUTE, SESSION, compute_command, read_table, systems_command
-from pipelines.observers.profile import PLACE
 from pipelines.pages import heading, page, paragraph, table
+from pipelines.profiling.nsight_commands import COMPUTE, SESSION, compute_command, read_table, systems_command
+from pipelines.profiling.profile import PLACE
 from pipelines.record.mlflow_log import MlflowLog
 from triton_kernels.processes import run_in_group
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from yaml import YAMLError
 
+from pipelines.cluster.resources import Share
 from pipelines.config import Config, SettingError
 from pipelines.config.parse import from_yaml, to_yaml
 from pipelines.files import Folder
-from pipelines.launch.resources import Share
 
 SETTINGS = "config.yaml"
 ENVIRONMENT = "environment.json"

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pipelines.files import Folder
+from pipelines.hang.detector import Hung
 from pipelines.launch.failure import failure_screen
-from pipelines.launch.hang import Hung
-from pipelines.launch.job import Job
-from pipelines.observers.progress import Progress
+from pipelines.launch.progress import Progress
 from pipelines.record import read_entries
 from pipelines.report import closing_screen, curve_picture, loss_points, text_curve, write_page
+from pipelines.worker.job import Job
 
 DONE, FAILED, WRONG_SETTINGS, CANNOT_RUN = range(4)
 """Exit codes of every job."""

@@ -20,8 +20,8 @@ gradients are until the last one. `deepspeed` (ZeRO; Rajbhandari et al., 2020, s
 from dataclasses import dataclass
 
 from pipelines.config import Config
-from pipelines.strategies.activations import FP32, Arithmetic, Moment, Network, moments
-from pipelines.strategies.networks import Facts, network_of
+from pipelines.memory.activations import FP32, Arithmetic, Moment, Network, moments
+from pipelines.memory.networks import Facts, network_of
 from pipelines.strategies.tree import roots, visits
 
 FRAMEWORK_BYTES = 400 * 2**20

@@ -14,8 +14,8 @@ from typing import Any
 from model.shape import convnet_layers, is_tied, pooled_width, post_norm, window_sizes
 from pipelines.config import Config
 from pipelines.config.model import Model
-from pipelines.strategies.activations import FP32, Arithmetic, Block, Moment, Network, Part
-from pipelines.strategies.saved import Saved, attention_sizes, cross_sizes, feed_forward_sizes, norm_sizes
+from pipelines.memory.activations import FP32, Arithmetic, Block, Moment, Network, Part
+from pipelines.memory.saved import Saved, attention_sizes, cross_sizes, feed_forward_sizes, norm_sizes
 
 Facts = Mapping[str, Any]
 """What a task knows of prepared data; see `pipelines.tasks.task`."""

@@ -28,7 +28,7 @@ from model.shape import (
     matrices,
     query_width,
 )
-from pipelines.strategies.activations import FP32, Arithmetic, Block, Part
+from pipelines.memory.activations import FP32, Arithmetic, Block, Part
 
 
 class Saved:

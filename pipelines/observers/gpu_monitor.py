@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.observers.amd import amd_cards
+from pipelines.hardware.amd import amd_cards
+from pipelines.hardware.energy import Device, Figures, LostError, Meter
+from pipelines.hardware.nvml import nvidia_cards
+from pipelines.hardware.rapl import POWERCAP, packages
 from pipelines.observers.background import Background
-from pipelines.observers.energy import Device, Figures, LostError, Meter
-from pipelines.observers.nvml import nvidia_cards
 from pipelines.observers.observer import RunFacts
-from pipelines.observers.rapl import POWERCAP, packages
-from pipelines.record.totals import run_figures
+from pipelines.record.state import run_figures
 
 if TYPE_CHECKING:
     from pipelines.record.sender import Sender

@@ -1,8 +1,7 @@
-"""Raw data to shards: where documents come from, how they are cut and written, and when a preparation is whole.
+"""Documents to shards: how a source is divided, encoded and written, and when a preparation is whole.
 
-Read in this order: prepare (the whole), sources (what data.source names), parts (how it is divided), stages (what is done
-with a part), cluster (the same on Ray Data), shards and manifest (what is written). Own data sets go into registered;
-embedded holds those that every machine has.
+Read in this order: prepare (the whole), parts (how a source is divided), stages (what is done with a part), ray_data (the
+same on Ray Data), shards and manifest (what is written), fingerprint (what it depends on).
 
     prepared = prepare(config, Folder.at("runs"), task)       # pipelines.prepare.prepare
     prepared.manifest.splits["train"][0].ids_offset           # pipelines.prepare.manifest, which needs no pyarrow

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from pipelines.config import Config, Tokenizer
-from pipelines.prepare.faults import DataError
-from pipelines.prepare.sources import Source, open_source
+from pipelines.sources.faults import DataError
+from pipelines.sources.source import Source, open_source
 from pipelines.tasks.task import Task
 from pipelines.tokenizers.training import read_file
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from pipelines.config import Data
-from pipelines.prepare.faults import Fault, Faulty
-from pipelines.prepare.pieces import Part, Piece, Reader, Slice
-from pipelines.prepare.sources import Source
+from pipelines.sources.faults import Fault, Faulty
+from pipelines.sources.pieces import Part, Piece, Reader, Slice
+from pipelines.sources.source import Source
 from pipelines.tasks.task import Document
 
 SMALLEST = 256 << 10

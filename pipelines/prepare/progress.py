@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from pipelines.files import Folder
-from pipelines.prepare.pieces import Part
+from pipelines.sources.pieces import Part
 
 _BAR_EVERY_S = 0.5
 _LINE_EVERY_S = 10.0

@@ -20,9 +20,9 @@ from ray.data._internal.execution.interfaces import TaskContext
 from ray.data.block import Block, BlockMetadata
 from ray.data.datasource import Datasink, Datasource, ReadTask, WriteResult
 
-from pipelines.prepare.faults import DataError
-from pipelines.prepare.pieces import Part
 from pipelines.prepare.stages import Job, read_part, tokenise, write_part
+from pipelines.sources.faults import DataError
+from pipelines.sources.pieces import Part
 
 _BLOCK_BYTES = 8 << 20
 

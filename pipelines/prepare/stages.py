@@ -21,10 +21,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines.files import Folder
-from pipelines.prepare.faults import Fault
 from pipelines.prepare.parts import items
-from pipelines.prepare.pieces import Part, Piece, Reader
 from pipelines.prepare.shards import ShardWriter
+from pipelines.sources.faults import Fault
+from pipelines.sources.pieces import Part, Piece, Reader
 from pipelines.tasks.task import Document, Facts, Task
 
 SPLITS = ("train", "validation")

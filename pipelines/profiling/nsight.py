@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 
-from pipelines.observers.nsight import COMPUTE, SESSION, read_table
-from pipelines.observers.profile import ProfileError
 from pipelines.pages import heading, paragraph, table
 from pipelines.phases import PHASES, Listener
+from pipelines.profiling.nsight_commands import COMPUTE, SESSION, ProfileError, read_table
 
 LIMIT_S = 300.0
 """How long one command of nsys may take."""

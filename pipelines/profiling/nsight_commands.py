@@ -13,6 +13,10 @@ COMPUTE = "RAYSTRIDE_NCU"
 """In the environment of a process under `ncu`: that it is."""
 
 
+class ProfileError(RuntimeError):
+    """A profile could not be made; the message says why, and what to do."""
+
+
 def systems_command(session: str, device: str) -> list[str]:
     """What to put before a command so that it runs under `nsys launch`, not collecting yet."""
     traces = "cuda,nvtx,osrt" if device == "cuda" else "nvtx,osrt"

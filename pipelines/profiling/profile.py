@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pipelines.config.profile import Profile
 from pipelines.files import Folder
 from pipelines.observers.observer import Observer, RunFacts
-from pipelines.observers.profile_page import phase_part
 from pipelines.pages import heading, page
 from pipelines.phases import PHASES, Listener, listen, phase
+from pipelines.profiling.nsight_commands import ProfileError
 
 if TYPE_CHECKING:
     from pipelines.record.sender import Sender
+
+from pipelines.pages import paragraph, table
+from pipelines.phases import PARTS
 
 PLACE = "profiles"
 TITLES = {
@@ -45,10 +48,6 @@ class Tool(Protocol):
 
     def abandon(self) -> None:
         """Ends without a word."""
-
-
-class ProfileError(RuntimeError):
-    """A profile could not be made; the message says why, and what to do."""
 
 
 class Profiled(Observer):
@@ -170,13 +169,31 @@ class Profiled(Observer):
 def make_tool(name: str) -> Tool:
     """The tool of a name. Raises ProfileError where it cannot work in this process."""
     if name == "torch":
-        from pipelines.observers.profile_torch import TorchTrace
+        from pipelines.profiling.torch_profiler import TorchTrace
 
         return TorchTrace()
     if name == "memory":
-        from pipelines.observers.profile_torch import MemoryTimeline
+        from pipelines.profiling.torch_profiler import MemoryTimeline
 
         return MemoryTimeline()
-    from pipelines.observers.profile_nsight import ComputeWindow, SystemsWindow
+    from pipelines.profiling.nsight import ComputeWindow, SystemsWindow
 
     return SystemsWindow() if name == "nsys" else ComputeWindow()
+
+
+def phase_part(seconds: dict[str, float], elapsed: float, steps: int, on_gpu: bool) -> str:
+    """Where the host's time went, by phase: a sentence and a table. `elapsed` is that of all steps of the window."""
+    longest = max(PARTS, key=lambda name: seconds.get(name, 0.0))
+    text = (
+        f"A step took {elapsed / steps * 1e3:.2f} ms by the host's clock, while being watched, which slows it down. "
+        f"Most of it went into {longest}: {seconds.get(longest, 0.0) / elapsed:.0%}."
+    )
+    if on_gpu:
+        text += " On a GPU the host's time of forward and backward is that of launching: the device works behind."
+    rows = [
+        [name, f"{seconds[name] / steps * 1e3:.3f}", f"{seconds[name] / elapsed:.1%}"]
+        for name in PHASES
+        if seconds.get(name, 0.0) > 0
+    ]
+    note = "step contains slot, reduce and update; slot contains forward and backward."
+    return paragraph(text) + table(["phase", "ms a step", "share"], rows) + paragraph(note)

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import quote
 
+from pipelines.files import Folder
+
 UI_PORT = 5000
 SIDE = "workflowType=machine_learning"
 """Which side of MLflow's UI opens: without it that for language models' traces, where a run is called an evaluation."""
@@ -83,3 +85,31 @@ def _server(mark: Mapping[str, Any], port: int) -> str:
 def _listed(texts: Iterable[str]) -> str:
     """A JSON list of texts for an address, whose quotation marks terminals would otherwise end the link at."""
     return json.dumps(list(texts), separators=(",", ":")).replace('"', "%22")
+
+
+NOTE_TAG = "mlflow.note.content"
+"""The tag that MLflow shows as description."""
+NOTE_HEAD = "| Raystride | |"
+"""The first line of ours: a description that begins otherwise was written by a person, and stays."""
+
+
+def describe_run(run_folder: Folder, tags: Mapping[str, str]) -> str:
+    """The description in markdown, from the tags of the run's newest attempt."""
+    known = {key.removeprefix("raystride."): value for key, value in tags.items()}
+    storage, _, run = run_folder.uri.rpartition("/")
+    rows = {"folder": f"`{run_folder}`"}
+    if "ray_job" in known:
+        rows["Ray job"] = f"[{known['ray_job_id']}]({known['ray_job']}): log, state and metrics, while the cluster lives"
+    rows["newest attempt"] = f"`{known['attempt']}`"
+    if "workers" in known:
+        rows["trained by"] = f"{known['workers']} worker(s) on {known['device']}, {known['strategy']}"
+    if "commit" in known:
+        rows["source"] = f"commit `{known['commit'][:12]}`{', with changes' if known.get('dirty') == 'True' else ''}"
+    rows["report"] = "`report.html` among the artifacts, once the run has ended"
+    table = [NOTE_HEAD, "| --- | --- |", *(f"| {name} | {text} |" for name, text in rows.items())]
+    return "\n".join([*table, "", f"`python ray_jobs/runs.py show {run} --storage {storage}`"])
+
+
+def is_our_note(note: str | None) -> bool:
+    """Whether a description may be replaced: there is none, or it is an earlier one of ours."""
+    return not note or note.startswith(NOTE_HEAD)

@@ -22,9 +22,8 @@ from urllib.parse import urlsplit
 
 from pipelines.config.run import Record
 from pipelines.files import Folder
-from pipelines.record import note
 from pipelines.record.journal import Segment, read_segment, segments
-from pipelines.record.links import VIEW_TAG, on_a_server, run_link, view
+from pipelines.record.links import NOTE_TAG, VIEW_TAG, describe_run, is_our_note, on_a_server, run_link, view
 from pipelines.record.sender import Entry
 from pipelines.record.summary import STATUSES
 
@@ -120,8 +119,8 @@ class MlflowLog:
                 tags |= _tags(entry)
         for start in range(0, len(metrics), METRICS_A_CALL):
             problems += self._log_metrics(metrics[start : start + METRICS_A_CALL])
-        if "raystride.attempt" in tags and note.is_ours(client.get_run(run_id).data.tags.get(note.TAG)):
-            tags[note.TAG] = note.describe(self._folder, tags)
+        if "raystride.attempt" in tags and is_our_note(client.get_run(run_id).data.tags.get(NOTE_TAG)):
+            tags[NOTE_TAG] = describe_run(self._folder, tags)
         if tags:
             client.log_batch(run_id, tags=[RunTag(key, value[:LONGEST_TAG]) for key, value in tags.items()])
         return problems

@@ -17,14 +17,13 @@ from typing import Any
 
 from pipelines.config.run import Record
 from pipelines.files import Folder
-from pipelines.record.follower import Follower, replay_hint
 from pipelines.record.journal import Journal, join
+from pipelines.record.mlflow_follower import Follower, replay_hint
 from pipelines.record.mlflow_log import MlflowLog
 from pipelines.record.sender import Entry
-from pipelines.record.state import State
+from pipelines.record.state import State, run_figures
 from pipelines.record.summary import build_summary
 from pipelines.record.tensorboard_log import TensorboardLog
-from pipelines.record.totals import run_figures
 
 SHORTEST_S, LONGEST_S = 1.0, 10.0
 SEGMENTS_AT_FULL_PACE = 300

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal
 
-from pipelines.sweep.described import ClusterDescription
-from pipelines.sweep.fit import Prior, priors
-from pipelines.sweep.interval import COVERED, Interval
-from pipelines.sweep.observation import Observation
-from pipelines.sweep.sampling import Array
+from pipelines.scaling_model.described import ClusterDescription
+from pipelines.scaling_model.fit import Prior, priors
+from pipelines.scaling_model.interval import COVERED, Interval
+from pipelines.scaling_model.observation import Observation
+from pipelines.scaling_model.sampling import Array
 
 KNOWN_TO = 4.0
 """Bounds further apart than this factor are no measurement."""

@@ -28,7 +28,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.sweep.observation import Work
+from pipelines.scaling_model.observation import Work
 
 Array = NDArray[np.float64]
 

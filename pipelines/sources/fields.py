@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipelines.files import filesystem
-from pipelines.prepare.faults import Fault, Faulty, faults_of
-from pipelines.prepare.pieces import Piece
+from pipelines.sources.faults import Fault, Faulty, faults_of
+from pipelines.sources.pieces import Piece
 from pipelines.tasks.task import Column
 
 Columns = tuple[Column, ...]

@@ -16,9 +16,9 @@ from itertools import pairwise
 from typing import Any
 
 from pipelines.files import Folder
-from pipelines.prepare.faults import DataError, Fault
-from pipelines.prepare.fields import Columns, document, find_columns, inner
-from pipelines.prepare.pieces import File, Piece, Slice
+from pipelines.sources.faults import DataError, Fault
+from pipelines.sources.fields import Columns, document, find_columns, inner
+from pipelines.sources.pieces import File, Piece, Slice
 
 _ROWS = 256
 _SAVED = ("state.json", "dataset_dict.json")

@@ -9,15 +9,15 @@ another encoding than UTF-8, are read in one go, with bounded memory.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
-from pipelines.prepare.faults import Fault, Faulty
-from pipelines.prepare.fields import Columns, document, named
-from pipelines.prepare.pieces import PIECE, File, Piece, Slice
-from pipelines.prepare.streams import length, lines, open_range
+from pipelines.sources.faults import DataError, Fault, Faulty, not_utf8
+from pipelines.sources.fields import Columns, document, named
+from pipelines.sources.pieces import PIECE, File, Piece, Slice
+from pipelines.sources.streams import count_lines, length, lines, open_range
 
 _FASTTEXT = "__label__"
 
@@ -140,3 +140,51 @@ def _is_array(file: File) -> bool:
         return False
     with open_range(file) as stream:
         return stream.read(1 << 16).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
+
+
+@dataclass(frozen=True)
+class ParallelReader:
+    """Pairs of lines. Units are lines; those before a slice are passed over, since where they end is not known."""
+
+    columns: Columns
+    targets: Mapping[str, File]
+    """The other file of each, by its URI."""
+
+    def slices(self, file: File, target: int) -> list[Slice]:
+        """Ranges of lines, all taken to be equally long; streamed files are one slice. Raises DataError."""
+        other = self.targets[file.uri]
+        count, others = count_lines(file), count_lines(other)
+        if count != others:
+            raise DataError(
+                f"lines of data.source and data.target_source belong together, but {file.uri} has {count:,} lines and "
+                f"{other.uri} has {others:,}: name files with equally many"
+            )
+        size = file.size + other.size
+        ranges = 1 if file.streamed or other.streamed else max(1, min(count, round(size / target)))
+        return [Slice(file, a, b, size // ranges) for a, b in pairwise([count * i // ranges for i in range(ranges + 1)])]
+
+    def measure(self, piece: Slice) -> int:
+        """Lines in the file."""
+        return count_lines(piece.file)
+
+    def seam(self, file: File, offset: int) -> int:
+        """Any line."""
+        return offset
+
+    def read(self, piece: Slice) -> Iterator[Piece | Fault]:
+        """The documents of the lines in the slice."""
+        file, other = piece.file, self.targets[piece.file.uri]
+        if piece.stop == 0:
+            yield Fault(file.uri, "is empty")
+        with open_range(file) as first, open_range(other) as second:
+            pairs = islice(zip(lines(first), lines(second), strict=True), piece.start, piece.stop)
+            for number, ((_, left), (_, right)) in enumerate(pairs, piece.start + 1):
+                place, uri = f"{file.uri}, line {number}", file.uri
+                try:
+                    source = left.decode("utf-8-sig").strip()
+                    uri = other.uri
+                    target = right.decode("utf-8-sig").strip()
+                except UnicodeDecodeError as error:
+                    yield not_utf8(f"{uri}, line {number}", error)
+                else:
+                    yield from document([source, target], place, self.columns)

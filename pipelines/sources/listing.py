@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipelines.files import absolute, filesystem
-from pipelines.prepare.faults import DataError
-from pipelines.prepare.pieces import File
+from pipelines.sources.faults import DataError
+from pipelines.sources.pieces import File
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileInfo, FileSystem

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from pipelines.prepare.faults import Fault
+from pipelines.sources.faults import Fault
 from pipelines.tasks.task import Document
 
 PIECE = 1 << 20

@@ -1,6 +1,6 @@
 """How a function becomes a source, and how its documents are read.
 
-@register_source("poems", version="2")                    # in pipelines/prepare/registered.py
+@register_source("poems", version="2")                    # in pipelines/sources/registered.py
 def poems() -> Iterator[str]: ...
 RegisteredReader("poems", columns).read(...)              # what --data.source poems makes of it
 """
@@ -9,18 +9,29 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import islice
 from typing import Any
 
-from pipelines.prepare.faults import Fault, Faulty
-from pipelines.prepare.fields import Columns, document, named
-from pipelines.prepare.pieces import File, Piece, Slice
+from pipelines.sources.faults import Fault, Faulty
+from pipelines.sources.fields import Columns, document, named
+from pipelines.sources.pieces import File, Piece, Slice
 
 Documents = Callable[[], Iterator[Any]]
 """What yields texts, tuples in the order of a task's columns, or mappings by the names of columns."""
 
 REGISTERED: dict[str, tuple[Documents, str]] = {}
 """Registered functions by name, each with its version."""
+
+
+PLACES = ("pipelines.sources.embedded", "pipelines.sources.registered")
+"""Modules that register sources when they are imported."""
+
+
+def fill_registry() -> None:
+    """Imports what registers sources, in this process; once is enough, and more do nothing."""
+    for place in PLACES:
+        import_module(place)
 
 
 def register_source(name: str, version: str = "") -> Callable[[Documents], Documents]:
@@ -78,10 +89,7 @@ class RegisteredReader:
                 yield Fault(place, f"is {len(values)} values for the columns {wanted}", "yield a tuple of them, or a dict")
 
     def _documents(self) -> Iterator[Any]:
-        # These fill the registry, here and in every worker.
-        import pipelines.prepare.embedded
-        import pipelines.prepare.registered  # noqa: F401
-
+        fill_registry()
         try:
             yield from REGISTERED[self.source][0]()
         except Exception as error:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipelines.files import filesystem
-from pipelines.prepare.faults import Fault, Faulty, faults_of
-from pipelines.prepare.fields import Columns, document, find_columns, inner
-from pipelines.prepare.pieces import File, Piece, Slice
-from pipelines.prepare.streams import ByteRange, length, lines, open_range
+from pipelines.sources.faults import Fault, Faulty, faults_of
+from pipelines.sources.fields import Columns, document, find_columns, inner
+from pipelines.sources.pieces import File, Piece, Slice
+from pipelines.sources.streams import ByteRange, length, lines, open_range
 
 _ROWS = 1024
 

@@ -14,21 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pipelines.prepare.embedded
-import pipelines.prepare.registered  # noqa: F401  (both fill REGISTERED)
 from pipelines.config import Data
 from pipelines.files import Folder, absolute
-from pipelines.prepare.faults import DataError
-from pipelines.prepare.fields import Columns
-from pipelines.prepare.folders import IMAGES, FolderReader
-from pipelines.prepare.hub import HuggingFaceReader, saved_dataset
-from pipelines.prepare.lines import JsonReader, LabelledReader, LineReader
-from pipelines.prepare.listing import list_files, place_exists
-from pipelines.prepare.parallel import ParallelReader
-from pipelines.prepare.pieces import COMPRESSIONS, File, Reader
-from pipelines.prepare.registry import REGISTERED, RegisteredReader
-from pipelines.prepare.rows import CsvReader, ParquetReader
-from pipelines.prepare.text import TextReader
+from pipelines.sources.faults import DataError
+from pipelines.sources.fields import Columns
+from pipelines.sources.hub import HuggingFaceReader, saved_dataset
+from pipelines.sources.lines import JsonReader, LabelledReader, LineReader, ParallelReader
+from pipelines.sources.listing import list_files, place_exists
+from pipelines.sources.pieces import COMPRESSIONS, File, Reader
+from pipelines.sources.registry import REGISTERED, RegisteredReader, fill_registry
+from pipelines.sources.rows import CsvReader, ParquetReader
+from pipelines.sources.text import IMAGES, FolderReader, TextReader
 
 _ENDINGS = {
     ".jsonl": "json", ".ndjson": "json", ".json": "json",
@@ -74,6 +70,7 @@ def open_source(data: Data, name: str, columns: Columns, *, whole: bool = False)
     """
     if data.target_source:
         return _parallel(data, name, columns)
+    fill_registry()
     kind = data.kind if data.kind != "auto" else _kind(name)
     if kind == "python":
         _refuse_columns(kind, name, columns)
@@ -82,7 +79,7 @@ def open_source(data: Data, name: str, columns: Columns, *, whole: bool = False)
         if name not in REGISTERED:
             known = ", ".join(sorted(REGISTERED))
             raise DataError(
-                f"data.source {name!r} is not registered in pipelines/prepare/registered.py, where there are: {known}"
+                f"data.source {name!r} is not registered in pipelines/sources/registered.py, where there are: {known}"
             )
         own = RegisteredReader(name, columns)
         return Source(kind, (own.file(),), own)

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from pipelines.files import filesystem
-from pipelines.prepare.faults import Fault, Faulty, faults_of
-from pipelines.prepare.pieces import COMPRESSIONS, PIECE, File
+from pipelines.sources.faults import Fault, Faulty, faults_of
+from pipelines.sources.pieces import COMPRESSIONS, PIECE, File
 
 
 class ByteRange:

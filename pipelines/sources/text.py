@@ -12,10 +12,12 @@ import codecs
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
-from pipelines.prepare.faults import Fault, Faulty, not_utf8
-from pipelines.prepare.pieces import HEAD, PIECE, File, Piece, Slice
-from pipelines.prepare.streams import ByteRange, length, open_range
+from pipelines.sources.faults import Fault, Faulty, not_utf8
+from pipelines.sources.fields import Columns, document
+from pipelines.sources.pieces import HEAD, PIECE, File, Piece, Slice
+from pipelines.sources.streams import ByteRange, length, open_range
 
 _WINDOW = 1 << 16
 _VISIBLE = frozenset(range(33, 127))
@@ -138,3 +140,38 @@ def _with_last(blocks: Iterator[bytes]) -> Iterator[tuple[bytes, bool]]:
         held = block
     if held is not None:
         yield held, True
+
+
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
+"""Endings of image files."""
+
+
+@dataclass(frozen=True)
+class FolderReader:
+    """Whole files of text or images, labelled by the first folder of their names. Units are files."""
+
+    columns: Columns
+
+    def slices(self, file: File, target: int) -> list[Slice]:
+        """The file."""
+        return [Slice(file, 0, 1, file.size)]
+
+    def measure(self, piece: Slice) -> int:
+        """One file."""
+        return 1
+
+    def seam(self, file: File, offset: int) -> int:
+        """Before it or after it."""
+        return offset
+
+    def read(self, piece: Slice) -> Iterator[Piece | Fault]:
+        """The file's document."""
+        file = piece.file
+        values: dict[str, Any] = {"label": file.name.partition("/")[0], "image": file.uri}
+        if any(column.kind == "text" for column in self.columns):
+            for item in TextReader(whole=True).read(Slice(file, 0, None, file.size)):
+                if isinstance(item, Fault):
+                    yield item
+                    return
+                values["text"] = item.document[0]
+        yield from document([values[column.kind] for column in self.columns], file.uri, self.columns)

@@ -1,21 +1,8 @@
-"""Many trials, and what they say of the next ones: so far the scaling model; see `scaling`."""
+"""Many short trainings under Ray Tune, and one answer: what to use here, and why.
 
-from pipelines.sweep.described import ClusterDescription, ClusterError, Link
-from pipelines.sweep.interval import Interval
-from pipelines.sweep.observation import Observation, TrialError, Work
-from pipelines.sweep.scaling import HeldBack, NotPredicted, Prediction, ScalingModel, held_back
-
-__all__ = [
-    "ClusterDescription",
-    "ClusterError",
-    "HeldBack",
-    "Interval",
-    "Link",
-    "NotPredicted",
-    "Observation",
-    "Prediction",
-    "ScalingModel",
-    "TrialError",
-    "Work",
-    "held_back",
-]
+space     what is tried
+trial     one training, watched until it is measured precisely enough; `tuning` runs them one after another
+result    what became of a trial, a file each
+choice    the best of them; `answer` joins to it what the scaling model makes of all, `observed` tells it of each
+page      the answer as a page, with `views` and `pictures`; driver: all of it, from settings to exit code
+"""

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipelines.config.sweep import SweepConfig
+from pipelines.scaling_model.described import ClusterDescription
+from pipelines.scaling_model.model import HeldBack, NotPredicted, Prediction, ScalingModel, held_back
+from pipelines.scaling_model.observation import Observation, TrialError
 from pipelines.sweep.choice import UNITS, best_of, by_settings, price_of, recommendation, score
-from pipelines.sweep.described import ClusterDescription
-from pipelines.sweep.observation import Observation, TrialError
 from pipelines.sweep.observed import observation_of
 from pipelines.sweep.result import Result
-from pipelines.sweep.scaling import HeldBack, NotPredicted, Prediction, ScalingModel, held_back
 from pipelines.sweep.space import Candidate
 
 AIM = 0.1

@@ -11,7 +11,7 @@ from statistics import fmean, median
 
 from pipelines.config.parse import to_yaml
 from pipelines.config.sweep import Sweep, SweepConfig
-from pipelines.sweep.described import ClusterDescription
+from pipelines.scaling_model.described import ClusterDescription
 from pipelines.sweep.result import Result
 from pipelines.sweep.space import Candidate
 

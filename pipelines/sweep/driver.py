@@ -11,20 +11,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from pipelines.cluster.cluster import cluster, joined
+from pipelines.cluster.resources import Resources
 from pipelines.config import SettingError
 from pipelines.config.parse import Parsed, to_yaml
 from pipelines.config.sweep import SweepConfig
 from pipelines.files import Folder
-from pipelines.launch.cluster import cluster, joined
 from pipelines.launch.driver import guarded, locate
 from pipelines.launch.owner import Ownership, new_attempt
-from pipelines.launch.resources import Resources
 from pipelines.launch.session import DONE, FAILED
-from pipelines.prepare.faults import DataError
 from pipelines.prepare.prepare import prepare
+from pipelines.scaling_model.described import ClusterDescription, ClusterError
+from pipelines.sources.faults import DataError
 from pipelines.sweep.answer import Answer, answer
 from pipelines.sweep.choice import price_of
-from pipelines.sweep.described import ClusterDescription, ClusterError
 from pipelines.sweep.page import write_report
 from pipelines.sweep.progress import Board
 from pipelines.sweep.result import WITHOUT_FIGURES, Result, forget, keep, keys, results

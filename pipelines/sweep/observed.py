@@ -8,9 +8,9 @@ import statistics
 
 from pipelines.config import Config
 from pipelines.config.combinations import SHARDED
-from pipelines.strategies.activations import Arithmetic, Network
-from pipelines.strategies.networks import expected, network_of
-from pipelines.sweep.observation import Observation, Strategy, TrialError, Work
+from pipelines.memory.activations import Arithmetic, Network
+from pipelines.memory.networks import expected, network_of
+from pipelines.scaling_model.observation import Observation, Strategy, TrialError, Work
 from pipelines.sweep.result import Result
 
 FP32_BYTES, HALF_BYTES = 4, 2

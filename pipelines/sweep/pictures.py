@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pipelines.report.drawing import COLOURS, bare, empty_figure, spoken, svg
+from pipelines.scaling_model.interval import Interval
+from pipelines.scaling_model.model import HeldBack
 from pipelines.sweep.answer import AIM
-from pipelines.sweep.interval import Interval
 from pipelines.sweep.result import Result
-from pipelines.sweep.scaling import HeldBack
 from pipelines.sweep.views import Family, Grid, Tradeoff, plain, step_milliseconds
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from typing import Any
 
 from pipelines.config.sweep import SweepConfig
 from pipelines.files import Folder
-from pipelines.record.follower import Follower
 from pipelines.record.links import comparison_link
+from pipelines.record.mlflow_follower import Follower
 from pipelines.record.mlflow_log import MARK, MlflowLog
 from pipelines.sweep.result import Result
 

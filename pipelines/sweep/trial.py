@@ -15,17 +15,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from pipelines.cluster.resources import Resources, resolve
 from pipelines.config import SettingError
 from pipelines.config.sweep import Sweep
 from pipelines.files import Folder
+from pipelines.hang.detector import Hung
 from pipelines.launch.driver import CannotRun, train
 from pipelines.launch.failure import first_cause
-from pipelines.launch.hang import Hung
 from pipelines.launch.preflight import checks_of_settings
-from pipelines.launch.resources import Resources, resolve
 from pipelines.launch.session import Watcher
-from pipelines.prepare.faults import DataError
 from pipelines.record import read_entries
+from pipelines.sources.faults import DataError
 from pipelines.sweep.result import (
     FIGURES,
     MEASURED,

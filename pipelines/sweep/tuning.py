@@ -22,9 +22,9 @@ from typing import Any
 import ray
 from ray import tune
 
+from pipelines.cluster.resources import Resources, resolve
 from pipelines.config.sweep import SweepConfig
 from pipelines.files import Folder
-from pipelines.launch.resources import Resources, resolve
 from pipelines.sweep.choice import score, token_score
 from pipelines.sweep.result import Result, Window, keep, result_at
 from pipelines.sweep.space import Candidate, meets

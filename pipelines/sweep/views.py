@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipelines.scaling_model.interval import Interval
+from pipelines.scaling_model.model import Prediction
 from pipelines.sweep.answer import Answer
 from pipelines.sweep.choice import HOUR_S
-from pipelines.sweep.interval import Interval
 from pipelines.sweep.result import Result
-from pipelines.sweep.scaling import Prediction
 from pipelines.sweep.space import Candidate
 
 WORKERS = "scaling.workers"

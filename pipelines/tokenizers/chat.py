@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from pipelines.files import Folder
-from pipelines.tokenizers.ready import parse
 
 if TYPE_CHECKING:
     from jinja2 import Template
+    from tokenizers import Tokenizer
 
 FILE = "chat.json"
 """In a tokenizer's folder: the template, and the tokens that it knows by name."""
@@ -95,6 +95,20 @@ def load_chat(folder: Folder, encoder: TextEncoder) -> Chat | None:
     tokenizer = parse(folder.read("tokenizer.json").decode())
     specials = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     return Chat(folder.read_json(FILE), specials, encoder)
+
+
+def parse(content: str) -> "Tokenizer":
+    """The tokenizer, which takes special tokens in a text as ordinary text. Raises ValueError where it is none."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_str(content)
+    except Exception as error:  # tokenizers raises the bare class
+        raise ValueError(str(error)) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 def find_chat(place: Folder, chosen: str) -> dict[str, Any] | None:

@@ -15,8 +15,8 @@ from typing import Any
 from pipelines.files import Folder
 from pipelines.tokenizers.alphabets import ByteEncoder, CharacterEncoder
 from pipelines.tokenizers.byte_pairs import BytePairEncoder, byte_pairs
-from pipelines.tokenizers.chat import load_chat
-from pipelines.tokenizers.ready import ReadyEncoder, parse, size
+from pipelines.tokenizers.chat import load_chat, parse
+from pipelines.tokenizers.ready import ReadyEncoder, size
 
 KIND_FILE = "tokenizer_kind.json"
 READY_FILE = "tokenizer.json"

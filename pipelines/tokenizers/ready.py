@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipelines.config import SettingError
+from pipelines.tokenizers.chat import Chat, parse
 from pipelines.tokenizers.runs import bounded
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-    from pipelines.tokenizers.chat import Chat
 
 USUAL_ENDS = ("<|end|>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]", "[EOS]")
 """Names of end tokens in the tokenizers people use, looked for in this order."""
@@ -25,7 +24,7 @@ USUAL_ENDS = ("<|end|>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<
 class ReadyEncoder:
     """A Hugging Face tokenizer without the special tokens that its post-processor would add."""
 
-    chat: "Chat | None" = None
+    chat: Chat | None = None
 
     def __init__(self, content: str, end_id: int) -> None:
         self._tokenizer = parse(content)
@@ -41,20 +40,6 @@ class ReadyEncoder:
     def decode(self, ids: list[int]) -> str:
         """The text of some ids; special tokens give nothing."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
-
-
-def parse(content: str) -> "Tokenizer":
-    """The tokenizer, which takes special tokens in a text as ordinary text. Raises ValueError where it is none."""
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_str(content)
-    except Exception as error:  # tokenizers raises the bare class
-        raise ValueError(str(error)) from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
-    return tokenizer
 
 
 def size(tokenizer: "Tokenizer") -> int:

@@ -18,9 +18,9 @@ from pipelines.files import Folder, absolute
 from pipelines.tokenizers.alphabets import count_characters
 from pipelines.tokenizers.byte_pairs import NotBytePairs, byte_pairs
 from pipelines.tokenizers.chat import FILE as CHAT_FILE
-from pipelines.tokenizers.chat import find_chat
+from pipelines.tokenizers.chat import find_chat, parse
 from pipelines.tokenizers.loading import AnyEncoder, build_encoder, load_tokenizer, save_tokenizer
-from pipelines.tokenizers.ready import end_token, parse
+from pipelines.tokenizers.ready import end_token
 from pipelines.tokenizers.runs import bounded
 
 END = "<|end|>"

@@ -21,12 +21,21 @@ from pipelines.config import Config
 from pipelines.feed.loader import Loader, Step
 from pipelines.phases import phase
 from pipelines.strategies.strategy import Strategy
-from pipelines.train.agreement import Agreement
 from pipelines.train.checkpoint import Checkpoints
 from pipelines.train.guard import Blame, Diverged, GoBack, Guard
 from pipelines.train.optimizer import Updater, learning_rate
 from pipelines.train.state import LeftOut, TrainState
-from pipelines.train.step import OUT_OF_TIME, STOP, TARGETS, VERDICT, StepResult, StepRules, build_rules, train_step
+from pipelines.train.step import (
+    OUT_OF_TIME,
+    STOP,
+    TARGETS,
+    VERDICT,
+    Agreement,
+    StepResult,
+    StepRules,
+    build_rules,
+    train_step,
+)
 
 
 class Ending(StrEnum):
@@ -145,7 +154,7 @@ class Training:
         self._guard.heed(step.number, float(result.measured[VERDICT]))
 
     def _find_blame(self, step: int, spike: bool) -> Blame:
-        from pipelines.train.blame import find_blame
+        from pipelines.train.guard import find_blame
 
         return find_blame(self.strategy, self.model, self.loader, self.rules, step, spike)
 

@@ -19,7 +19,7 @@ from model.transformer import Decoder
 from pipelines.config import SettingError
 from pipelines.files import Folder
 from pipelines.tokenizers import load_tokenizer
-from pipelines.tokenizers.ready import parse
+from pipelines.tokenizers.chat import parse
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PROBE = "The quick brown fox, at 12:30: naïve café!\n\tdef square(x): return x * x  # 平方\n"

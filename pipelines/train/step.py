@@ -22,14 +22,56 @@ from pipelines.feed.order import mix64
 from pipelines.feed.samples import Samples
 from pipelines.phases import phase
 from pipelines.strategies.strategy import Strategy
-from pipelines.train.judge import FINE, OVERFLOW, Judge
 from pipelines.train.optimizer import Updater
-from pipelines.train.precision import LossScale, Precision
+from pipelines.train.precision import LEAST_SCALE, LossScale, Precision
 from pipelines.train.state import TrainState
 
 LOSS, TARGETS, STOP, OUT_OF_TIME, VERDICT = range(5)
 """Where in the measured vector (fp32, 5) the loss sum, the targets, the numbers of workers that ask to end, and the judge's
 verdict are. The first four travel with the gradients. Of a step that changed nothing, loss and targets are 0."""
+
+
+FINE, NOT_FINITE, SPIKE, OVERFLOW = range(4)
+"""Verdicts: a good step; a loss or gradient that is no finite number; a loss far above the mean; an overflow that a smaller
+loss scale will cure. After all but the first, parameters stay as they were."""
+
+
+class Judge:
+    """Finds steps whose loss or gradient is not finite, and losses far above their running mean.
+
+    Mean and variance of the loss run exponentially over `window` steps, good ones alone; before so many there is no spike.
+    """
+
+    def __init__(self, device: torch.device, spike: float = 0.0, window: int = 100, seen: list[float] | None = None) -> None:
+        """`seen`: what `read` returned in an earlier attempt."""
+        self._spike, self._window = spike, window
+        self._mean, self._variance, self._steps = torch.tensor(seen or [0.0, 0.0, 0.0], device=device).unbind()
+
+    def __call__(self, loss: torch.Tensor, norm: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """The verdict on a step with this mean loss and gradient norm (scalars); `scale`: the loss scale if there is one."""
+        finite = torch.isfinite(loss + norm)
+        verdict = torch.where(finite, FINE, NOT_FINITE).float()
+        if scale is not None:
+            curable = torch.isfinite(loss) & ~torch.isfinite(norm) & (scale > LEAST_SCALE)
+            verdict = torch.where(curable, OVERFLOW, verdict)
+        return self._look_for_spike(loss, verdict) if self._spike else verdict
+
+    def _look_for_spike(self, loss: torch.Tensor, verdict: torch.Tensor) -> torch.Tensor:
+        above = loss - self._mean
+        far = (self._steps >= self._window) & (above > self._spike * self._variance.sqrt())
+        verdict = torch.where(far & (verdict == FINE), SPIKE, verdict)
+        good = verdict == FINE
+        # West (1979): an exponential mean, which is the plain one until the window is full.
+        weight = torch.where(good, 1 / (self._steps + 1).clamp(max=self._window), 0.0)
+        above = torch.where(good, above, 0.0)
+        self._mean += weight * above
+        self._variance += weight * ((1 - weight) * above**2 - self._variance)
+        self._steps += good
+        return verdict
+
+    def read(self) -> list[float]:
+        """Mean, variance and the number of good steps; waits for the device."""
+        return [float(self._mean), float(self._variance), float(self._steps)]
 
 
 @dataclass(frozen=True)
@@ -154,3 +196,29 @@ def micro_batch_seed(seed: int, step: int, slot: int) -> int:
     for part in (step, slot):
         mixed = mix64(mixed ^ np.uint64(part % 2**64))
     return int(mixed[0] >> np.uint64(1))
+
+
+class Agreement:
+    """What the workers agreed on in the step before, read without waiting for the step that is under way.
+
+    The sums over all workers lie on the device. This delays them by one step: on a GPU, the copy to the host has ended by
+    then. Every worker reads the same numbers at the same step, so all of them decide alike.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        # Two buffers take turns: one is being filled while the other is read.
+        self._host = [torch.zeros(VERDICT + 1, pin_memory=self._on_gpu) for _ in range(2)]
+        self._arrived = [torch.cuda.Event() for _ in range(2)] if self._on_gpu else []
+        self._steps = 0
+
+    def previous(self, measured: torch.Tensor) -> list[float]:
+        """Takes the summed vector of this step and gives that of the step before."""
+        now, before = self._steps % 2, (self._steps + 1) % 2
+        self._host[now].copy_(measured, non_blocking=True)
+        if self._on_gpu:
+            self._arrived[now].record()
+            if self._steps:
+                self._arrived[before].synchronize()
+        self._steps += 1
+        return self._host[before].tolist()  # type: ignore[no-any-return]

@@ -24,20 +24,19 @@ from pipelines.feed.plan import build_plan
 from pipelines.feed.samples import Samples, open_samples
 from pipelines.feed.stream import TokenStream
 from pipelines.files import Folder
-from pipelines.launch.job import Job, Place
 from pipelines.observers.first_step import FirstStep
 from pipelines.observers.gpu_monitor import GpuMonitor
 from pipelines.observers.host_monitor import HostMonitor
 from pipelines.observers.kernels import Kernels
 from pipelines.observers.observer import Observer, RunFacts
 from pipelines.observers.phases import PhaseShares
-from pipelines.observers.profile import Profiled
 from pipelines.observers.ray_metrics import RayMetrics
-from pipelines.observers.stalls import StallWatch
 from pipelines.observers.stragglers import Stragglers
 from pipelines.observers.throughput import Throughput
 from pipelines.observers.tracker import Tracker
 from pipelines.prepare.manifest import Manifest
+from pipelines.profiling.profile import Profiled
+from pipelines.profiling.stalls import StallWatch
 from pipelines.record.sender import Post, Sender
 from pipelines.strategies import build_strategy
 from pipelines.strategies.recompute import as_compiled, recompute
@@ -53,6 +52,7 @@ from pipelines.train.pretrained import start_from
 from pipelines.train.state import TrainState
 from pipelines.train.step import build_rules
 from pipelines.train.validation import validate
+from pipelines.worker.job import Job, Place
 from triton_kernels.dispatch import use_kernels
 
 WARNING = "warning: "

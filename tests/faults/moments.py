@@ -26,7 +26,7 @@ from typing import Any, Literal
 import psutil
 
 from pipelines.config import Checkpoint, Scaling, Train, Validation
-from pipelines.launch.job import Job, Place
+from pipelines.worker.job import Job, Place
 from tests.faults.schedules import CONTEXT, exact_job
 
 LIMIT_S = 120.0
@@ -117,7 +117,7 @@ def await_true(true: Callable[[], object], what: str) -> None:
 
 def _worker(job: Job, rank: int, world: int, port: int, steps: Any, place: Path, blow: Blow | None) -> None:
     """A worker process, which counts its steps where the loop asks whether to stop."""
-    from pipelines.launch.worker import run_worker
+    from pipelines.worker.worker import run_worker
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     struck = blow if blow and blow.victim == rank else None

@@ -10,8 +10,8 @@ import pytest
 
 from pipelines.config import Checkpoint
 from pipelines.files import Folder
-from pipelines.launch.job import Job
 from pipelines.record.audit import audit
+from pipelines.worker.job import Job
 from tests.faults.moments import Blow, Group, finish, short_job
 from tests.tiny import write_text
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipelines.config import Checkpoint, Model, Train, Validation
-from pipelines.launch.job import Job
+from pipelines.worker.job import Job
 from tests.processes import Workers, finish, make_job, run_workers, start_workers
 from tests.tiny import tiny, write_text
 

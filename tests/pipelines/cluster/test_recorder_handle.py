@@ -1,5 +1,6 @@
 """The recorder as a real actor, and the wish to stop on its way from the driver to a worker."""
 
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -7,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.cluster import recorder_handle
+from pipelines.cluster.recorder_handle import StopPoll, Wire
 from pipelines.config import Record
 from pipelines.files import Folder
-from pipelines.launch import wire
-from pipelines.launch.wire import StopPoll, Wire
 from pipelines.record import read_entries
 from pipelines.record.sender import Sender
 
@@ -71,7 +72,7 @@ def test_a_killed_recorder_comes_back_with_what_was_recorded(started: Wire) -> N
 
 
 def test_the_wish_to_stop_reaches_who_asks(started: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "ASK_S", 0.01)
+    monkeypatch.setattr(recorder_handle, "ASK_S", 0.01)
     assert started.workers() == 0
     poll = StopPoll(partial(started.stop_requested, 2))
     assert not poll()
@@ -97,7 +98,7 @@ def test_a_stop_to_grow_ends_and_a_users_does_not(started: Wire) -> None:
 
 
 def test_a_poll_outlives_errors_and_ends_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "ASK_S", 0.01)
+    monkeypatch.setattr(recorder_handle, "ASK_S", 0.01)
     asked: list[float] = []
 
     def ask() -> bool:
@@ -113,5 +114,8 @@ def test_a_poll_outlives_errors_and_ends_when_told(monkeypatch: pytest.MonkeyPat
     never = StopPoll(lambda: bool(asked.append(0.0)))  # type: ignore[func-returns-value]
     _wait(lambda: len(asked) > 6, "nothing was asked")
     never.end()
-    _wait(lambda: not any(thread.name == "stop-poll" for thread in wire.threading.enumerate()), "the thread lives on")
+    _wait(
+        lambda: not any(thread.name == "stop-poll" for thread in threading.enumerate()),
+        "the thread lives on",
+    )
     assert not never()

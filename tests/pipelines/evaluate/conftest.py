@@ -9,8 +9,8 @@ import pytest
 from pipelines.config import Checkpoint, Config, Data, Model, Sample, Tokenizer, Train, Validation
 from pipelines.config.parse import to_yaml
 from pipelines.files import Folder
-from pipelines.launch.job import Place
-from pipelines.launch.worker import build_training
+from pipelines.worker.job import Place
+from pipelines.worker.worker import build_training
 from tests.processes import make_job
 from tests.tiny import tiny
 

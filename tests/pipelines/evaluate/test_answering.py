@@ -10,7 +10,7 @@ from pipelines.evaluate.answering import Answerer
 from pipelines.evaluate.opening import choose, open_run
 from pipelines.evaluate.writing import write_text
 from pipelines.files import Folder
-from pipelines.prepare.pieces import Piece
+from pipelines.sources.pieces import Piece
 from pipelines.train.checkpoint import Checkpoints
 from tests.pipelines.evaluate.conftest import texts
 

@@ -18,11 +18,11 @@ from pipelines.config.parse import to_yaml
 from pipelines.evaluate.export import export_hugging_face
 from pipelines.evaluate.opening import Opened
 from pipelines.files import Folder
-from pipelines.launch.job import Place
-from pipelines.launch.worker import build_training
 from pipelines.tasks import build_task
 from pipelines.tokenizers import train_tokenizer
 from pipelines.train.loop import Training
+from pipelines.worker.job import Place
+from pipelines.worker.worker import build_training
 from tests.processes import make_job
 from tests.ray_jobs.jobs import finish_job, start_script
 from tests.tiny import tiny, write_text

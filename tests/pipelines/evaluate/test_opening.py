@@ -11,9 +11,9 @@ from pipelines.config import Checkpoint, SettingError, Tokenizer, Validation
 from pipelines.config.parse import to_yaml
 from pipelines.evaluate.opening import open_run
 from pipelines.files import Folder
-from pipelines.launch.job import Place
-from pipelines.launch.worker import build_training
 from pipelines.train.fingerprint import parameters_sha256
+from pipelines.worker.job import Place
+from pipelines.worker.worker import build_training
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
 

@@ -13,8 +13,8 @@ from pipelines.evaluate.opening import choose
 from pipelines.evaluate.parts import Work, answer_part
 from pipelines.evaluate.prediction import MANIFEST, Predicted, answer_here, predict
 from pipelines.files import Folder
-from pipelines.prepare.faults import DataError
-from pipelines.prepare.pieces import Part
+from pipelines.sources.faults import DataError
+from pipelines.sources.pieces import Part
 from tests.distributed import CONTEXT
 from tests.pipelines.evaluate.conftest import texts, train, write_rows
 from tests.tiny import tiny
@@ -150,7 +150,7 @@ def test_translations_and_continuations_are_written(trained: Folder, questions: 
 
 
 def test_ray_answers_the_same(ray_cluster: None, trained: Folder, questions: Path, tmp_path: Path) -> None:
-    from pipelines.evaluate.cluster import answer_on_ray
+    from pipelines.cluster.answering import answer_on_ray
 
     def run_parts(work: Work, parts: list[Part]) -> None:
         answer_on_ray(work, parts, workers=min(2, len(parts)), per_worker={"CPU": 1})

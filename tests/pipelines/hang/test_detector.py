@@ -5,9 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.config import Launch, SettingError
-from pipelines.launch import hang
-from pipelines.launch.hang import Hang, Judge, describe
-from pipelines.launch.pulse import ENDED, Beat, Process, Pulses
+from pipelines.hang import detector
+from pipelines.hang.detector import Hang, Judge, describe
+from pipelines.hang.heartbeat import ENDED, Beat, Pulses
+from pipelines.hang.process import Process
 
 EVERY_S = 1.0
 
@@ -20,7 +21,7 @@ def process(rank: int, world: int = 2, pid: int = 0) -> Process:
 class Group:
     """Workers that beat, and a judge that looks once a second."""
 
-    def __init__(self, hang_s: hang.HangS = 20, world: int = 2) -> None:
+    def __init__(self, hang_s: detector.HangS = 20, world: int = 2) -> None:
         self.judge = Judge(hang_s, EVERY_S)
         self.world = world
         self.insides = dict.fromkeys(range(world), "step")
@@ -107,12 +108,12 @@ def test_a_worker_that_cannot_be_heard_while_the_others_train_does_not_hang() ->
 def test_the_first_steps_have_half_an_hour() -> None:
     count, found = Group().stand(5_000)
     assert found
-    assert count == hang.FIRST_S + 2  # the first look is no time yet
+    assert count == detector.FIRST_S + 2  # the first look is no time yet
 
 
 def test_a_pause_that_ended_by_itself_lengthens_the_automatic_limit() -> None:
     group = Group("auto").warm_up()
-    assert group.judge.limit_s == hang.AUTO_S
+    assert group.judge.limit_s == detector.AUTO_S
     assert group.stand(500)[1] is None
     group.look(moving=True)
     assert group.judge.limit_s == 3 * 500

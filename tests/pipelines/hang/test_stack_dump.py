@@ -11,9 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipelines.launch.owner import process_start
-from pipelines.launch.pulse import Process
-from pipelines.launch.standing import end, examine
+from pipelines.hang.process import Process, process_start
+from pipelines.hang.stack_dump import end, examine
 
 PROGRAM = """
 import time

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from pipelines.observers.amd import amd_cards
-from pipelines.observers.energy import Meter
+from pipelines.hardware.amd import amd_cards
+from pipelines.hardware.energy import Meter
+from pipelines.hardware.rapl import packages
 from pipelines.observers.gpu_monitor import Sampler, find_devices
 from pipelines.observers.observer import RunFacts
-from pipelines.observers.rapl import packages
-from pipelines.record.totals import run_figures
+from pipelines.record.state import run_figures
 
 
 def package(root: Path, name: str, label: str, joules: float, most: float = 100.0) -> Path:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.cluster.resources import Resources, Share
 from pipelines.config import Config, Scaling, SettingError, Train
 from pipelines.files import Folder
 from pipelines.launch.preflight import Check, checks_of_settings, estimate_memory, failing, preflight
-from pipelines.launch.resources import Resources, Share
-from pipelines.strategies.memory import MemoryEstimate
+from pipelines.memory.estimate import MemoryEstimate
 from tests.tiny import tiny
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -184,7 +184,7 @@ def test_a_storage_that_workers_do_not_share(storage: Folder, tmp_path: Path) ->
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_the_probe_runs_in_a_real_worker(storage: Folder) -> None:
-    from pipelines.launch.cluster import on_a_worker
+    from pipelines.cluster.cluster import on_a_worker
 
     assert _checks(storage, on_a_worker=on_a_worker)["storage"].passed
     assert storage.names() == []

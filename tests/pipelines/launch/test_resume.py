@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from pipelines.cluster.resources import Share
 from pipelines.config import Config, Data, Launch, Model, Optimizer, Record, Scaling, SettingError, Train, Validation
 from pipelines.files import Folder
-from pipelines.launch.resources import Share
 from pipelines.launch.resume import (
     Earlier,
     completed,

@@ -15,9 +15,9 @@ from model.shape import classifier_parameters, convnet_parameters, count_paramet
 from model.transformer import Decoder
 from model.translator import Translator
 from pipelines.config import Config, Model, Scaling, Train
-from pipelines.strategies.activations import Arithmetic
-from pipelines.strategies.memory import MemoryEstimate, estimate
-from pipelines.strategies.networks import network_of
+from pipelines.memory.activations import Arithmetic
+from pipelines.memory.estimate import MemoryEstimate, estimate
+from pipelines.memory.networks import network_of
 from pipelines.strategies.recompute import recompute
 from tests.tiny import tiny
 

@@ -21,7 +21,7 @@ import json, os, sys
 from pathlib import Path
 from pipelines.observers.gpu_monitor import Sampler, find_devices
 from pipelines.observers.observer import RunFacts
-from pipelines.record.totals import run_figures
+from pipelines.record.state import run_figures
 
 play = json.load(sys.stdin)
 run = RunFacts(run="r", attempt="a1", device="a GPU", node="left", tokens_per_step=100, **play["run"])
@@ -261,7 +261,7 @@ def shared_answers(library: Path) -> Any:
     asked = [(visible, world) for visible, world, _ in mark.args[1]]
     program = """
 import json, sys, pynvml
-from pipelines.observers.nvml import visible_indices
+from pipelines.hardware.nvml import visible_indices
 pynvml.nvmlInit()
 print(json.dumps({f"{visible}/{most}": visible_indices(pynvml, visible, most) for visible, most in json.load(sys.stdin)}))
 """

@@ -10,15 +10,15 @@ import torch
 from pipelines.config import Config, Train, Validation
 from pipelines.config.run import Record
 from pipelines.files import Folder
-from pipelines.launch.job import Job, Place
-from pipelines.observers import stalls
 from pipelines.observers.observer import RunFacts
-from pipelines.observers.stalls import StallWatch
 from pipelines.phases import phase
+from pipelines.profiling import stalls
+from pipelines.profiling.stalls import StallWatch
 from pipelines.record import Recorder, Sender, read_entries
-from pipelines.record.ranks import Ranks
 from pipelines.record.sender import Entry
+from pipelines.record.state import Ranks
 from pipelines.report import closing_screen
+from pipelines.worker.job import Job, Place
 from tests.distributed import run_distributed
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
@@ -28,7 +28,7 @@ SLOWED_S = 0.15
 
 def train_slowed(rank: int, world: int, job: Job, slow: int, seconds: float) -> list[Entry]:
     """One rank's training, in which each forward of rank `slow` takes that much longer; what it sent."""
-    from pipelines.launch.worker import run_worker
+    from pipelines.worker.worker import run_worker
 
     posted: list[Entry] = []
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from pipelines.hardware.peaks import PEAKS, peak_flops
 from pipelines.observers.observer import RunFacts
-from pipelines.observers.peaks import PEAKS, peak_flops
 from pipelines.observers.throughput import KEPT_STEPS, Throughput, peak_memory_bytes
 
 

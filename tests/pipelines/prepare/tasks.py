@@ -20,7 +20,7 @@ from pipelines.files import Folder
 from pipelines.prepare.prepare import Prepared, prepare
 from pipelines.tasks.task import Column, Document, Facts, Task
 from pipelines.tokenizers import load_tokenizer
-from tests.pipelines.prepare.conftest import rows
+from tests.pipelines.conftest import rows
 
 LABELS = ("ham", "spam", "7", "true")
 ROWS = [(f'text {i}: "naïve", 日本語', LABELS[i % 4]) for i in range(200)]

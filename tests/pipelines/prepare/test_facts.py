@@ -12,7 +12,7 @@ import pytest
 from pipelines.config import Tokenizer
 from pipelines.prepare.fingerprint import fingerprint
 from pipelines.tasks.task import Column, Document, Facts
-from tests.pipelines.prepare.conftest import rows, settings
+from tests.pipelines.conftest import rows, settings
 from tests.pipelines.prepare.tasks import TINY, Labelled, Pictures, as_csv, as_json, made
 
 

@@ -21,7 +21,7 @@ from pipelines.prepare.prepare import prepare
 from pipelines.prepare.stages import validates
 from pipelines.tasks.language_model import LanguageModel
 from pipelines.tasks.task import Document
-from tests.pipelines.prepare.conftest import Prepare, documents, prepared, rows, settings
+from tests.pipelines.conftest import Prepare, documents, prepared, rows, settings
 
 
 def fingerprint(config: Config) -> str:
@@ -97,7 +97,7 @@ KILLED = """
 import sys, time
 from pathlib import Path
 import pipelines.prepare.shards as shards
-from tests.pipelines.prepare.conftest import prepared, settings
+from tests.pipelines.conftest import prepared, settings
 finish = shards.ShardWriter.finish
 def slow(*arguments):
     time.sleep(0.15)
@@ -235,7 +235,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path, run: Prepare) -> Non
 
 def test_in_this_process_ray_is_not_imported(corpus: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from tests.pipelines.prepare.conftest import prepared, settings;"
+        "import sys; from tests.pipelines.conftest import prepared, settings;"
         "prepared(settings(sys.argv[1]), sys.argv[2], echo=lambda line: None); print({'ray', 'torch'} & set(sys.modules))"
     )
     done = subprocess.run(

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from pipelines.config import SettingError, Tokenizer
-from pipelines.prepare.faults import DataError
-from tests.pipelines.prepare.conftest import prepared, settings
+from pipelines.sources.faults import DataError
+from tests.pipelines.conftest import prepared, settings
 from tests.pipelines.prepare.test_prepare import LINES, tree
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

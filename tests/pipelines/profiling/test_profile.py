@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from pipelines.config import Config, Profile, SettingError, Train, Validation
-from pipelines.launch.job import Place
-from pipelines.launch.worker import run_worker
 from pipelines.record.sender import Entry
+from pipelines.worker.job import Place
+from pipelines.worker.worker import run_worker
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
 
@@ -48,7 +48,7 @@ def test_torchs_trace_holds_the_windows_phases_and_the_table_what_costs(tmp_path
     rows = json.loads((folder / f"{stem}-operations.json").read_text())
     assert any(row["name"].startswith("aten::") for row in rows[:10])
     assert rows[0]["self_cpu_us"] == max(row["self_cpu_us"] for row in rows)
-    assert rows[0]["name"] in (folder / f"{stem}-operations.txt").read_text()
+    assert rows[0]["name"][:50] in (folder / f"{stem}-operations.txt").read_text()
     text = (folder / f"{stem}.html").read_text()
     assert f"The costliest operation is {rows[0]['name']}" in text
     assert "Most of it went into" in text
@@ -62,7 +62,7 @@ def test_memorys_time_line_and_who_takes_most(tmp_path: Path) -> None:
     assert (folder / "memory-rank0-steps3-3-timeline.html").stat().st_size > 10_000
     rows = json.loads((folder / "memory-rank0-steps3-3-allocations.json").read_text())
     assert rows[0]["self_bytes"] >= rows[-1]["self_bytes"] > 0
-    assert rows[0]["name"] in (folder / "memory-rank0-steps3-3.html").read_text()
+    assert rows[0]["name"][:50] in (folder / "memory-rank0-steps3-3.html").read_text()
 
 
 def test_a_profiles_own_seconds_are_no_training(tmp_path: Path) -> None:

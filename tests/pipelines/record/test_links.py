@@ -10,9 +10,8 @@ from pipelines.config.parse import to_yaml
 from pipelines.config.run import Record
 from pipelines.files import Folder
 from pipelines.record import Recorder, Sender
-from pipelines.record.links import VIEW, VIEW_TAG, comparison_link, job_link, run_link, runs_link
+from pipelines.record.links import NOTE_TAG, VIEW, VIEW_TAG, comparison_link, job_link, run_link, runs_link
 from pipelines.record.mlflow_log import database
-from pipelines.record.note import TAG
 from ray_jobs import runs
 from tests.pipelines.record.conftest import only_run
 
@@ -62,8 +61,8 @@ def test_mlflow_has_the_table_and_a_description_that_a_person_may_replace(
     run = only_run(storage, "slow")
     view = json.loads(client.get_experiment(run.info.experiment_id).tags[VIEW_TAG])
     assert "metrics.`train_loss`" in view["selectedColumns"]
-    assert f"[raysubmit_x]({PAGE})" in run.data.tags[TAG]
-    assert str(storage / "slow") in run.data.tags[TAG]
+    assert f"[raysubmit_x]({PAGE})" in run.data.tags[NOTE_TAG]
+    assert str(storage / "slow") in run.data.tags[NOTE_TAG]
 
     assert runs.main(["compare", "slow", "fast", "--storage", storage.uri, "--port", "5077"]) == 0
     said = capsys.readouterr().out
@@ -75,9 +74,9 @@ def test_mlflow_has_the_table_and_a_description_that_a_person_may_replace(
     assert f"viewStateShareKey={VIEW}" in said
     assert f"python -m pipelines.record.ui --storage {storage} --port 5077" in said
 
-    client.set_tag(run.info.run_id, TAG, "my own words")
+    client.set_tag(run.info.run_id, NOTE_TAG, "my own words")
     record(storage, "slow", 0.125)
-    assert only_run(storage, "slow").data.tags[TAG] == "my own words"
+    assert only_run(storage, "slow").data.tags[NOTE_TAG] == "my own words"
 
 
 def test_a_comparison_of_one_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from pipelines.files import Folder
 from pipelines.record import Sender
-from pipelines.record.totals import run_figures
+from pipelines.record.state import run_figures
 from tests.pipelines.record.conftest import MakeRecorder, sent
 
 

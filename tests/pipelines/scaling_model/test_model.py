@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipelines.sweep import (
+from pipelines.scaling_model import (
     ClusterDescription,
     Link,
     NotPredicted,
@@ -17,8 +17,8 @@ from pipelines.sweep import (
     Work,
     held_back,
 )
-from pipelines.sweep.fit import PRIORS
-from tests.pipelines.sweep.synthetic import LARGE, SMALL, TRUTH, measure, parts, seconds, works
+from pipelines.scaling_model.fit import PRIORS
+from tests.pipelines.scaling_model.synthetic import LARGE, SMALL, TRUTH, measure, parts, seconds, works
 
 SLOW_LINKS = TRUTH | {"intra bandwidth": 6e9, "inter bandwidth": 2e9, "inter latency": 1e-3}
 DESCRIBED = ClusterDescription("V100", 8, Link(50, 7), Link(18, 27), price_per_gpu_hour=2.0, peak_tflops=125)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.sweep import TrialError
-from pipelines.sweep.terms import Traffic, all_reduce, gather, slowest_of, tail_of, traffic_of
-from tests.pipelines.sweep.synthetic import LARGE, SMALL, TRUTH, parts, seconds
+from pipelines.scaling_model import TrialError
+from pipelines.scaling_model.terms import Traffic, all_reduce, gather, slowest_of, tail_of, traffic_of
+from tests.pipelines.scaling_model.synthetic import LARGE, SMALL, TRUTH, parts, seconds
 
 sizes = st.integers(1, 6)
 

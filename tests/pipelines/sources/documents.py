@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipelines.config import Data
-from pipelines.prepare.faults import Fault
-from pipelines.prepare.fields import Columns
 from pipelines.prepare.parts import items, parts_of
-from pipelines.prepare.pieces import Part, Reader
-from pipelines.prepare.sources import open_source
+from pipelines.sources.faults import Fault
+from pipelines.sources.fields import Columns
+from pipelines.sources.pieces import Part, Reader
+from pipelines.sources.source import open_source
 from pipelines.tasks.task import Document
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from pipelines.config import Data
-from pipelines.prepare.faults import DataError
+from pipelines.sources.faults import DataError
 from pipelines.tasks.task import Column, Document
-from tests.pipelines.prepare.documents import open_documents
 from tests.pipelines.prepare.tasks import ROWS, TINY, as_folders, as_json, as_lines
+from tests.pipelines.sources.documents import open_documents
 
 LABELLED = (Column("data.column", "text"), Column("data.label_column", "label", "label"))
 PAIR = (Column("data.column", "text"), Column("data.target_column", "target"))

@@ -11,9 +11,9 @@ import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from pipelines.prepare import embedded
-from pipelines.prepare.registry import REGISTERED
-from tests.pipelines.prepare.conftest import rows, settings
+from pipelines.sources import embedded
+from pipelines.sources.registry import REGISTERED
+from tests.pipelines.conftest import rows, settings
 from tests.pipelines.prepare.tasks import Labelled, Pictures, made, pairs
 
 

@@ -10,12 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.config import Data, SettingError
-from pipelines.prepare.faults import DataError
+from pipelines.sources.faults import DataError
 from pipelines.tasks.task import Column
 from pipelines.tokenizers import load_tokenizer
-from tests.pipelines.prepare.conftest import documents, prepared, rows, settings
-from tests.pipelines.prepare.documents import open_documents
+from tests.pipelines.conftest import documents, prepared, rows, settings
 from tests.pipelines.prepare.tasks import TINY, Pairs, made
+from tests.pipelines.sources.documents import open_documents
 
 
 def as_parallel(folder: Path, compress: bool = False) -> tuple[Path, Path]:

@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.config import Data
-from pipelines.prepare.faults import DataError
-from pipelines.prepare.sources import Source, open_source, standard_library
+from pipelines.sources.faults import DataError
+from pipelines.sources.source import Source, open_source, standard_library
 from pipelines.tasks.task import Column
-from tests.pipelines.prepare.conftest import Prepare, documents, rows, settings
+from tests.pipelines.conftest import Prepare, documents, rows, settings
 
 TEXTS = [f'document {i}: "naïve", 日本語\nsecond line, {"x" * (i % 7)}\r\nlast' for i in range(300)]
 TINY = 0.002  # MiB a shard, so that small files are cut into many parts
@@ -210,7 +210,7 @@ def test_globs_folders_and_uris_name_the_same_files(tmp_path: Path) -> None:
 
 def test_storage_and_data_on_any_file_system(tmp_path: Path) -> None:
     """fsspec's `local://` takes the way of every remote file system."""
-    from tests.pipelines.prepare.conftest import prepared
+    from tests.pipelines.conftest import prepared
 
     write_text(tmp_path)
     near = prepared(settings(f"{tmp_path}/*.txt"), tmp_path / "near")

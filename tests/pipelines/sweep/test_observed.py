@@ -7,7 +7,7 @@ import pytest
 
 from model.shape import count_parameters
 from pipelines.config import Config, Model, Scaling, Tokenizer, Train
-from pipelines.sweep.observation import TrialError
+from pipelines.scaling_model.observation import TrialError
 from pipelines.sweep.observed import MIB, observation_of
 from pipelines.sweep.result import Result
 from tests.pipelines.sweep.test_page import trial

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from pipelines.config import Model, Scaling, Tokenizer, Train
 from pipelines.config.sweep import Sweep, SweepConfig
 from pipelines.files import Folder
+from pipelines.scaling_model.described import ClusterDescription
+from pipelines.scaling_model.model import NotPredicted, Prediction
 from pipelines.sweep.answer import Answer, answer
-from pipelines.sweep.described import ClusterDescription
 from pipelines.sweep.page import sweep_page, write_report
 from pipelines.sweep.result import Result, Status
-from pipelines.sweep.scaling import NotPredicted, Prediction
 from pipelines.sweep.views import GROUPS, beyond_ideal, families, front, grid_of, modelled, tradeoffs
 from tests.pipelines.report.test_page import Reader
 

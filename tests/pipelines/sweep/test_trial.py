@@ -9,10 +9,10 @@ import numpy
 import pytest
 import torch
 
+from pipelines.cluster.resources import Resources
 from pipelines.config.sweep import SweepConfig
 from pipelines.files import Folder
-from pipelines.launch.hang import Hang, Hung
-from pipelines.launch.resources import Resources
+from pipelines.hang.detector import Hang, Hung
 from pipelines.record.journal import Journal
 from pipelines.sweep import trial
 from pipelines.sweep.space import Candidate

@@ -9,9 +9,9 @@ import ray
 from ray.tune.experiment import Trial
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
+from pipelines.cluster.resources import Resources
 from pipelines.config.sweep import SweepConfig
 from pipelines.files import Folder
-from pipelines.launch.resources import Resources
 from pipelines.record.journal import Journal
 from pipelines.sweep.result import Result, keep, results
 from pipelines.sweep.space import Candidate, grid

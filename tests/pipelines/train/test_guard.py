@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from pipelines.config import Checkpoint, Guard, Model, Optimizer, Scaling, Train
-from pipelines.launch.job import Job
 from pipelines.record.audit import audit
 from pipelines.tasks.task import Inputs
-from pipelines.train.judge import FINE, NOT_FINITE, OVERFLOW, SPIKE, Judge
 from pipelines.train.loop import Training
+from pipelines.train.step import FINE, NOT_FINITE, OVERFLOW, SPIKE, Judge
+from pipelines.worker.job import Job
 from tests.pipelines.strategies.course import course_job, run_course
 
 TRAIN = Train(steps=16, slots=4, slot_size=2, log_every=1, micro_batch_slots=1)

@@ -12,10 +12,18 @@ from pipelines.config import Config, Model, Optimizer, Scaling, Train
 from pipelines.feed.loader import MicroBatch, Step
 from pipelines.strategies import build_strategy
 from pipelines.strategies.strategy import Single, norm_of
-from pipelines.train.agreement import Agreement
-from pipelines.train.judge import Judge
 from pipelines.train.optimizer import Updater, build_optimizer
-from pipelines.train.step import LOSS, STOP, TARGETS, StepRules, clip_gradients, micro_batch_seed, train_step
+from pipelines.train.step import (
+    LOSS,
+    STOP,
+    TARGETS,
+    Agreement,
+    Judge,
+    StepRules,
+    clip_gradients,
+    micro_batch_seed,
+    train_step,
+)
 from tests.distributed import run_distributed
 
 CONTEXT = 6

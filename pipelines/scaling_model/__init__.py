@@ -1,0 +1,30 @@
+"""The scaling model: from some trials to step time, price and energy on many more workers, each with how far it may be off.
+
+observation  what a trial ran and measured: all that the model knows of a training
+terms        the formulas of a step's time, with their sources
+fit          what the trials leave possible of the unknowns, by `sampling`
+identified   which unknowns the trials tell, and which come from a cluster `described` in YAML
+model        predictions as intervals, and the error made on trials that were held back; `power` for energy
+
+    model = ScalingModel(observations, described); model.predict(work).step_seconds
+"""
+
+from pipelines.scaling_model.described import ClusterDescription, ClusterError, Link
+from pipelines.scaling_model.interval import Interval
+from pipelines.scaling_model.model import HeldBack, NotPredicted, Prediction, ScalingModel, held_back
+from pipelines.scaling_model.observation import Observation, TrialError, Work
+
+__all__ = [
+    "ClusterDescription",
+    "ClusterError",
+    "HeldBack",
+    "Interval",
+    "Link",
+    "NotPredicted",
+    "Observation",
+    "Prediction",
+    "ScalingModel",
+    "TrialError",
+    "Work",
+    "held_back",
+]
