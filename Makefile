@@ -38,13 +38,13 @@ test-processors:
 	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(MAKE) test
 
 ui: install
-	@$(RUN) -m pipelines.record.ui --storage $(STORAGE)
+	@$(RUN) -m raystride.pipelines.record.ui --storage $(STORAGE)
 
 pictures: install
 	@$(RUN) -m tests.browser.pictures
 
 sanitize: install
-	@$(RUN) -m triton_kernels.sanitize
+	@$(RUN) -m raystride.triton_kernels.sanitize
 
 lint: install
 	@$(RUN) -m ruff check .

@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.pairs import Comparison, command_line, machine, machine_line, report, take_turns
-from model.transformer import Decoder
-from pipelines.config import Model, Optimizer
-from pipelines.files import Folder
-from pipelines.train.checkpoint import Checkpoints, named_tensors
-from pipelines.train.optimizer import Updater, build_optimizer
-from pipelines.train.state import TrainState
+from raystride.model.transformer import Decoder
+from raystride.pipelines.config import Model, Optimizer
+from raystride.pipelines.files import Folder
+from raystride.pipelines.train.checkpoint import Checkpoints, named_tensors
+from raystride.pipelines.train.optimizer import Updater, build_optimizer
+from raystride.pipelines.train.state import TrainState
 
 MODELS = {
     "small": (Model(width=128, layers=4, heads=4, context=64), 256, 8),

@@ -31,10 +31,10 @@ from benchmarks import runs
 from benchmarks.pairs import Comparison, command_line, machine, machine_line, report, take_turns
 from benchmarks.peers.bare_loop import bare_steps
 from benchmarks.workers import make_job, settings
-from pipelines.train.optimizer import learning_rate
-from pipelines.train.step import train_step
-from pipelines.worker.job import Job, Place
-from pipelines.worker.worker import build_training
+from raystride.pipelines.train.optimizer import learning_rate
+from raystride.pipelines.train.step import train_step
+from raystride.pipelines.worker.job import Job, Place
+from raystride.pipelines.worker.worker import build_training
 
 WORKERS = 2
 LEFT_OUT = 10
@@ -43,7 +43,7 @@ LEFT_OUT = 10
 
 def run_schedules(count: int, work: Path) -> dict[str, Any]:
     """Runs schedules 0, 1, 2, ... and says how many ended with the same parameters and every sample once an epoch."""
-    from pipelines.record.audit import Broken, audit
+    from raystride.pipelines.record.audit import Broken, audit
     from tests.faults.schedules import draw_schedule, exact_job, run_schedule
     from tests.tiny import write_text
 

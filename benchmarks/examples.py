@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from pipelines.config import Config
-from pipelines.files import Folder
-from pipelines.prepare.manifest import Manifest, Shard
+from raystride.pipelines.config import Config
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.manifest import Manifest, Shard
 
 LABELS = [str(number) for number in range(10)]
 IMAGE = (3, 32, 32)

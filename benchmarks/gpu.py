@@ -24,15 +24,15 @@ import torch
 import triton
 
 from benchmarks.kernels import figures
-from pipelines.config import Config
-from pipelines.config.parse import from_yaml
-from pipelines.files import Folder
-from pipelines.prepare.manifest import Manifest, Shard
-from pipelines.record.environment import describe_source
-from pipelines.record.sender import Entry
-from pipelines.worker.job import Job, Place
-from pipelines.worker.worker import run_worker
-from triton_kernels.device_checks import run_checks
+from raystride.pipelines.config import Config
+from raystride.pipelines.config.parse import from_yaml
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.manifest import Manifest, Shard
+from raystride.pipelines.record.environment import describe_source
+from raystride.pipelines.record.sender import Entry
+from raystride.pipelines.worker.job import Job, Place
+from raystride.pipelines.worker.worker import run_worker
+from raystride.triton_kernels.device_checks import run_checks
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 50.0

@@ -20,17 +20,17 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.pairs import Spread, command_line, machine, machine_line, ratio, report, take_turns
-from triton_kernels.adamw import adamw, adamw_reference
-from triton_kernels.attention import attention
-from triton_kernels.byte_pack import byte_pack, byte_pack_reference
-from triton_kernels.gelu import gelu, gelu_reference
-from triton_kernels.layer_norm import layer_norm, layer_norm_reference
-from triton_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
-from triton_kernels.mse import mse, mse_reference
-from triton_kernels.relu import relu, relu_reference
-from triton_kernels.rms_norm import rms_norm, rms_norm_reference
-from triton_kernels.rope import rope, rope_reference
-from triton_kernels.swiglu import swiglu, swiglu_reference
+from raystride.triton_kernels.adamw import adamw, adamw_reference
+from raystride.triton_kernels.attention import attention
+from raystride.triton_kernels.byte_pack import byte_pack, byte_pack_reference
+from raystride.triton_kernels.gelu import gelu, gelu_reference
+from raystride.triton_kernels.layer_norm import layer_norm, layer_norm_reference
+from raystride.triton_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from raystride.triton_kernels.mse import mse, mse_reference
+from raystride.triton_kernels.relu import relu, relu_reference
+from raystride.triton_kernels.rms_norm import rms_norm, rms_norm_reference
+from raystride.triton_kernels.rope import rope, rope_reference
+from raystride.triton_kernels.swiglu import swiglu, swiglu_reference
 
 TOKENS, WIDTH = 16_384, 2_048
 ELEMENTS = 2**27

@@ -31,12 +31,12 @@ import torch.distributed as dist
 from benchmarks import runs
 from benchmarks.pairs import Comparison, command_line, machine, machine_line, report, take_turns
 from benchmarks.workers import make_job, run_workers, settings, sink, write_job
-from pipelines.files import Folder
-from pipelines.launch.inline import InlineWire
-from pipelines.observers.observer import Observer, RunFacts
-from pipelines.record.mlflow_log import MARK
-from pipelines.record.sender import Post, Sender
-from pipelines.worker.job import Job, Place
+from raystride.pipelines.files import Folder
+from raystride.pipelines.launch.inline import InlineWire
+from raystride.pipelines.observers.observer import Observer, RunFacts
+from raystride.pipelines.record.mlflow_log import MARK
+from raystride.pipelines.record.sender import Post, Sender
+from raystride.pipelines.worker.job import Job, Place
 
 LOG_EVERY = 10
 LEFT_OUT = 10
@@ -71,7 +71,7 @@ def run_bare(job: Job, place: Place, steps: int) -> float:
 
 def run_ours(job: Job, place: Place, post: Post | None = None) -> float:
     """A block of our loop, without observers, or with all of a worker's, which send through `post`; steps a second."""
-    from pipelines.worker.worker import build_observers, build_training
+    from raystride.pipelines.worker.worker import build_observers, build_training
 
     sender = Sender(post or sink, f"block{next(BLOCKS)}")
     clock = Clock()

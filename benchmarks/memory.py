@@ -29,10 +29,10 @@ from benchmarks.examples import prepare_examples
 from benchmarks.pairs import command_line, machine, machine_line
 from benchmarks.storages import Storages, size_of
 from benchmarks.workers import make_job, read_job, settings, write_job
-from pipelines.config import Config, SettingError
-from pipelines.files import Folder
-from pipelines.memory.estimate import MemoryEstimate, estimate
-from pipelines.worker.job import Job, Place
+from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.files import Folder
+from raystride.pipelines.memory.estimate import MemoryEstimate, estimate
+from raystride.pipelines.worker.job import Job, Place
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "tensors")
 AIM = 0.15
@@ -120,8 +120,8 @@ def _job(config: Config, storage: Path, name: str) -> Job:
 
 def measure(job: Job, place: Place) -> dict[str, float]:
     """Bytes that this worker holds, by part, in the second step of a job."""
-    from pipelines.train.step import train_step
-    from pipelines.worker.worker import build_training
+    from raystride.pipelines.train.step import train_step
+    from raystride.pipelines.worker.worker import build_training
 
     training = build_training(job, place, [], lambda: False, lambda _: None)
     model, optimizer, strategy = training.model, training.optimizer, training.strategy
@@ -165,7 +165,7 @@ def _gradients(strategy: Any, parameters: list[torch.nn.Parameter]) -> list[torc
 
 def _zero(partitions: Any, parameters: list[torch.nn.Parameter]) -> tuple[list[Any], list[torch.Tensor]]:
     """What a worker holds under ZeRO: parameters (in stage 3 its parts), and fp32 partitions with their state."""
-    from pipelines.strategies.partitions import _flats
+    from raystride.pipelines.strategies.partitions import _flats
 
     flats = _flats(partitions._zero)
     held = [value for flat in flats for value in partitions._rule.held(flat).values()]
@@ -174,7 +174,7 @@ def _zero(partitions: Any, parameters: list[torch.nn.Parameter]) -> tuple[list[A
 
 def predict(job: Job, workers: int) -> MemoryEstimate:
     """What the preflight would say of a job, if it knew the prepared data."""
-    from pipelines.prepare.manifest import Manifest
+    from raystride.pipelines.prepare.manifest import Manifest
 
     told = estimate(job.config, Manifest.load(job.prepared).facts, workers=workers, device=job.device)
     assert told

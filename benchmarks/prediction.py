@@ -25,16 +25,16 @@ import torch
 
 from benchmarks.pairs import Comparison, command_line, machine, machine_line, report, take_turns
 from benchmarks.runs import small_text
-from model.generate import choose, generate
-from model.transformer import Decoder
-from pipelines.config import Answering, Config, Data, Model, Sample, Tokenizer
-from pipelines.evaluate.answering import Answerer
-from pipelines.evaluate.export import export_hugging_face
-from pipelines.evaluate.opening import Opened
-from pipelines.files import Folder
-from pipelines.prepare.prepare import prepare
-from pipelines.tasks import build_task
-from pipelines.tokenizers import Tokenizers
+from raystride.model.generate import choose, generate
+from raystride.model.transformer import Decoder
+from raystride.pipelines.config import Answering, Config, Data, Model, Sample, Tokenizer
+from raystride.pipelines.evaluate.answering import Answerer
+from raystride.pipelines.evaluate.export import export_hugging_face
+from raystride.pipelines.evaluate.opening import Opened
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.tasks import build_task
+from raystride.pipelines.tokenizers import Tokenizers
 
 ROWS, NEW = 256, 32
 _answerers: dict[str, Answerer]

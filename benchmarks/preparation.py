@@ -30,7 +30,7 @@ _SAMPLE_S = 0.5
 
 def corpus(folder: Path, megabytes: int) -> int:
     """Fills a folder with copies of the standard library's source; bytes written."""
-    from pipelines.sources.source import standard_library
+    from raystride.pipelines.sources.source import standard_library
 
     # load_dataset leaves out folders whose names begin with two underscores.
     files = [file for file in standard_library() if "/__" not in str(Path(file.name).parent)]
@@ -49,10 +49,10 @@ def corpus(folder: Path, megabytes: int) -> int:
 
 def trained_tokenizer(folder: Path) -> Path:
     """A `tokenizer.json` trained on the standard library."""
-    from pipelines.config import Tokenizer
-    from pipelines.files import Folder
-    from pipelines.sources.source import standard_library
-    from pipelines.tokenizers import train_tokenizer
+    from raystride.pipelines.config import Tokenizer
+    from raystride.pipelines.files import Folder
+    from raystride.pipelines.sources.source import standard_library
+    from raystride.pipelines.tokenizers import train_tokenizer
 
     texts = (Path(file.uri).read_text(encoding="utf-8") for file in standard_library())
     train_tokenizer(Tokenizer(), texts, Folder(str(folder)), print)
@@ -63,10 +63,10 @@ def run_ours(text: Path, tokenizer: Path, out: Path) -> int:
     """Prepares with Raystride; tokens."""
     import ray
 
-    from pipelines.config import Config, Data, Tokenizer
-    from pipelines.files import Folder
-    from pipelines.prepare.prepare import prepare
-    from pipelines.tasks.language_model import LanguageModel
+    from raystride.pipelines.config import Config, Data, Tokenizer
+    from raystride.pipelines.files import Folder
+    from raystride.pipelines.prepare.prepare import prepare
+    from raystride.pipelines.tasks.language_model import LanguageModel
 
     ray.init(num_cpus=_CORES, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     config = Config(data=Data(source=str(text)), tokenizer=Tokenizer(kind="file", file=str(tokenizer)))

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 
 from benchmarks.pairs import Spread, command_line, machine, machine_line, report
-from pipelines.config.run import Record
-from pipelines.files import Folder
-from pipelines.observers.host_monitor import HostMonitor
-from pipelines.observers.observer import Observer, RunFacts
-from pipelines.observers.throughput import Throughput
-from pipelines.observers.tracker import Tracker
-from pipelines.record import Recorder, Sender
+from raystride.pipelines.config.run import Record
+from raystride.pipelines.files import Folder
+from raystride.pipelines.observers.host_monitor import HostMonitor
+from raystride.pipelines.observers.observer import Observer, RunFacts
+from raystride.pipelines.observers.throughput import Throughput
+from raystride.pipelines.observers.tracker import Tracker
+from raystride.pipelines.record import Recorder, Sender
 
 Step = Callable[[], float]
 WARM_UP_TIMEOUT_S = 60.0

@@ -28,8 +28,8 @@ import psutil
 
 from benchmarks import runs
 from benchmarks.pairs import Spread, command_line, machine, machine_line, report, take_turns
-from pipelines.files import Folder
-from pipelines.record import read_entries
+from raystride.pipelines.files import Folder
+from raystride.pipelines.record import read_entries
 
 Recovery = dict[str, float]
 """Seconds of each part of a recovery, in order; their sum is the whole."""

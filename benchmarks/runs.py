@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pairs import Comparison
-from pipelines.files import Folder
-from pipelines.record import read_entries
+from raystride.pipelines.files import Folder
+from raystride.pipelines.record import read_entries
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT_BYTES = 1_115_394
@@ -70,7 +70,7 @@ def run(*arguments: str) -> Finished:
 
 def small_text(folder: Path) -> Path:
     """A file with as much of the standard library's source as nanoGPT's text is long, ASCII only as that is."""
-    from pipelines.sources.source import standard_library
+    from raystride.pipelines.sources.source import standard_library
 
     target, text = folder / "text.txt", ""
     for file in standard_library():

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from benchmarks.pairs import command_line, machine, machine_line
-from pipelines.scaling_model import ClusterDescription, HeldBack, Link, Observation, ScalingModel, Work, held_back
+from raystride.pipelines.scaling_model import ClusterDescription, HeldBack, Link, Observation, ScalingModel, Work, held_back
 
 TABLES = Path(__file__).with_name("published_scaling.yaml")
 AIM = 0.10

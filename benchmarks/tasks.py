@@ -18,14 +18,14 @@ import numpy as np
 
 from benchmarks.pairs import command_line, machine, machine_line
 from benchmarks.runs import ROOT, run
-from pipelines.config import Config
-from pipelines.config.parse import from_yaml
-from pipelines.feed.bundles import bundle
-from pipelines.feed.cache import NodeCache
-from pipelines.feed.stream import TokenStream
-from pipelines.files import Folder
-from pipelines.prepare.manifest import Manifest
-from pipelines.tasks import build_task
+from raystride.pipelines.config import Config
+from raystride.pipelines.config.parse import from_yaml
+from raystride.pipelines.feed.bundles import bundle
+from raystride.pipelines.feed.cache import NodeCache
+from raystride.pipelines.feed.stream import TokenStream
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.manifest import Manifest
+from raystride.pipelines.tasks import build_task
 
 STEPS = {"lm_python": 60, "classify_packages": 60, "translate_reversal": 100, "images_digits": 600}
 """Presets, and for how many steps waiting is measured."""

@@ -1,4 +1,4 @@
-"""Attention's shipped tiles beside the few alternatives of `triton_kernels.configurations`, timed on the GPU that is there.
+"""Attention's shipped tiles beside the few alternatives of `triton_kernels/configurations.py`, timed on this GPU.
 
 Each kernel is tried alone, the others keep their shipped tiles; ways take turns. Where an alternative is faster by more than
 its spread, put it into the table: nothing is tuned while a program runs, since another tile gives other bits.
@@ -15,9 +15,9 @@ from functools import partial
 import torch
 
 from benchmarks.pairs import Comparison, command_line, machine, machine_line, report, take_turns
-from triton_kernels.attention import attention
-from triton_kernels.configurations import KERNELS, Tile, forced_tile, tiles
-from triton_kernels.launch import architecture
+from raystride.triton_kernels.attention import attention
+from raystride.triton_kernels.configurations import KERNELS, Tile, forced_tile, tiles
+from raystride.triton_kernels.launch import architecture
 
 WIDTH, TOKENS = 2_048, 16_384
 

@@ -33,7 +33,7 @@ SEEDS = (0, 1, 2)
 
 def backend() -> tuple[str, str]:
     """What multiplies matrices here, and the ratio to the peer that this should give inline."""
-    from model.linear import use_onednn
+    from raystride.model.linear import use_onednn
 
     if use_onednn("auto"):
         return "linear layers of ours by oneDNN (an AMD processor), the peer's by PyTorch's default", "at least 1.35"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks import runs
 from benchmarks.pairs import command_line, machine, machine_line, report
-from pipelines.files import Folder
+from raystride.pipelines.files import Folder
 
 PUBLISHED = 88.2
 """Per cent."""

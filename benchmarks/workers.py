@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import runs
-from pipelines.config import Config
-from pipelines.config.parse import parse
-from pipelines.files import Folder
-from pipelines.prepare.prepare import prepare
-from pipelines.record.sender import Entry
-from pipelines.tasks import build_task
-from pipelines.worker.job import Job, Place
+from raystride.pipelines.config import Config
+from raystride.pipelines.config.parse import parse
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.record.sender import Entry
+from raystride.pipelines.tasks import build_task
+from raystride.pipelines.worker.job import Job, Place
 
 
 def settings(*flags: str) -> Config:
@@ -70,7 +70,7 @@ def run_workers(job: Job, world: int) -> dict[str, Any]:
 
 def main(file: str, rank: int, world: int, port: str) -> None:
     """What each process runs; prints its summary as JSON."""
-    from pipelines.worker.worker import run_worker
+    from raystride.pipelines.worker.worker import run_worker
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     place = Place(rank=rank, world=world, local_rank=rank)

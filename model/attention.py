@@ -1,7 +1,7 @@
 """Multi-head self-attention with grouped heads, rotary positions and a key-value cache, causal or not.
 
 Shapes: x (B, T, C); q (B, H, T, D); k and v (B, G, T, D); C = H D unless `head_size` is given.
-The arithmetic is in `triton_kernels.attention`.
+The arithmetic is in `raystride.triton_kernels.attention`.
 
     layer = Attention(width=128, heads=4, kv_heads=2)
     y = layer(x, rotation)                                    # (B, T, 128) -> (B, T, 128)
@@ -12,10 +12,10 @@ import math
 import torch
 from torch import nn
 
-from model.linear import Linear
-from model.norm import RMSNorm
-from triton_kernels.attention import attention
-from triton_kernels.rope import rope
+from raystride.model.linear import Linear
+from raystride.model.norm import RMSNorm
+from raystride.triton_kernels.attention import attention
+from raystride.triton_kernels.rope import rope
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosine and sine of the rotary angles, each (B or 1, 1, T, D)."""

@@ -12,7 +12,7 @@ Sentences that are done leave the batch. With one beam this is the greedy choice
 
 import torch
 
-from model.translator import Decoding, Translator
+from raystride.model.translator import Decoding, Translator
 
 
 def translate(

@@ -13,10 +13,10 @@ import math
 import torch
 from torch import nn
 
-from model.attention import Attention, LayerCache, Rotation, rotation_table
-from model.feed_forward import GELU, ReLU, SwiGLU
-from model.norm import LayerNorm, RMSNorm
-from model.shape import DecoderShape, has_biases, head_size, hidden_width, post_norm
+from raystride.model.attention import Attention, LayerCache, Rotation, rotation_table
+from raystride.model.feed_forward import GELU, ReLU, SwiGLU
+from raystride.model.norm import LayerNorm, RMSNorm
+from raystride.model.shape import DecoderShape, has_biases, head_size, hidden_width, post_norm
 
 
 class Block(nn.Module):

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.block import Block, build_final_norm, build_positions, initialise, with_positions
-from model.linear import Linear, use_onednn
-from model.loss import cross_entropy
-from model.shape import ClassifierShape, classifier_flops_per_token, pooled_width
+from raystride.model.block import Block, build_final_norm, build_positions, initialise, with_positions
+from raystride.model.linear import Linear, use_onednn
+from raystride.model.loss import cross_entropy
+from raystride.model.shape import ClassifierShape, classifier_flops_per_token, pooled_width
 
 
 class Classifier(nn.Module):

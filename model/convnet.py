@@ -15,11 +15,11 @@ from typing import Literal
 import torch
 from torch import nn
 
-from model.linear import Linear, use_onednn
-from model.loss import IGNORED, cross_entropy
-from model.shape import convnet_flops
-from triton_kernels.mse import mse
-from triton_kernels.relu import relu
+from raystride.model.linear import Linear, use_onednn
+from raystride.model.loss import IGNORED, cross_entropy
+from raystride.model.shape import convnet_flops
+from raystride.triton_kernels.mse import mse
+from raystride.triton_kernels.relu import relu
 
 MEAN, DEVIATION = 0.5, 0.5
 """With which pixels in [0, 1] are normalised to [-1, 1]."""

@@ -10,8 +10,8 @@ of B: neighbouring rows of x share a sentence, and read its keys and values once
 import torch
 from torch import nn
 
-from model.linear import Linear
-from triton_kernels.attention import attention
+from raystride.model.linear import Linear
+from raystride.triton_kernels.attention import attention
 
 
 class MemoryCache:

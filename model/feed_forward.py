@@ -8,10 +8,10 @@ y = block(x)                                              # (B, T, 128) -> (B, T
 import torch
 from torch import nn
 
-from model.linear import Linear
-from triton_kernels.gelu import gelu
-from triton_kernels.relu import relu
-from triton_kernels.swiglu import swiglu
+from raystride.model.linear import Linear
+from raystride.triton_kernels.gelu import gelu
+from raystride.triton_kernels.relu import relu
+from raystride.triton_kernels.swiglu import swiglu
 
 
 class GELU(nn.Module):

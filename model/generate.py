@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
-from model.attention import LayerCache
-from model.transformer import Decoder
+from raystride.model.attention import LayerCache
+from raystride.model.transformer import Decoder
 
 PADDING = 0
 

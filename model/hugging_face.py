@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from model.hugging_face_config import check_description, describe
-from model.linear import Linear
-from model.shape import key_width, query_width
-from model.transformer import Decoder
+from raystride.model.hugging_face_config import check_description, describe
+from raystride.model.linear import Linear
+from raystride.model.shape import key_width, query_width
+from raystride.model.transformer import Decoder
 
 
 @dataclass(frozen=True)

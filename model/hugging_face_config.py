@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from model.shape import DecoderShape, head_size, hidden_width, is_tied, post_norm
+from raystride.model.shape import DecoderShape, head_size, hidden_width, is_tied, post_norm
 
 ModelType = Literal["gpt2", "llama", "qwen2", "qwen3"]
 """What `config.json` calls a layout."""

@@ -11,8 +11,8 @@ y = x / sqrt(mean(x^2) + eps) * g.
 import torch
 from torch import nn
 
-from triton_kernels.layer_norm import add_layer_norm, layer_norm
-from triton_kernels.rms_norm import add_rms_norm, rms_norm
+from raystride.triton_kernels.layer_norm import add_layer_norm, layer_norm
+from raystride.triton_kernels.rms_norm import add_rms_norm, rms_norm
 
 
 class LayerNorm(nn.Module):

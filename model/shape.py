@@ -1,6 +1,6 @@
 """What a network must be told of itself, and what follows from it without building one.
 
-`pipelines.config.Model` has all of these attributes, so the model needs no import from there.
+`raystride.pipelines.config.Model` has all of these attributes, so the model needs no import from there.
 
     count_parameters(Model(width=768, layers=12, heads=12), vocabulary_size=50257)
 """
@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 
 class DecoderShape(Protocol):
-    """Sizes and choices of a decoder; `pipelines.config.Model` documents each."""
+    """Sizes and choices of a decoder; `raystride.pipelines.config.Model` documents each."""
 
     @property
     def flavour(self) -> Literal["gpt2", "llama", "original"]: ...

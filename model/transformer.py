@@ -12,11 +12,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from model.attention import LayerCache
-from model.block import Block, build_final_norm, build_positions, initialise, with_positions
-from model.linear import Linear, linear, use_onednn
-from model.shape import DecoderShape, flops_per_token, is_tied
-from triton_kernels.linear_cross_entropy import linear_cross_entropy
+from raystride.model.attention import LayerCache
+from raystride.model.block import Block, build_final_norm, build_positions, initialise, with_positions
+from raystride.model.linear import Linear, linear, use_onednn
+from raystride.model.shape import DecoderShape, flops_per_token, is_tied
+from raystride.triton_kernels.linear_cross_entropy import linear_cross_entropy
 
 
 class Decoder(nn.Module):

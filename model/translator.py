@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from model.attention import LayerCache, Rotation
-from model.block import (
+from raystride.model.attention import LayerCache, Rotation
+from raystride.model.block import (
     Block,
     build_attention,
     build_feed_forward,
@@ -24,10 +24,10 @@ from model.block import (
     initialise,
     with_positions,
 )
-from model.cross_attention import CrossAttention, MemoryCache
-from model.linear import linear, use_onednn
-from model.shape import TranslatorShape, has_biases, post_norm, translator_flops_per_token
-from triton_kernels.linear_cross_entropy import linear_cross_entropy
+from raystride.model.cross_attention import CrossAttention, MemoryCache
+from raystride.model.linear import linear, use_onednn
+from raystride.model.shape import TranslatorShape, has_biases, post_norm, translator_flops_per_token
+from raystride.triton_kernels.linear_cross_entropy import linear_cross_entropy
 
 
 class TargetBlock(nn.Module):

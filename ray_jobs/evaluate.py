@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])
+if __name__ == "__main__":  # started as a script, from any folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from pipelines.config import Answering, Launch, Section, SettingError, setting  # noqa: E402
-from pipelines.config.parse import Parsed, command  # noqa: E402
-from pipelines.files import Folder  # noqa: E402
+from raystride.pipelines.config import Answering, Launch, Section, SettingError, setting
+from raystride.pipelines.config.parse import Parsed, command
+from raystride.pipelines.files import Folder
 
 if TYPE_CHECKING:
-    from pipelines.evaluate.evaluation import Scored
+    from raystride.pipelines.evaluate.evaluation import Scored
 
 PER_LABEL = 30
 """Labels that the table has lines for."""
@@ -45,17 +46,17 @@ class Evaluate(Answering):
 
 def evaluate(parsed: Parsed[Evaluate]) -> int:
     """Opens the run and scores it; returns the exit code."""
-    from pipelines.launch.driver import guarded
+    from raystride.pipelines.launch.driver import guarded
 
     return guarded(lambda: _evaluate(parsed.settings))
 
 
 def _evaluate(settings: Evaluate) -> int:
-    from pipelines.cluster.answering import answerers
-    from pipelines.evaluate.evaluation import evaluate
-    from pipelines.evaluate.opening import choose
-    from pipelines.evaluate.recording import keep
-    from pipelines.launch.owner import read_owner
+    from raystride.pipelines.cluster.answering import answerers
+    from raystride.pipelines.evaluate.evaluation import evaluate
+    from raystride.pipelines.evaluate.opening import choose
+    from raystride.pipelines.evaluate.recording import keep
+    from raystride.pipelines.launch.owner import read_owner
 
     storage = Folder.at(settings.storage)
     run = storage / settings.run
@@ -74,7 +75,7 @@ def _evaluate(settings: Evaluate) -> int:
         print(problem, file=sys.stderr)
     logged = chosen.config.record.mlflow and not problem
     print(f"results  {scored.folder}")
-    print(f"mlflow   python -m pipelines.record.ui --storage {storage}" if logged else "mlflow   not logged there")
+    print(f"mlflow   python -m raystride.pipelines.record.ui --storage {storage}" if logged else "mlflow   not logged there")
     print(f"next     python ray_jobs/predict.py --run {settings.run} --storage {storage} --input FILES --output DIR")
     return 0
 

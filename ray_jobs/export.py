@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])
+if __name__ == "__main__":  # started as a script, from any folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from pipelines.config import Finished, Sample, setting  # noqa: E402
-from pipelines.config.parse import Parsed, command  # noqa: E402
-from pipelines.files import Folder  # noqa: E402
+from raystride.pipelines.config import Finished, Sample, setting
+from raystride.pipelines.config.parse import Parsed, command
+from raystride.pipelines.files import Folder
 
 if TYPE_CHECKING:
-    from pipelines.evaluate.opening import Opened
+    from raystride.pipelines.evaluate.opening import Opened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class Export(Finished):
 
 def export(parsed: Parsed[Export]) -> int:
     """Opens the run and writes the folder; returns the exit code. Raises SettingError where there is nothing to open."""
-    from pipelines.evaluate.opening import open_run
+    from raystride.pipelines.evaluate.opening import open_run
 
     settings = parsed.settings
     storage = Folder.at(settings.storage)
@@ -42,19 +43,19 @@ def export(parsed: Parsed[Export]) -> int:
     target = Folder.at(settings.folder) if settings.folder else storage / settings.run / "export" / settings.to
     if settings.to == "mlflow":
         return _to_mlflow(settings, opened, storage, target)
-    from pipelines.evaluate.export import export_hugging_face
+    from raystride.pipelines.evaluate.export import export_hugging_face
 
     folder = export_hugging_face(opened, target)
     print(f"{opened.config.model.flavour} of step {opened.step}: {', '.join(folder.names())}")
     print(f"results  {folder}")
-    print(f"mlflow   python -m pipelines.record.ui --storage {storage}")
+    print(f"mlflow   python -m raystride.pipelines.record.ui --storage {storage}")
     print(f'next     transformers.AutoModelForCausalLM.from_pretrained("{folder}"), or --model.init_from {folder}')
     return 0
 
 
 def _to_mlflow(settings: Export, opened: "Opened", storage: Folder, target: Folder) -> int:
-    from pipelines.evaluate.mlflow_model import log_mlflow_model, write_mlflow_model
-    from pipelines.evaluate.recording import reopen
+    from raystride.pipelines.evaluate.mlflow_model import log_mlflow_model, write_mlflow_model
+    from raystride.pipelines.evaluate.recording import reopen
 
     folder = write_mlflow_model(opened, target, settings.sample)
     print(f"{opened.config.task} of step {opened.step}: {', '.join(folder.names())}")

@@ -7,11 +7,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])
+if __name__ == "__main__":  # started as a script, from any folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from pipelines.config import Finished, Sample, setting  # noqa: E402
-from pipelines.config.parse import Parsed, command  # noqa: E402
-from pipelines.files import Folder  # noqa: E402
+from raystride.pipelines.config import Finished, Sample, setting
+from raystride.pipelines.config.parse import Parsed, command
+from raystride.pipelines.files import Folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +27,8 @@ class Generate(Finished):
 
 def write(parsed: Parsed[Generate]) -> int:
     """Opens the run and writes; returns the exit code. Raises SettingError where there is nothing to open."""
-    from pipelines.evaluate.opening import open_run
-    from pipelines.evaluate.writing import write_texts
+    from raystride.pipelines.evaluate.opening import open_run
+    from raystride.pipelines.evaluate.writing import write_texts
 
     settings = parsed.settings
     storage = Folder.at(settings.storage)
@@ -41,7 +42,7 @@ def write(parsed: Parsed[Generate]) -> int:
     for prompt, text in zip(prompts[1:], texts[1:], strict=True):
         print(f"\n{'─' * 40}\n{prompt}{text}", end="")
     print(f"\n\nresults  {storage / settings.run}, step {opened.step}")
-    print(f"mlflow   python -m pipelines.record.ui --storage {storage}")
+    print(f"mlflow   python -m raystride.pipelines.record.ui --storage {storage}")
     print(f"next     python ray_jobs/train.py --run {settings.run} --storage {storage} with more train.steps")
     return 0
 

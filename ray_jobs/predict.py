@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])
+if __name__ == "__main__":  # started as a script, from any folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from pipelines.config import Answering, Launch, Sample, setting  # noqa: E402
-from pipelines.config.data import SourceKind  # noqa: E402
-from pipelines.config.parse import Parsed, command  # noqa: E402
-from pipelines.files import Folder  # noqa: E402
+from raystride.pipelines.config import Answering, Launch, Sample, setting
+from raystride.pipelines.config.data import SourceKind
+from raystride.pipelines.config.parse import Parsed, command
+from raystride.pipelines.files import Folder
 
 if TYPE_CHECKING:
-    from pipelines.evaluate.opening import Chosen
+    from raystride.pipelines.evaluate.opening import Chosen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,20 +57,20 @@ class Predict(Answering):
 
 def predict(parsed: Parsed[Predict]) -> int:
     """Opens the run and answers; returns the exit code."""
-    from pipelines.launch.driver import guarded
+    from raystride.pipelines.launch.driver import guarded
 
     return guarded(lambda: _predict(parsed.settings))
 
 
 def _predict(settings: Predict) -> int:
-    from pipelines.evaluate.opening import choose
+    from raystride.pipelines.evaluate.opening import choose
 
     storage = Folder.at(settings.storage)
     chosen = choose(storage, settings.run, settings.checkpoint, settings.average)
     if settings.text is not None:
         return _answer_one(settings, chosen, settings.text)
-    from pipelines.cluster.answering import answerers
-    from pipelines.evaluate.prediction import predict
+    from raystride.pipelines.cluster.answering import answerers
+    from raystride.pipelines.evaluate.prediction import predict
 
     folder = Folder.at(settings.output or "")
     with answerers(settings, settings.launch) as run_parts:
@@ -96,10 +97,10 @@ def _predict(settings: Predict) -> int:
 
 def _answer_one(settings: Predict, chosen: "Chosen", text: str) -> int:
     """Prints the answer to one question, by name."""
-    from pipelines.config import SettingError
-    from pipelines.evaluate.answering import Answerer
-    from pipelines.sources.faults import Fault
-    from pipelines.sources.fields import document
+    from raystride.pipelines.config import SettingError
+    from raystride.pipelines.evaluate.answering import Answerer
+    from raystride.pipelines.sources.faults import Fault
+    from raystride.pipelines.sources.fields import document
 
     answerer = Answerer(chosen.with_beams(settings.beams).open(), settings, settings.sample)
     columns = answerer.task.asked

@@ -9,11 +9,12 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])
+if __name__ == "__main__":  # started as a script, from any folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from pipelines.files import Folder  # noqa: E402
-from pipelines.record import read_entries  # noqa: E402
-from pipelines.report import write_page  # noqa: E402
+from raystride.pipelines.files import Folder
+from raystride.pipelines.record import read_entries
+from raystride.pipelines.report import write_page
 
 
 def main() -> int:
@@ -33,7 +34,7 @@ def main() -> int:
         summary = {"run": given.run, "status": "not ended"}
     write_page(folder, entries, summary)
     print(f"results  {folder}/report.html")
-    print(f"mlflow   python -m pipelines.record.ui --storage {given.storage}")
+    print(f"mlflow   python -m raystride.pipelines.record.ui --storage {given.storage}")
     print(f"next     open the page in a browser, or python ray_jobs/runs.py show {given.run} --storage {given.storage}")
     return 0
 

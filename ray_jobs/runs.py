@@ -15,18 +15,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started as a script, from any folder
+if __name__ == "__main__":  # started as a script, from any folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from pipelines.config.run import Record
-from pipelines.files import Folder
-from pipelines.launch.owner import Owner, read_owner
-from pipelines.launch.resume import read_earlier
-from pipelines.record.journal import join, read_entries
-from pipelines.record.links import UI_PORT, comparison_link, on_a_server, runs_link
-from pipelines.record.mlflow_follower import Follower
-from pipelines.record.mlflow_log import MARK, MlflowLog
-from pipelines.report import closing_screen, loss_points, text_curve
-from pipelines.report.closing import figures
+from raystride.pipelines.config.run import Record
+from raystride.pipelines.files import Folder
+from raystride.pipelines.launch.owner import Owner, read_owner
+from raystride.pipelines.launch.resume import read_earlier
+from raystride.pipelines.record.journal import join, read_entries
+from raystride.pipelines.record.links import UI_PORT, comparison_link, on_a_server, runs_link
+from raystride.pipelines.record.mlflow_follower import Follower
+from raystride.pipelines.record.mlflow_log import MARK, MlflowLog
+from raystride.pipelines.report import closing_screen, loss_points, text_curve
+from raystride.pipelines.report.closing import figures
 
 
 class Refused(Exception):
@@ -109,7 +110,7 @@ def compare_runs(storage: Folder, given: argparse.Namespace) -> None:
     print(f"         {runs_link(marks[0], given.port)}   (all runs)")
     if not on_a_server(marks[0]):
         port = "" if given.port == UI_PORT else f" --port {given.port}"
-        print(f"         while this runs: python -m pipelines.record.ui --storage {storage}{port}")
+        print(f"         while this runs: python -m raystride.pipelines.record.ui --storage {storage}{port}")
 
 
 def show_run(storage: Folder, given: argparse.Namespace) -> None:
@@ -196,7 +197,7 @@ def size(folder: Folder) -> int:
         return sum(path.stat().st_size for path in folder.local.rglob("*") if path.is_file())
     from pyarrow.fs import FileSelector
 
-    from pipelines.files import filesystem
+    from raystride.pipelines.files import filesystem
 
     system, path = filesystem(folder.uri)
     found = system.get_file_info(FileSelector(path, recursive=True, allow_not_found=True))

@@ -6,11 +6,12 @@ python ray_jobs/sweep.py --config configs/sweep_scaling.yaml --storage runs
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1])
+if __name__ == "__main__":  # started as a script, from any folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from pipelines.config.parse import command  # noqa: E402
-from pipelines.config.sweep import SweepConfig  # noqa: E402
-from pipelines.sweep.driver import run_sweep  # noqa: E402
+from raystride.pipelines.config.parse import command
+from raystride.pipelines.config.sweep import SweepConfig
+from raystride.pipelines.sweep.driver import run_sweep
 
 if __name__ == "__main__":
     sys.exit(command(SweepConfig, run_sweep, program="sweep.py", description="Measure many settings, and say which to use."))

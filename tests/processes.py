@@ -17,11 +17,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from pipelines.config import Config
-from pipelines.files import Folder
-from pipelines.prepare.prepare import prepare
-from pipelines.tasks import build_task
-from pipelines.worker.job import Job, Place
+from raystride.pipelines.config import Config
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.tasks import build_task
+from raystride.pipelines.worker.job import Job, Place
 from tests.distributed import CONTEXT, LIMIT_S
 
 
@@ -72,7 +72,7 @@ def run_workers(job: Job, world: int) -> dict[str, Any]:
 def _work(job: Job, rank: int, world: int, port: int, place: Path) -> None:
     import torch.distributed as dist
 
-    from pipelines.worker.worker import run_worker
+    from raystride.pipelines.worker.worker import run_worker
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:

@@ -37,7 +37,20 @@ def _imports(path: Path) -> set[str]:
 def test_arrows_between_packages_point_one_way(path: Path) -> None:
     own = PACKAGES.index(path.relative_to(ROOT).parts[0])
     outside = {"tests", "benchmarks", *PACKAGES[own + 1 :]}
-    assert not {name.split(".")[0] for name in _imports(path)} & outside
+    assert not {name.removeprefix("raystride.").split(".")[0] for name in _imports(path)} & outside
+
+
+@pytest.mark.parametrize("path", ALL, ids=_id)
+def test_our_packages_are_imported_below_raystride(path: Path) -> None:
+    """Under two names a class would be two classes; a folder says so when it is imported by its own name."""
+    assert not {name.split(".")[0] for name in _imports(path)} & set(PACKAGES)
+
+
+@pytest.mark.parametrize("package", ["model", "pipelines", "triton_kernels"])
+def test_a_folder_imported_by_its_own_name_says_the_right_one(package: str) -> None:
+    done = subprocess.run([sys.executable, "-c", f"import {package}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.rstrip().splitlines()[-1].startswith(f"ImportError: import raystride.{package}, not {package}")
 
 
 def test_no_two_rooms_import_each_other() -> None:
@@ -45,8 +58,8 @@ def test_no_two_rooms_import_each_other() -> None:
     for path in (ROOT / "pipelines").rglob("*.py"):
         room = path.relative_to(ROOT / "pipelines").parts[0].removesuffix(".py")
         for name in _imports(path):
-            if name.startswith("pipelines.") and name.split(".")[1] != room:
-                uses[room].add(name.split(".")[1])
+            if name.startswith("raystride.pipelines.") and name.split(".")[2] != room:
+                uses[room].add(name.split(".")[2])
     both = {tuple(sorted((a, b))) for a in uses for b in uses[a] if a in uses.get(b, set())}
     assert not both
 
@@ -92,7 +105,7 @@ def test_every_setting_has_a_docstring(path: Path) -> None:
 
 
 def test_settings_are_frozen() -> None:
-    from pipelines.config import Config
+    from raystride.pipelines.config import Config
 
     assert is_dataclass(Config)
     assert Config.__dataclass_params__.frozen  # type: ignore[attr-defined]
@@ -108,8 +121,7 @@ def _named_paths(page: Path) -> set[str]:
     text = page.read_text()
     quoted = set(re.findall(r"`((?:[\w.-]+/)+[\w.-]*)`", text))
     commands = set(re.findall(r"\b((?:ray_jobs|configs|docs|benchmarks|tests|deploy)/[\w./-]*\.\w+)", text))
-    packages = "benchmarks|pipelines|triton_kernels"
-    modules = {f"{name.replace('.', '/')}.py" for name in re.findall(rf"python -m ((?:{packages})[\w.]+)", text)}
+    modules = {f"{name.replace('.', '/')}.py" for name in re.findall(r"python -m ((?:benchmarks|raystride)[\w.]+)", text)}
     return quoted | commands | modules
 
 
@@ -142,12 +154,14 @@ class Block:
 BLOCKED = {"ray", "mlflow", "pyarrow", "jsonargparse", "datasets", "tokenizers", "tiktoken", "psutil", "rich", "matplotlib",
            "pynvml", "fsspec", "safetensors", "deepspeed"}
 sys.meta_path.insert(0, Block())
-import model.transformer, model.generate, triton_kernels.attention, pipelines.config
-import pipelines.feed.loader, pipelines.feed.cache
-import pipelines.strategies.strategy, pipelines.strategies.ddp, pipelines.memory.estimate
-import pipelines.train.loop, pipelines.train.checkpoint, pipelines.train.storage, pipelines.train.validation
-import pipelines.train.fingerprint, pipelines.tasks
-import pipelines.worker.worker, pipelines.launch.inline
+import raystride.model.transformer, raystride.model.generate, raystride.triton_kernels.attention
+from raystride.pipelines import config, tasks
+from raystride.pipelines.feed import cache, loader
+from raystride.pipelines.strategies import ddp, strategy
+from raystride.pipelines.memory import estimate
+from raystride.pipelines.train import checkpoint, fingerprint, loop, storage, validation
+from raystride.pipelines.worker import worker
+from raystride.pipelines.launch import inline
 import benchmarks.gpu
 assert not BLOCKED & {name.split(".")[0] for name in sys.modules}
 """
@@ -155,5 +169,5 @@ assert not BLOCKED & {name.split(".")[0] for name in sys.modules}
 
 
 def test_the_driver_needs_no_torch() -> None:
-    program = "import sys, pipelines.launch.driver; assert 'torch' not in sys.modules and 'ray' not in sys.modules"
+    program = "import sys, raystride.pipelines.launch.driver; assert 'torch' not in sys.modules and 'ray' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120)

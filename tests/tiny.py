@@ -7,7 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipelines.config import Checkpoint, Config, Data, Model, Optimizer, Record, Sample, Tokenizer, Train, Validation
+from raystride.pipelines.config import (
+    Checkpoint,
+    Config,
+    Data,
+    Model,
+    Optimizer,
+    Record,
+    Sample,
+    Tokenizer,
+    Train,
+    Validation,
+)
 
 
 def write_text(folder: Path, size: int = 20_000) -> Path:

@@ -6,15 +6,15 @@ CONTEXT = get_context("forkserver"); CONTEXT.set_forkserver_preload(["tests.warm
 import importlib
 import os
 
-from pipelines.strategies.deepspeed import import_deepspeed
+from raystride.pipelines.strategies.deepspeed import import_deepspeed
 
 # The compiler's own pool of processes would not survive the fork.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 import_deepspeed("cpu")
 for name in (
-    "pipelines.worker.worker",
-    "pipelines.train.storage",
-    "model.transformer",
+    "raystride.pipelines.worker.worker",
+    "raystride.pipelines.train.storage",
+    "raystride.model.transformer",
     "torch._dynamo",
     "torch.distributed.fsdp",
     "deepspeed.runtime.zero.muon.muon_optimizer",

@@ -2,6 +2,9 @@
 
 import os
 
+if not __name__.startswith("raystride."):
+    raise ImportError(f"import raystride.{__name__}, not {__name__}: under two names all of it would be loaded twice")
+
 
 def interpreting() -> bool:
     """Whether the environment asks for Triton's interpreter; Triton reads it once, when it is imported."""

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import torch
 
-from triton_kernels.dispatch import takes_triton
-from triton_kernels.language import cdiv, jit, tl
-from triton_kernels.launch import launch
+from raystride.triton_kernels.dispatch import takes_triton
+from raystride.triton_kernels.language import cdiv, jit, tl
+from raystride.triton_kernels.launch import launch
 
 _BLOCK = 1024
 """Elements of a program: with 8 warps a thread has 16 bytes of each of its four streams, in 46 registers on sm_90; with four

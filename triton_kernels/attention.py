@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from triton_kernels.attention_backward import differentiate
-from triton_kernels.attention_decoding import LONGEST, decode
-from triton_kernels.attention_forward import attend
-from triton_kernels.attention_masks import kept_weights, visible
-from triton_kernels.attention_problem import Rules, Sequences, like_rows, rows_readable
-from triton_kernels.dispatch import takes_triton
+from raystride.triton_kernels.attention_backward import differentiate
+from raystride.triton_kernels.attention_decoding import LONGEST, decode
+from raystride.triton_kernels.attention_forward import attend
+from raystride.triton_kernels.attention_masks import kept_weights, visible
+from raystride.triton_kernels.attention_problem import Rules, Sequences, like_rows, rows_readable
+from raystride.triton_kernels.dispatch import takes_triton
 
 LARGEST_HEAD = 256
 """The accumulators of a larger head fit no registers."""

@@ -10,8 +10,8 @@ queries. The scores are computed twice for it, seven products where atomic sums 
 
 import torch
 
-from triton_kernels.attention_forward import lse_strides
-from triton_kernels.attention_masks import (
+from raystride.triton_kernels.attention_forward import lse_strides
+from raystride.triton_kernels.attention_masks import (
     is_kept,
     is_visible,
     key_range,
@@ -22,7 +22,7 @@ from triton_kernels.attention_masks import (
     store_rows,
     work_of,
 )
-from triton_kernels.attention_problem import (
+from raystride.triton_kernels.attention_problem import (
     Rules,
     Sequences,
     block_d,
@@ -33,9 +33,9 @@ from triton_kernels.attention_problem import (
     side_by_side,
     strides,
 )
-from triton_kernels.configurations import tile
-from triton_kernels.language import cdiv, jit, tl
-from triton_kernels.launch import architecture, launch
+from raystride.triton_kernels.configurations import tile
+from raystride.triton_kernels.language import cdiv, jit, tl
+from raystride.triton_kernels.launch import architecture, launch
 
 _DELTA_ELEMENTS = 2048
 """Of dO in a program of delta: 16 bytes a load, twice over, for each of 128 threads; with more, sm_100 spills."""

@@ -12,11 +12,11 @@ All query heads of a group are rows of one block, so that keys and values are re
 
 import torch
 
-from triton_kernels.attention_masks import is_visible, load_rows
-from triton_kernels.attention_problem import LOG2_E, block_d, like_rows, precision, rows_readable, strides
-from triton_kernels.configurations import processors, tile
-from triton_kernels.language import cdiv, jit, next_power_of_2, tl
-from triton_kernels.launch import architecture, launch
+from raystride.triton_kernels.attention_masks import is_visible, load_rows
+from raystride.triton_kernels.attention_problem import LOG2_E, block_d, like_rows, precision, rows_readable, strides
+from raystride.triton_kernels.configurations import processors, tile
+from raystride.triton_kernels.language import cdiv, jit, next_power_of_2, tl
+from raystride.triton_kernels.launch import architecture, launch
 
 LONGEST = 16
 """Queries; with more of them, their blocks fill the rows of a tensor core without the other heads of their group."""

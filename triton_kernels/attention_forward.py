@@ -10,7 +10,7 @@ to base 2, as all exponentials here are powers of two. Shapes as in `attention`;
 
 import torch
 
-from triton_kernels.attention_masks import (
+from raystride.triton_kernels.attention_masks import (
     is_kept,
     is_visible,
     key_range,
@@ -20,7 +20,7 @@ from triton_kernels.attention_masks import (
     store_rows,
     work_of,
 )
-from triton_kernels.attention_problem import (
+from raystride.triton_kernels.attention_problem import (
     Rules,
     Sequences,
     constants,
@@ -30,9 +30,9 @@ from triton_kernels.attention_problem import (
     side_by_side,
     strides,
 )
-from triton_kernels.configurations import tile
-from triton_kernels.language import cdiv, jit, tl
-from triton_kernels.launch import architecture, launch
+from raystride.triton_kernels.configurations import tile
+from raystride.triton_kernels.language import cdiv, jit, tl
+from raystride.triton_kernels.launch import architecture, launch
 
 
 @jit

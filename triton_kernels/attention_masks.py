@@ -12,7 +12,7 @@ the counter (j / 4, i, h, b) and the seed as its key is small, so that the backw
 
 import torch
 
-from triton_kernels.language import jit, tl
+from raystride.triton_kernels.language import jit, tl
 
 _ROUNDS = 10
 """Of Philox; as in its paper, in cuRAND and in tl.philox."""

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from triton_kernels.attention import attention_reference, refusal
-from triton_kernels.attention_backward import differentiate
-from triton_kernels.attention_forward import attend
-from triton_kernels.attention_problem import Rules, Sequences, rows_readable
-from triton_kernels.dispatch import takes_triton
+from raystride.triton_kernels.attention import attention_reference, refusal
+from raystride.triton_kernels.attention_backward import differentiate
+from raystride.triton_kernels.attention_forward import attend
+from raystride.triton_kernels.attention_problem import Rules, Sequences, rows_readable
+from raystride.triton_kernels.dispatch import takes_triton
 
 
 def attention_packed_reference(

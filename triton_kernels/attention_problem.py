@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from triton_kernels.attention_masks import dropout_threshold
-from triton_kernels.configurations import Tile, takes_descriptors
-from triton_kernels.language import next_power_of_2
-from triton_kernels.launch import architecture
+from raystride.triton_kernels.attention_masks import dropout_threshold
+from raystride.triton_kernels.configurations import Tile, takes_descriptors
+from raystride.triton_kernels.language import next_power_of_2
+from raystride.triton_kernels.launch import architecture
 
 LOG2_E = 1.4426950408889634
 _CACHE_SHARE = 16 << 20

@@ -13,9 +13,9 @@ document i is bytes offsets[i] to offsets[i + 1]. So text crosses to the GPU at 
 
 import torch
 
-from triton_kernels.dispatch import takes_triton
-from triton_kernels.language import cdiv, jit, tl
-from triton_kernels.launch import launch
+from raystride.triton_kernels.dispatch import takes_triton
+from raystride.triton_kernels.language import cdiv, jit, tl
+from raystride.triton_kernels.launch import launch
 
 _BLOCK = 1024
 """Ids that a program makes."""

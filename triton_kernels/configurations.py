@@ -1,8 +1,8 @@
 """The tiles that attention's kernels work on, by architecture, head size and dtype, and alternatives worth measuring.
 
-A tile is chosen once, here, from what the compiler says of it (`python -m triton_kernels.compile_report`): no registers
-spilled, shared memory that fits, tensor cores used. Nothing is tuned while a program runs, since another tile sums in
-another order and so gives other bits. `tiles` lists, best guess first, what is worth timing on a device that is there.
+A tile is chosen once, here, from what the compiler says of it (`compile_report`): no registers spilled, shared memory that
+fits, tensor cores used. Nothing is tuned while a program runs, since another tile sums in another order and so gives other
+bits. `tiles` lists, best guess first, what is worth timing on a device that is there.
 
     tile("attention_forward", "sm_90", 128, torch.bfloat16)              # Tile(block_m=128, block_n=128, warps=8, stages=2)
     with forced_tile("attention_forward", Tile(16, 16, 4, 1)): ...

@@ -3,8 +3,8 @@
 The measure of right is FlashAttention's own: the largest error against float64 may be at most twice that of PyTorch's
 implementation in the same dtype, plus a rounding of the result. Races show as other bits in one of several runs.
 
-    python -m triton_kernels.device_checks                     # on this machine's GPU
-    python -m triton_kernels.device_checks --quick             # a call of each operation, small: what sanitizers run
+    python -m raystride.triton_kernels.device_checks                     # on this machine's GPU
+    python -m raystride.triton_kernels.device_checks --quick             # a call of each, small: what sanitizers run
 """
 
 import argparse
@@ -16,17 +16,17 @@ from typing import Any
 
 import torch
 
-from triton_kernels.adamw import adamw, adamw_reference
-from triton_kernels.attention import attention, attention_reference
-from triton_kernels.attention_packed import attention_packed, attention_packed_reference
-from triton_kernels.gelu import gelu, gelu_reference
-from triton_kernels.layer_norm import layer_norm, layer_norm_reference
-from triton_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
-from triton_kernels.mse import mse, mse_reference
-from triton_kernels.relu import relu, relu_reference
-from triton_kernels.rms_norm import rms_norm, rms_norm_reference
-from triton_kernels.rope import rope, rope_reference
-from triton_kernels.swiglu import swiglu, swiglu_reference
+from raystride.triton_kernels.adamw import adamw, adamw_reference
+from raystride.triton_kernels.attention import attention, attention_reference
+from raystride.triton_kernels.attention_packed import attention_packed, attention_packed_reference
+from raystride.triton_kernels.gelu import gelu, gelu_reference
+from raystride.triton_kernels.layer_norm import layer_norm, layer_norm_reference
+from raystride.triton_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from raystride.triton_kernels.mse import mse, mse_reference
+from raystride.triton_kernels.relu import relu, relu_reference
+from raystride.triton_kernels.rms_norm import rms_norm, rms_norm_reference
+from raystride.triton_kernels.rope import rope, rope_reference
+from raystride.triton_kernels.swiglu import swiglu, swiglu_reference
 
 REPEATS = 3
 """Runs whose bits are compared."""
@@ -161,7 +161,7 @@ def _results(function: Function, inputs: list[torch.Tensor]) -> list[torch.Tenso
 def main(arguments: list[str] | None = None) -> int:
     """Prints every check; 1 if a kernel is wrong, 3 where there is no GPU."""
     parser = argparse.ArgumentParser(
-        prog="python -m triton_kernels.device_checks", description="Are the kernels right on this GPU?"
+        prog="python -m raystride.triton_kernels.device_checks", description="Are the kernels right on this GPU?"
     )
     parser.add_argument("--quick", action="store_true", help="one small call of each operation")
     given = parser.parse_args(arguments)

@@ -13,8 +13,8 @@ from collections.abc import Container
 
 import torch
 
-from triton_kernels.language import HAS_TRITON
-from triton_kernels.launch import can_launch
+from raystride.triton_kernels.language import HAS_TRITON
+from raystride.triton_kernels.launch import can_launch
 
 CHOICES = ("auto", "triton", "torch")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -4,7 +4,7 @@ The interpreter of Triton 3.6 and 3.7 keeps bfloat16 as raw 16-bit integers and 
 truncates. Values are then off by up to 1e8. `install` wraps the interpreter's builder: operands become fp32, results are
 rounded back. What it cannot put right is `a * 0 + tl.sum(a)` in bfloat16, so kernels cast to fp32 when they load.
 
-    os.environ["TRITON_INTERPRET"] = "1"; import triton_kernels.language       # installs it
+    os.environ["TRITON_INTERPRET"] = "1"; import raystride.triton_kernels.language       # installs it
 """
 
 from typing import Any

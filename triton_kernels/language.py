@@ -2,9 +2,9 @@
 
 Kernels are written at module level, so a stand-in lets every module import everywhere; launching one then says what is
 missing. With TRITON_INTERPRET=1 in the environment before the first import, kernels run in Triton's interpreter on the CPU,
-whose bfloat16 is put right here (see `triton_kernels.interpreter`).
+whose bfloat16 is put right here (see `raystride.triton_kernels.interpreter`).
 
-    from triton_kernels.language import jit, tl
+    from raystride.triton_kernels.language import jit, tl
 
     @jit
     def _copy_kernel(x, y, n, BLOCK: tl.constexpr): ...
@@ -13,7 +13,7 @@ whose bfloat16 is put right here (see `triton_kernels.interpreter`).
 from collections.abc import Callable
 from typing import Any
 
-from triton_kernels import interpreting
+from raystride.triton_kernels import interpreting
 
 INTERPRETING = interpreting()
 """Whether kernels run in Triton's interpreter; read once, as Triton reads it."""
@@ -43,7 +43,7 @@ except ImportError:
 else:
     tl, jit, HAS_TRITON = triton.language, triton.jit, True
     if INTERPRETING:
-        from triton_kernels.interpreter import install
+        from raystride.triton_kernels.interpreter import install
 
         install()
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from triton_kernels.language import INTERPRETING
+from raystride.triton_kernels.language import INTERPRETING
 
 Grid = tuple[int, ...]
 Launcher = Callable[[Any, Grid, tuple[Any, ...], dict[str, Any]], None]

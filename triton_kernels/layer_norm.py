@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from triton_kernels.dispatch import takes_triton
-from triton_kernels.language import jit, tl
-from triton_kernels.launch import launch
-from triton_kernels.row_groups import backward_plan, forward_plan, sum_groups, why_no_rows
+from raystride.triton_kernels.dispatch import takes_triton
+from raystride.triton_kernels.language import jit, tl
+from raystride.triton_kernels.launch import launch
+from raystride.triton_kernels.row_groups import backward_plan, forward_plan, sum_groups, why_no_rows
 
 
 def layer_norm_reference(

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from triton_kernels.dispatch import takes_triton
-from triton_kernels.language import cdiv, jit, next_power_of_2, tl
-from triton_kernels.launch import launch
+from raystride.triton_kernels.dispatch import takes_triton
+from raystride.triton_kernels.language import cdiv, jit, next_power_of_2, tl
+from raystride.triton_kernels.launch import launch
 
 _CHUNKS = 8
 """Chunks that the tokens are cut into. More save memory, but each reads and writes the fp32 gradient of W once: with eight

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from triton_kernels.dispatch import takes_triton
-from triton_kernels.language import cdiv, jit, tl
-from triton_kernels.launch import launch
+from raystride.triton_kernels.dispatch import takes_triton
+from raystride.triton_kernels.language import cdiv, jit, tl
+from raystride.triton_kernels.launch import launch
 
 _BLOCK = 2048
 """Elements of a program: 16 for each of 128 threads, two 16-byte loads in bf16 and four in fp32."""

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from triton_kernels.dispatch import takes_triton
-from triton_kernels.language import cdiv, jit, next_power_of_2, tl
-from triton_kernels.launch import launch
+from raystride.triton_kernels.dispatch import takes_triton
+from raystride.triton_kernels.language import cdiv, jit, next_power_of_2, tl
+from raystride.triton_kernels.launch import launch
 
 _PAIRS = 1024
 """Pairs of a program: 8 for each of 128 threads, a 16-byte load of either half in bf16 and two in fp32."""

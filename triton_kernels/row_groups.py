@@ -12,8 +12,8 @@ which torch.sum adds depends on the number of SMs.)
 
 import torch
 
-from triton_kernels.language import cdiv, jit, next_power_of_2, tl
-from triton_kernels.launch import architecture, launch
+from raystride.triton_kernels.language import cdiv, jit, next_power_of_2, tl
+from raystride.triton_kernels.launch import architecture, launch
 
 _GROUPS = 512
 """At most so many groups: four programs an SM on an H100 (132 SMs), and a partial sum that stays in its L2 cache."""

@@ -4,8 +4,8 @@ memcheck finds accesses outside a tensor, racecheck hazards in shared memory, in
 synccheck barriers that not every thread reaches. PyTorch's caching allocator is switched off, since it hands out parts of
 large blocks, inside which an access out of bounds would not be seen.
 
-    python -m triton_kernels.sanitize                          # all four
-    python -m triton_kernels.sanitize --tool memcheck
+    python -m raystride.triton_kernels.sanitize                          # all four
+    python -m raystride.triton_kernels.sanitize --tool memcheck
 """
 
 import argparse
@@ -14,7 +14,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from triton_kernels.processes import run_in_group
+from raystride.triton_kernels.processes import run_in_group
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,7 +42,9 @@ def what_is_missing() -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the tools one after the other; 1 if one finds something, 3 where one cannot run."""
-    parser = argparse.ArgumentParser(prog="python -m triton_kernels.sanitize", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m raystride.triton_kernels.sanitize", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--tool", action="append", choices=TOOLS, help="only this one; may be repeated")
     given = parser.parse_args(arguments)
     if missing := what_is_missing():
@@ -62,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
             "--kernel-name",
             "kernel_substring=_kernel",
         ]
-        command += [sys.executable, "-m", "triton_kernels.device_checks", "--quick"]
+        command += [sys.executable, "-m", "raystride.triton_kernels.device_checks", "--quick"]
         if run_in_group(command, cwd=ROOT, env=environment):
             failed.append(tool)
     print(f"{', '.join(failed)}: see above" if failed else "nothing found")

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-import triton_kernels.attention
-import triton_kernels.gelu
-import triton_kernels.relu
-import triton_kernels.rms_norm
-import triton_kernels.rope
-import triton_kernels.swiglu  # noqa: F401  (each import registers its operations)
+import raystride.triton_kernels.attention
+import raystride.triton_kernels.gelu
+import raystride.triton_kernels.relu
+import raystride.triton_kernels.rms_norm
+import raystride.triton_kernels.rope
+import raystride.triton_kernels.swiglu  # noqa: F401  (each import registers its operations)
 
 _registered = False
 

@@ -12,20 +12,20 @@ from typing import Any
 
 import torch
 
-from triton_kernels.adamw import adamw
-from triton_kernels.attention import attention
-from triton_kernels.attention_packed import attention_packed
-from triton_kernels.byte_pack import byte_pack, byte_pack_sequence
-from triton_kernels.configurations import KERNELS, forced_tile, tiles
-from triton_kernels.gelu import gelu
-from triton_kernels.launch import architecture
-from triton_kernels.layer_norm import add_layer_norm, layer_norm
-from triton_kernels.linear_cross_entropy import linear_cross_entropy
-from triton_kernels.mse import mse
-from triton_kernels.relu import relu
-from triton_kernels.rms_norm import add_rms_norm, rms_norm
-from triton_kernels.rope import rope
-from triton_kernels.swiglu import swiglu
+from raystride.triton_kernels.adamw import adamw
+from raystride.triton_kernels.attention import attention
+from raystride.triton_kernels.attention_packed import attention_packed
+from raystride.triton_kernels.byte_pack import byte_pack, byte_pack_sequence
+from raystride.triton_kernels.configurations import KERNELS, forced_tile, tiles
+from raystride.triton_kernels.gelu import gelu
+from raystride.triton_kernels.launch import architecture
+from raystride.triton_kernels.layer_norm import add_layer_norm, layer_norm
+from raystride.triton_kernels.linear_cross_entropy import linear_cross_entropy
+from raystride.triton_kernels.mse import mse
+from raystride.triton_kernels.relu import relu
+from raystride.triton_kernels.rms_norm import add_rms_norm, rms_norm
+from raystride.triton_kernels.rope import rope
+from raystride.triton_kernels.swiglu import swiglu
 
 _HEAD_SIZES = (64, 128, 256)
 Shape = tuple[int, ...]

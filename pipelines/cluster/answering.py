@@ -10,16 +10,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pipelines.cluster.cluster import cluster
-from pipelines.cluster.resources import Resources
-from pipelines.config import Answering, Launch
+from raystride.pipelines.cluster.cluster import cluster
+from raystride.pipelines.cluster.resources import Resources
+from raystride.pipelines.config import Answering, Launch
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from pipelines.evaluate.parts import Work
-    from pipelines.evaluate.prediction import RunParts
-    from pipelines.sources.pieces import Part
+    from raystride.pipelines.evaluate.parts import Work
+    from raystride.pipelines.evaluate.prediction import RunParts
+    from raystride.pipelines.sources.pieces import Part
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def answerers(settings: Answering, launch: Launch) -> "Iterator[RunParts]":
     if launch.mode == "inline":
         if settings.workers not in ("auto", 1):
             raise settings.error("workers", "must be 1 (or auto) with --launch inline, which is this one process")
-        from pipelines.evaluate.prediction import answer_here
+        from raystride.pipelines.evaluate.prediction import answer_here
 
         yield answer_here
         return
@@ -60,8 +60,8 @@ class _Actor:
         """Answers one part; its number comes back, and what is wrong with its data: Ray Data loses the error's class."""
         import numpy as np
 
-        from pipelines.evaluate.parts import answer_part
-        from pipelines.sources.faults import DataError
+        from raystride.pipelines.evaluate.parts import answer_part
+        from raystride.pipelines.sources.faults import DataError
 
         problem = ""
         try:
@@ -76,8 +76,8 @@ def answer_on_ray(work: "Work", parts: "list[Part]", *, workers: int, per_worker
     import ray
     from ray.data import ActorPoolStrategy
 
-    from pipelines.prepare.ray_data import quiet_context
-    from pipelines.sources.faults import DataError
+    from raystride.pipelines.prepare.ray_data import quiet_context
+    from raystride.pipelines.sources.faults import DataError
 
     # Ray Data keeps a task that reads apart from the actors; if they held every CPU, it would never start.
     resources: dict[str, Any] = {f"num_{name.lower()}s": 0.9 * n if name == "CPU" else n for name, n in per_worker.items()}

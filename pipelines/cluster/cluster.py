@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipelines.config import Launch
+from raystride.pipelines.config import Launch
 
 QUIET = {
     # Each worker's print would otherwise come twice, and usage statistics need a network.

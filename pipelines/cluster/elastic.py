@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from pipelines.cluster.recorder_handle import Wire
-from pipelines.cluster.resources import Share
+from raystride.pipelines.cluster.recorder_handle import Wire
+from raystride.pipelines.cluster.resources import Share
 
 LOOK_S = 1.0
 """Between two looks at which nodes there are."""

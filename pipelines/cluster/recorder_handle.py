@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pipelines.hang.heartbeat import Beat, Pulses
-from pipelines.record import Recorder
-from pipelines.record.sender import Entry
+from raystride.pipelines.hang.heartbeat import Beat, Pulses
+from raystride.pipelines.record import Recorder
+from raystride.pipelines.record.sender import Entry
 
 ASK_S = 0.5
 SILENT_S = 3.0

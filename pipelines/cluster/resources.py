@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 
-from pipelines.config import Config
+from raystride.pipelines.config import Config
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from pipelines.cluster.elastic import NEVER_S, train_elastic
-from pipelines.cluster.recorder_handle import StopPoll, Wire
-from pipelines.cluster.resources import Share
-from pipelines.hang.heartbeat import Pulse
-from pipelines.hang.watch import HangWatch, beat_every_s
-from pipelines.profiling.nsight_commands import worker_executable
-from pipelines.worker.job import Job, Place
+from raystride.pipelines.cluster.elastic import NEVER_S, train_elastic
+from raystride.pipelines.cluster.recorder_handle import StopPoll, Wire
+from raystride.pipelines.cluster.resources import Share
+from raystride.pipelines.hang.heartbeat import Pulse
+from raystride.pipelines.hang.watch import HangWatch, beat_every_s
+from raystride.pipelines.profiling.nsight_commands import worker_executable
+from raystride.pipelines.worker.job import Job, Place
 
 PLACES_WAIT_S = "3"
 """How long an elastic run waits for its workers' places before it looks again how many there are. A worker's death is known
@@ -86,7 +86,7 @@ def make_trainer(function: Any, settings: dict[str, Any], *, lean: bool) -> Any:
     """The lean trainer where it is asked for and Ray's internals are as it knows them, else the stock TorchTrainer."""
     if lean:
         try:
-            from pipelines.cluster.internals import LeanTrainer
+            from raystride.pipelines.cluster.internals import LeanTrainer
 
             return LeanTrainer(function, **settings)
         except (ImportError, AttributeError, TypeError):
@@ -101,7 +101,7 @@ def worker_main(config: dict[str, Any]) -> dict[str, Any]:
     marks = {"worker": time.time()}
     import ray.train
 
-    from pipelines.worker.worker import run_worker
+    from raystride.pipelines.worker.worker import run_worker
 
     context, wire = ray.train.get_context(), config["wire"]
     world, here = context.get_world_size(), context.get_local_world_size()

@@ -1,18 +1,18 @@
 """Every setting of Raystride, one dataclass a section, and `Config`, which holds them all.
 
-Settings are made in Python, or read from YAML and flags by `pipelines.config.parse`:
+Settings are made in Python, or read from YAML and flags by `raystride.pipelines.config.parse`:
 
     config = Config(train=Train(steps=500), model=Model(width=256))
     config.train.batch                                        # samples a step
 """
 
-from pipelines.config.config import Config
-from pipelines.config.data import Data, Tokenizer
-from pipelines.config.model import Model
-from pipelines.config.profile import Profile
-from pipelines.config.run import Answering, Decoding, Finished, Launch, Record, Sample, Scaling
-from pipelines.config.section import Section, SettingError, setting
-from pipelines.config.train import Checkpoint, Guard, Objective, Optimizer, Train, Validation
+from raystride.pipelines.config.config import Config
+from raystride.pipelines.config.data import Data, Tokenizer
+from raystride.pipelines.config.model import Model
+from raystride.pipelines.config.profile import Profile
+from raystride.pipelines.config.run import Answering, Decoding, Finished, Launch, Record, Sample, Scaling
+from raystride.pipelines.config.section import Section, SettingError, setting
+from raystride.pipelines.config.train import Checkpoint, Guard, Objective, Optimizer, Train, Validation
 
 __all__ = [
     "Answering",

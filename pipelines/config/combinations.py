@@ -6,9 +6,9 @@ refuse_with_task(config.task, config.model, config.objective, config.train)     
 What depends on the device, which settings alone do not know, is refused by `launch.resources.resolve`.
 """
 
-from pipelines.config.model import Model
-from pipelines.config.run import Scaling
-from pipelines.config.train import Checkpoint, Guard, Objective, Train
+from raystride.pipelines.config.model import Model
+from raystride.pipelines.config.run import Scaling
+from raystride.pipelines.config.train import Checkpoint, Guard, Objective, Train
 
 SHARDED = ("fsdp", "deepspeed")
 """Strategies whose micro-batches communicate, so that all workers must run equally many."""

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from itertools import pairwise
 from typing import Any
 
-from pipelines.config.section import SettingError, nearest
+from raystride.pipelines.config.section import SettingError, nearest
 
 OPERATORS: dict[type[ast.AST], Any] = {
     ast.Add: operator.add,

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
-from pipelines.config.combinations import refuse_combinations, refuse_with_task
-from pipelines.config.data import Data, Tokenizer
-from pipelines.config.model import Model
-from pipelines.config.profile import Profile
-from pipelines.config.run import Decoding, Launch, Record, Sample, Scaling
-from pipelines.config.section import Section, setting
-from pipelines.config.train import Checkpoint, Guard, Objective, Optimizer, Train, Validation
+from raystride.pipelines.config.combinations import refuse_combinations, refuse_with_task
+from raystride.pipelines.config.data import Data, Tokenizer
+from raystride.pipelines.config.model import Model
+from raystride.pipelines.config.profile import Profile
+from raystride.pipelines.config.run import Decoding, Launch, Record, Sample, Scaling
+from raystride.pipelines.config.section import Section, setting
+from raystride.pipelines.config.train import Checkpoint, Guard, Objective, Optimizer, Train, Validation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from pipelines.config.section import Section, setting
-from pipelines.files import absolute
+from raystride.pipelines.config.section import Section, setting
+from raystride.pipelines.files import absolute
 
 
 @dataclass(frozen=True, kw_only=True)

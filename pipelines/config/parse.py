@@ -15,7 +15,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_typ
 
 import yaml
 
-from pipelines.config.section import SettingError, nearest
+from raystride.pipelines.config.section import SettingError, nearest
 
 T = TypeVar("T")
 SHORT_FORMS = {"--launch": "--launch.mode"}

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from pipelines.config.section import Section, setting
+from raystride.pipelines.config.section import Section, setting
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from pipelines.config.section import Section, setting
+from raystride.pipelines.config.section import Section, setting
 
 LEAST_HANG_S = 5
 """A shorter `launch.hang_s` would end trainings that merely wait for a busy machine."""

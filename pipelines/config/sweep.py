@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
-from pipelines.config.condition import Condition
-from pipelines.config.config import Config
-from pipelines.config.section import Section, setting
+from raystride.pipelines.config.condition import Condition
+from raystride.pipelines.config.config import Config
+from raystride.pipelines.config.section import Section, setting
 
 RANGES = ("uniform", "log_uniform", "integers")
 """Kinds of ranges that random search and Optuna draw from; each takes [lowest, highest]."""

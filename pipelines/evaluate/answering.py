@@ -15,14 +15,14 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from model.transformer import Decoder
-from pipelines.config import Answering, Sample
-from pipelines.evaluate.opening import Opened
-from pipelines.evaluate.writing import write_rows
-from pipelines.prepare.stages import id_type
-from pipelines.sources.pieces import Piece
-from pipelines.tasks.task import Document
-from pipelines.train.precision import Precision
+from raystride.model.transformer import Decoder
+from raystride.pipelines.config import Answering, Sample
+from raystride.pipelines.evaluate.opening import Opened
+from raystride.pipelines.evaluate.writing import write_rows
+from raystride.pipelines.prepare.stages import id_type
+from raystride.pipelines.sources.pieces import Piece
+from raystride.pipelines.tasks.task import Document
+from raystride.pipelines.train.precision import Precision
 
 WINDOW = 16
 """Batches whose samples are sorted by length together, so that little is padding."""

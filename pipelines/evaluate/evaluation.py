@@ -14,11 +14,11 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from pipelines.config import Answering, SettingError
-from pipelines.evaluate.opening import Chosen
-from pipelines.evaluate.parts import Work
-from pipelines.evaluate.pictures import confusion_picture, reliability_picture
-from pipelines.evaluate.prediction import (
+from raystride.pipelines.config import Answering, SettingError
+from raystride.pipelines.evaluate.opening import Chosen
+from raystride.pipelines.evaluate.parts import Work
+from raystride.pipelines.evaluate.pictures import confusion_picture, reliability_picture
+from raystride.pipelines.evaluate.prediction import (
     LEAST,
     MANIFEST,
     Echo,
@@ -29,14 +29,14 @@ from pipelines.evaluate.prediction import (
     made_of,
     with_small_parts,
 )
-from pipelines.files import Folder
-from pipelines.prepare.fingerprint import open_sources
-from pipelines.prepare.parts import divide, parts_of
-from pipelines.sources.faults import DataError
-from pipelines.sources.pieces import Part
-from pipelines.sources.source import Source, open_source
-from pipelines.tasks import Task
-from pipelines.tasks.labels import Labelling
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.fingerprint import open_sources
+from raystride.pipelines.prepare.parts import divide, parts_of
+from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.sources.pieces import Part
+from raystride.pipelines.sources.source import Source, open_source
+from raystride.pipelines.tasks import Task
+from raystride.pipelines.tasks.labels import Labelling
 
 Split = Literal["train", "validation", "test"]
 PREDICTIONS, WORST, METRICS = "predictions.parquet", "worst.jsonl", "metrics.json"

@@ -11,12 +11,12 @@ import json
 import tempfile
 from pathlib import Path
 
-from model.hugging_face import to_hugging_face
-from pipelines.config import SettingError
-from pipelines.evaluate.opening import Opened
-from pipelines.files import Folder
-from pipelines.tokenizers.alphabets import ByteEncoder, CharacterEncoder
-from pipelines.tokenizers.loading import KIND_FILE, READY_FILE
+from raystride.model.hugging_face import to_hugging_face
+from raystride.pipelines.config import SettingError
+from raystride.pipelines.evaluate.opening import Opened
+from raystride.pipelines.files import Folder
+from raystride.pipelines.tokenizers.alphabets import ByteEncoder, CharacterEncoder
+from raystride.pipelines.tokenizers.loading import KIND_FILE, READY_FILE
 
 END, UNKNOWN = "<|end|>", "<|unknown|>"
 """What the two tokens without a text are called where the tokenizer has no names of its own."""

@@ -16,15 +16,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from pipelines.config import Sample
-from pipelines.config.parse import to_yaml
-from pipelines.evaluate.opening import Opened
-from pipelines.evaluate.recording import Reopened
-from pipelines.evaluate.served import CONFIG, SAMPLE, WEIGHTS, Served
-from pipelines.files import Folder
+import raystride
+from raystride.pipelines.config import Sample
+from raystride.pipelines.config.parse import to_yaml
+from raystride.pipelines.evaluate.opening import Opened
+from raystride.pipelines.evaluate.recording import Reopened
+from raystride.pipelines.evaluate.served import CONFIG, SAMPLE, WEIGHTS, Served
+from raystride.pipelines.files import Folder
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("pipelines", "model", "triton_kernels")
+CODE = Path(raystride.__file__).parent
 REQUIREMENTS = ("mlflow", "torch", "numpy", "pandas", "pyarrow", "PyYAML", "safetensors", "tokenizers", "tiktoken", "Pillow")
 PIXEL = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
 """An image for the example that a model of images is described with."""
@@ -77,9 +77,9 @@ def _described(opened: Opened, sample: Sample) -> Iterator[dict[str, Any]]:
         columns = opened.task.asked
         example = pd.DataFrame({each.name: [PIXEL if each.kind == "image" else "an example"] for each in columns})
         yield {
-            "python_model": str(ROOT / "pipelines" / "evaluate" / "served.py"),
+            "python_model": str(CODE / "pipelines" / "evaluate" / "served.py"),
             "artifacts": {"run": place},
-            "code_paths": [str(ROOT / name) for name in PACKAGES],
+            "code_paths": [str(CODE)],
             "signature": infer_signature(example, served.predict(None, example)),
             "input_example": example,
             "pip_requirements": list(_requirements()),

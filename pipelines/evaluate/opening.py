@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from pipelines.config import Config
-from pipelines.config.parse import from_yaml
-from pipelines.config.section import SettingError
-from pipelines.files import Folder
-from pipelines.tasks import Task, build_task
-from pipelines.tasks.task import Encoder
-from pipelines.tokenizers import Tokenizers
-from pipelines.train.checkpoint import Checkpoints, Found
-from triton_kernels.dispatch import use_kernels, why_no_triton
+from raystride.pipelines.config import Config
+from raystride.pipelines.config.parse import from_yaml
+from raystride.pipelines.config.section import SettingError
+from raystride.pipelines.files import Folder
+from raystride.pipelines.tasks import Task, build_task
+from raystride.pipelines.tasks.task import Encoder
+from raystride.pipelines.tokenizers import Tokenizers
+from raystride.pipelines.train.checkpoint import Checkpoints, Found
+from raystride.triton_kernels.dispatch import use_kernels, why_no_triton
 
 if TYPE_CHECKING:
-    from model.transformer import Decoder
+    from raystride.model.transformer import Decoder
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Opened:
     @property
     def decoder(self) -> "Decoder":
         """The model as one that writes text. Raises SettingError where it is none."""
-        from model.transformer import Decoder
+        from raystride.model.transformer import Decoder
 
         if not isinstance(self.model, Decoder):
             raise SettingError(

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import IO, Any, Literal, Protocol
 
-from pipelines.config import Answering, Sample
-from pipelines.evaluate.answering import Answerer, Example
-from pipelines.evaluate.opening import Chosen
-from pipelines.files import Folder
-from pipelines.prepare.parts import items
-from pipelines.prepare.stages import validates
-from pipelines.sources.faults import Fault
-from pipelines.sources.pieces import Part, Piece, Reader
+from raystride.pipelines.config import Answering, Sample
+from raystride.pipelines.evaluate.answering import Answerer, Example
+from raystride.pipelines.evaluate.opening import Chosen
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.parts import items
+from raystride.pipelines.prepare.stages import validates
+from raystride.pipelines.sources.faults import Fault
+from raystride.pipelines.sources.pieces import Part, Piece, Reader
 
 Form = Literal["parquet", "jsonl"]
 RECORDS = "parts"

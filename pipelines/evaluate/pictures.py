@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipelines.tasks.labels import BINS
+from raystride.pipelines.tasks.labels import BINS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

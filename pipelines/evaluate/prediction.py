@@ -15,16 +15,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from pipelines.config import Answering, Data, Sample, SettingError
-from pipelines.config.data import SourceKind
-from pipelines.evaluate.opening import Chosen
-from pipelines.evaluate.parts import RECORDS, Form, Work, answer_part, records
-from pipelines.files import Folder
-from pipelines.prepare import progress
-from pipelines.prepare.parts import parts_of
-from pipelines.sources.pieces import Part
-from pipelines.sources.source import Source, open_source
-from pipelines.tasks.language_model import LanguageModel
+from raystride.pipelines.config import Answering, Data, Sample, SettingError
+from raystride.pipelines.config.data import SourceKind
+from raystride.pipelines.evaluate.opening import Chosen
+from raystride.pipelines.evaluate.parts import RECORDS, Form, Work, answer_part, records
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare import progress
+from raystride.pipelines.prepare.parts import parts_of
+from raystride.pipelines.sources.pieces import Part
+from raystride.pipelines.sources.source import Source, open_source
+from raystride.pipelines.tasks.language_model import LanguageModel
 
 MANIFEST = "predictions.json"
 PARTS = 64

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipelines.config import Record
-from pipelines.evaluate.evaluation import Scored, Split
-from pipelines.files import Folder
-from pipelines.record import read_entries
-from pipelines.record.journal import Journal, join, plain
-from pipelines.record.mlflow_follower import Follower, replay_hint
-from pipelines.record.mlflow_log import MARK, MlflowLog
+from raystride.pipelines.config import Record
+from raystride.pipelines.evaluate.evaluation import Scored, Split
+from raystride.pipelines.files import Folder
+from raystride.pipelines.record import read_entries
+from raystride.pipelines.record.journal import Journal, join, plain
+from raystride.pipelines.record.mlflow_follower import Follower, replay_hint
+from raystride.pipelines.record.mlflow_log import MARK, MlflowLog
 
 SENDER = "evaluation"
 

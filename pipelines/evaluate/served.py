@@ -11,13 +11,13 @@ import mlflow
 import pandas as pd  # type: ignore[import-untyped]
 from mlflow.pyfunc.model import PythonModel
 
-from pipelines.config import Answering, Config, Sample
-from pipelines.config.parse import from_yaml
-from pipelines.evaluate.answering import Answerer
-from pipelines.evaluate.opening import Opened, load_weights, task_at
-from pipelines.files import Folder
-from pipelines.sources.faults import Fault
-from pipelines.sources.fields import document
+from raystride.pipelines.config import Answering, Config, Sample
+from raystride.pipelines.config.parse import from_yaml
+from raystride.pipelines.evaluate.answering import Answerer
+from raystride.pipelines.evaluate.opening import Opened, load_weights, task_at
+from raystride.pipelines.files import Folder
+from raystride.pipelines.sources.faults import Fault
+from raystride.pipelines.sources.fields import document
 
 CONFIG, WEIGHTS, SAMPLE = "config.yaml", "weights.safetensors", "sample.json"
 

@@ -7,10 +7,10 @@ for piece in write_text(model, task, Sample(prompt="def ", tokens=100)):
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from model.generate import generate
-from model.transformer import Decoder
-from pipelines.config import Sample
-from pipelines.tasks.task import Encoder, Task
+from raystride.model.generate import generate
+from raystride.model.transformer import Decoder
+from raystride.pipelines.config import Sample
+from raystride.pipelines.tasks.task import Encoder, Task
 
 INCOMPLETE = "\ufffd"
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipelines.feed.order import mix64
+from raystride.pipelines.feed.order import mix64
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelines.config import Config
-from pipelines.files import Folder
+from raystride.pipelines.config import Config
+from raystride.pipelines.files import Folder
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from pipelines.feed.order import digest
-from pipelines.feed.plan import Plan
-from pipelines.feed.samples import Samples
-from pipelines.phases import phase
-from pipelines.tasks.task import Inputs, Task
+from raystride.pipelines.feed.order import digest
+from raystride.pipelines.feed.plan import Plan
+from raystride.pipelines.feed.samples import Samples
+from raystride.pipelines.phases import phase
+from raystride.pipelines.tasks.task import Inputs, Task
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipelines.config import Config
-from pipelines.feed.order import Order
+from raystride.pipelines.config import Config
+from raystride.pipelines.feed.order import Order
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from pipelines.config import Config
-from pipelines.feed.bundles import Bundles, bundle
-from pipelines.feed.stream import TokenStream
-from pipelines.tasks.task import Inputs, Task
+from raystride.pipelines.config import Config
+from raystride.pipelines.feed.bundles import Bundles, bundle
+from raystride.pipelines.feed.stream import TokenStream
+from raystride.pipelines.tasks.task import Inputs, Task
 
 if TYPE_CHECKING:
     import torch

@@ -10,9 +10,9 @@ from itertools import accumulate
 
 import numpy as np
 
-from pipelines.feed.cache import NodeCache
-from pipelines.files import Folder
-from pipelines.prepare.manifest import Manifest, Shard
+from raystride.pipelines.feed.cache import NodeCache
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.manifest import Manifest, Shard
 
 Mapped = tuple[np.ndarray, np.ndarray | None]
 """Ids and, where there is one, loss mask of a shard."""

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from pipelines.hang.heartbeat import ENDED, Beat, another_group
-from pipelines.hang.process import Process
+from raystride.pipelines.hang.heartbeat import ENDED, Beat, another_group
+from raystride.pipelines.hang.process import Process
 
 HangS = Literal["auto"] | int
 """`launch.hang_s`."""

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from pipelines.hang.process import Process
-from pipelines.phases import PHASES, innermost, phase
-from pipelines.worker.job import Place
+from raystride.pipelines.hang.process import Process
+from raystride.pipelines.phases import PHASES, innermost, phase
+from raystride.pipelines.worker.job import Place
 
 ENDED = "ended"
 """Where a worker is that trains no more."""

@@ -7,7 +7,7 @@ process = Process.this(Place(rank=0), node_id="")
 import os
 from dataclasses import dataclass
 
-from pipelines.worker.job import Place
+from raystride.pipelines.worker.job import Place
 
 
 def process_start(pid: int) -> float | None:

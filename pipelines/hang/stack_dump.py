@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelines.hang.process import Process, process_start
+from raystride.pipelines.hang.process import Process, process_start
 
 SPY_S = 15.0
 FRAMES = (

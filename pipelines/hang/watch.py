@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Protocol
 
-from pipelines.files import Folder
-from pipelines.hang.detector import Hang, HangS, Hung, Judge, describe
-from pipelines.hang.heartbeat import Beat
-from pipelines.hang.process import Process
-from pipelines.hang.stack_dump import Standing, end, examine
-from pipelines.record.sender import Entry, Post, Sender
+from raystride.pipelines.files import Folder
+from raystride.pipelines.hang.detector import Hang, HangS, Hung, Judge, describe
+from raystride.pipelines.hang.heartbeat import Beat
+from raystride.pipelines.hang.process import Process
+from raystride.pipelines.hang.stack_dump import Standing, end, examine
+from raystride.pipelines.record.sender import Entry, Post, Sender
 
 MOST_EVERY_S = 5.0
 NODE_S = 60.0

@@ -9,7 +9,7 @@ Written after amdsmi's documentation and tested against a stand-in; no AMD GPU h
 from collections.abc import Callable
 from typing import Any
 
-from pipelines.hardware.energy import COUNTER, Card, Figures, Verdict
+from raystride.pipelines.hardware.energy import COUNTER, Card, Figures, Verdict
 
 
 def amd_cards(visible: str | None, most: int) -> list[Card]:

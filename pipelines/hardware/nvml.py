@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
-from pipelines.hardware.energy import COUNTER, REASONS, Card, Figures, Verdict
+from raystride.pipelines.hardware.energy import COUNTER, REASONS, Card, Figures, Verdict
 
 COUNTERS = {"sw_power_cap": 74, "sw_thermal": 75, "sync_boost": 76, "board_limit": 77, "reliability": 79}
 """NVML's fields that count the nanoseconds for which a reason held, by its name in `THROTTLING`.

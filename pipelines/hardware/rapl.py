@@ -8,7 +8,7 @@ counter is in microjoules and begins again at a range that the kernel states, af
 
 from pathlib import Path
 
-from pipelines.hardware.energy import COUNTER, Figures
+from raystride.pipelines.hardware.energy import COUNTER, Figures
 
 POWERCAP = Path("/sys/class/powercap")
 

@@ -17,22 +17,22 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from model.hugging_face_config import check_description
-from pipelines.cluster.cluster import NoCluster, cluster, joined, on_a_worker
-from pipelines.cluster.resources import Resources, Share, resolve
-from pipelines.config import Config, SettingError
-from pipelines.config.parse import Parsed
-from pipelines.feed.cache import node_cache
-from pipelines.feed.plan import build_plan
-from pipelines.feed.samples import open_samples, windows_in
-from pipelines.feed.stream import TokenStream
-from pipelines.files import Folder
-from pipelines.hang.process import process_start
-from pipelines.launch.failure import remedies
-from pipelines.launch.owner import Owned, Ownership, new_attempt
-from pipelines.launch.preflight import Check, failing, preflight
-from pipelines.launch.profiled import under_profiler
-from pipelines.launch.resume import (
+from raystride.model.hugging_face_config import check_description
+from raystride.pipelines.cluster.cluster import NoCluster, cluster, joined, on_a_worker
+from raystride.pipelines.cluster.resources import Resources, Share, resolve
+from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config.parse import Parsed
+from raystride.pipelines.feed.cache import node_cache
+from raystride.pipelines.feed.plan import build_plan
+from raystride.pipelines.feed.samples import open_samples, windows_in
+from raystride.pipelines.feed.stream import TokenStream
+from raystride.pipelines.files import Folder
+from raystride.pipelines.hang.process import process_start
+from raystride.pipelines.launch.failure import remedies
+from raystride.pipelines.launch.owner import Owned, Ownership, new_attempt
+from raystride.pipelines.launch.preflight import Check, failing, preflight
+from raystride.pipelines.launch.profiled import under_profiler
+from raystride.pipelines.launch.resume import (
     Earlier,
     completed,
     read_earlier,
@@ -41,17 +41,17 @@ from pipelines.launch.resume import (
     what_bits_depend_on,
     write_settings,
 )
-from pipelines.launch.session import CANNOT_RUN, DONE, WRONG_SETTINGS, Watcher, conduct
-from pipelines.prepare.manifest import Manifest
-from pipelines.prepare.prepare import Prepared, prepare
-from pipelines.record import describe_environment
-from pipelines.record.links import job_link, on_a_server, run_link
-from pipelines.record.mlflow_log import MARK
-from pipelines.record.tensorboard_log import check_tensorboard
-from pipelines.report import closing_screen
-from pipelines.sources.faults import DataError
-from pipelines.tasks import build_task
-from pipelines.worker.job import Job
+from raystride.pipelines.launch.session import CANNOT_RUN, DONE, WRONG_SETTINGS, Watcher, conduct
+from raystride.pipelines.prepare.manifest import Manifest
+from raystride.pipelines.prepare.prepare import Prepared, prepare
+from raystride.pipelines.record import describe_environment
+from raystride.pipelines.record.links import job_link, on_a_server, run_link
+from raystride.pipelines.record.mlflow_log import MARK
+from raystride.pipelines.record.tensorboard_log import check_tensorboard
+from raystride.pipelines.report import closing_screen
+from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.tasks import build_task
+from raystride.pipelines.worker.job import Job
 
 DISK_REFUSES = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM)
 """A storage that takes no files, before a training has begun that would say so on its own screen."""
@@ -239,7 +239,7 @@ def _check_samples(config: Config, prepared: Prepared) -> None:
 
 def _conduct(job: Job, share: Share, storage: Folder, tags: dict[str, str], watcher: Watcher | None) -> int:
     """Runs the workers beside the progress line, closes the record, and prints the last screen."""
-    from pipelines.launch.inline import InlineWire, train_inline
+    from raystride.pipelines.launch.inline import InlineWire, train_inline
 
     arguments: dict[str, Any] = {
         "run_folder": job.folder,
@@ -254,8 +254,8 @@ def _conduct(job: Job, share: Share, storage: Folder, tags: dict[str, str], watc
     if job.config.launch.mode == "inline":
         inline = InlineWire(**arguments)
         return conduct(job, inline, partial(train_inline, job, inline), watcher)
-    from pipelines.cluster.recorder_handle import Wire
-    from pipelines.cluster.trainer import train_on_ray
+    from raystride.pipelines.cluster.recorder_handle import Wire
+    from raystride.pipelines.cluster.trainer import train_on_ray
 
     wire = Wire.start(**arguments)
     lean = job.config.launch.lean and not joined(job.config.launch) and not share.least

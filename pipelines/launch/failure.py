@@ -8,8 +8,8 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipelines.files import Folder
-from pipelines.hang.detector import Hung
+from raystride.pipelines.files import Folder
+from raystride.pipelines.hang.detector import Hung
 
 FRAMES = 4
 ROOT = Path(__file__).resolve().parents[2]

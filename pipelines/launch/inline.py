@@ -17,17 +17,17 @@ from multiprocessing import get_context
 from multiprocessing.managers import BaseManager
 from typing import Any
 
-from pipelines.cluster.recorder_handle import RECORDER_NICENESS
-from pipelines.hang.detector import Judge
-from pipelines.hang.heartbeat import Beat
-from pipelines.hang.process import Process
-from pipelines.hang.stack_dump import Standing
-from pipelines.hang.watch import beat_every_s, keep
-from pipelines.profiling.stalls import stacks
-from pipelines.record import Recorder
-from pipelines.record.sender import Entry
-from pipelines.worker.job import Job, Place
-from triton_kernels.processes import end_with_parent
+from raystride.pipelines.cluster.recorder_handle import RECORDER_NICENESS
+from raystride.pipelines.hang.detector import Judge
+from raystride.pipelines.hang.heartbeat import Beat
+from raystride.pipelines.hang.process import Process
+from raystride.pipelines.hang.stack_dump import Standing
+from raystride.pipelines.hang.watch import beat_every_s, keep
+from raystride.pipelines.profiling.stalls import stacks
+from raystride.pipelines.record import Recorder
+from raystride.pipelines.record.sender import Entry
+from raystride.pipelines.worker.job import Job, Place
+from raystride.triton_kernels.processes import end_with_parent
 
 RESTARTS = 3
 """Recorders that follow one whose process died."""
@@ -112,7 +112,7 @@ def _step_back() -> None:
 
 def train_inline(job: Job, wire: InlineWire) -> dict[str, Any]:
     """Trains as the only worker; returns its summary. Raises what the training raises, and Hung where it hangs."""
-    from pipelines.worker.worker import run_worker
+    from raystride.pipelines.worker.worker import run_worker
 
     train = partial(run_worker, job, Place(), wire.post, wire.stop_requested)
     hang_s = job.config.launch.hang_s

@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Self
 
-from pipelines.files import Folder
-from pipelines.hang.process import process_start
+from raystride.pipelines.files import Folder
+from raystride.pipelines.hang.process import process_start
 
 FILE = "owner.json"
 RENEW_S = 15.0

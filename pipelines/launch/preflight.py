@@ -9,14 +9,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 
-from pipelines.cluster.resources import Resources, Share
-from pipelines.config import Config
-from pipelines.config.combinations import SHARDED
-from pipelines.files import Folder
-from pipelines.memory.estimate import FRAMEWORK_BYTES, MemoryEstimate, estimate
-from pipelines.memory.networks import expected
+from raystride.pipelines.cluster.resources import Resources, Share
+from raystride.pipelines.config import Config
+from raystride.pipelines.config.combinations import SHARDED
+from raystride.pipelines.files import Folder
+from raystride.pipelines.memory.estimate import FRAMEWORK_BYTES, MemoryEstimate, estimate
+from raystride.pipelines.memory.networks import expected
 
 GIB = 2**30
 
@@ -42,8 +41,7 @@ def preflight(
     on_a_worker: Callable[[Callable[[], str]], str] | None = None,
 ) -> list[Check]:
     """All checks. `on_a_worker` runs a function where workers will run; None: this process will do."""
-    of_settings = checks_of_settings(config, share, there, vocabulary_size)
-    return [_check_package(), *of_settings, _check_storage(storage, on_a_worker)]
+    return [*checks_of_settings(config, share, there, vocabulary_size), _check_storage(storage, on_a_worker)]
 
 
 def checks_of_settings(config: Config, share: Share, there: Resources, vocabulary_size: int) -> list[Check]:
@@ -54,16 +52,6 @@ def checks_of_settings(config: Config, share: Share, there: Resources, vocabular
         _check_resources(share, there),
         _check_memory(config, share, there, vocabulary_size),
     ]
-
-
-def _check_package() -> Check:
-    """Triton's own repository and vLLM ship a package of the same name as ours."""
-    import triton_kernels
-
-    ours = Path(__file__).resolve().parents[2] / "triton_kernels"
-    found = Path(str(triton_kernels.__file__)).resolve().parent
-    remedy = f"another package of this name stands before ours on the path: remove it, or put {ours.parent} first"
-    return Check("triton_kernels", found == ours, f"imported from {found}", remedy)
 
 
 def _check_kernels(config: Config, share: Share) -> Check:

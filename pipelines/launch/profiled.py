@@ -14,14 +14,14 @@ import time
 from pathlib import Path
 from shutil import which
 
-from pipelines.cluster.resources import Resources, resolve
-from pipelines.config import Config
-from pipelines.files import Folder
-from pipelines.pages import heading, page, paragraph, table
-from pipelines.profiling.nsight_commands import COMPUTE, SESSION, compute_command, read_table, systems_command
-from pipelines.profiling.profile import PLACE
-from pipelines.record.mlflow_log import MlflowLog
-from triton_kernels.processes import run_in_group
+from raystride.pipelines.cluster.resources import Resources, resolve
+from raystride.pipelines.config import Config
+from raystride.pipelines.files import Folder
+from raystride.pipelines.pages import heading, page, paragraph, table
+from raystride.pipelines.profiling.nsight_commands import COMPUTE, SESSION, compute_command, read_table, systems_command
+from raystride.pipelines.profiling.profile import PLACE
+from raystride.pipelines.record.mlflow_log import MlflowLog
+from raystride.triton_kernels.processes import run_in_group
 
 REPORT = "ncu"
 COMPUTED, MOVED, LASTED = (

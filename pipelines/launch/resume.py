@@ -11,10 +11,10 @@ from typing import Any
 
 from yaml import YAMLError
 
-from pipelines.cluster.resources import Share
-from pipelines.config import Config, SettingError
-from pipelines.config.parse import from_yaml, to_yaml
-from pipelines.files import Folder
+from raystride.pipelines.cluster.resources import Share
+from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config.parse import from_yaml, to_yaml
+from raystride.pipelines.files import Folder
 
 SETTINGS = "config.yaml"
 ENVIRONMENT = "environment.json"

@@ -14,13 +14,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipelines.files import Folder
-from pipelines.hang.detector import Hung
-from pipelines.launch.failure import failure_screen
-from pipelines.launch.progress import Progress
-from pipelines.record import read_entries
-from pipelines.report import closing_screen, curve_picture, loss_points, text_curve, write_page
-from pipelines.worker.job import Job
+from raystride.pipelines.files import Folder
+from raystride.pipelines.hang.detector import Hung
+from raystride.pipelines.launch.failure import failure_screen
+from raystride.pipelines.launch.progress import Progress
+from raystride.pipelines.record import read_entries
+from raystride.pipelines.report import closing_screen, curve_picture, loss_points, text_curve, write_page
+from raystride.pipelines.worker.job import Job
 
 DONE, FAILED, WRONG_SETTINGS, CANNOT_RUN = range(4)
 """Exit codes of every job."""

@@ -19,10 +19,10 @@ gradients are until the last one. `deepspeed` (ZeRO; Rajbhandari et al., 2020, s
 
 from dataclasses import dataclass
 
-from pipelines.config import Config
-from pipelines.memory.activations import FP32, Arithmetic, Moment, Network, moments
-from pipelines.memory.networks import Facts, network_of
-from pipelines.strategies.tree import roots, visits
+from raystride.pipelines.config import Config
+from raystride.pipelines.memory.activations import FP32, Arithmetic, Moment, Network, moments
+from raystride.pipelines.memory.networks import Facts, network_of
+from raystride.pipelines.strategies.tree import roots, visits
 
 FRAMEWORK_BYTES = 400 * 2**20
 """What a process with PyTorch loaded takes before it holds a model, measured on CPUs with PyTorch 2.13."""
@@ -106,7 +106,7 @@ def _whole(config: Config, network: Network, held: list[Moment], workers: int, *
 
 def _exact_gradients(config: Config, network: Network, workers: int) -> float:
     """Bytes of `exact.ExactBuckets`: a set of buckets a level of the tree, and where two buckets of the others arrive."""
-    from pipelines.feed.plan import share  # which imports NumPy
+    from raystride.pipelines.feed.plan import share  # which imports NumPy
 
     slots = config.train.slots
     shares = [share(slots, rank, workers) for rank in range(workers)]

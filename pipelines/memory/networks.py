@@ -11,18 +11,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from model.shape import convnet_layers, is_tied, pooled_width, post_norm, window_sizes
-from pipelines.config import Config
-from pipelines.config.model import Model
-from pipelines.memory.activations import FP32, Arithmetic, Block, Moment, Network, Part
-from pipelines.memory.saved import Saved, attention_sizes, cross_sizes, feed_forward_sizes, norm_sizes
+from raystride.model.shape import convnet_layers, is_tied, pooled_width, post_norm, window_sizes
+from raystride.pipelines.config import Config
+from raystride.pipelines.config.model import Model
+from raystride.pipelines.memory.activations import FP32, Arithmetic, Block, Moment, Network, Part
+from raystride.pipelines.memory.saved import Saved, attention_sizes, cross_sizes, feed_forward_sizes, norm_sizes
 
 Facts = Mapping[str, Any]
-"""What a task knows of prepared data; see `pipelines.tasks.task`."""
+"""What a task knows of prepared data; see `raystride.pipelines.tasks.task`."""
 LABELS = 10
 """How many labels are expected."""
 _CHUNKS, _SMALLEST_CHUNK, _ALIGNMENT = 8, 1024, 64
-"""As `triton_kernels.linear_cross_entropy` has them, which cannot be imported where there is no PyTorch."""
+"""As `raystride.triton_kernels.linear_cross_entropy` has them, which cannot be imported where there is no PyTorch."""
 _PLACE = 8
 """Bytes of the place where max-pooling found a number."""
 

@@ -18,7 +18,7 @@ T the context; p are the bytes of a number that products read and write, s those
     saved.block().saved                                       # bytes
 """
 
-from model.shape import (
+from raystride.model.shape import (
     DecoderShape,
     attention_weights,
     has_biases,
@@ -28,7 +28,7 @@ from model.shape import (
     matrices,
     query_width,
 )
-from pipelines.memory.activations import FP32, Arithmetic, Block, Part
+from raystride.pipelines.memory.activations import FP32, Arithmetic, Block, Part
 
 
 class Saved:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from pipelines.observers.observer import Observer
+from raystride.pipelines.observers.observer import Observer
 
 
 class Background(Observer):

@@ -8,7 +8,7 @@ Whoever passes a milestone (the driver, then each worker) notes the time; the ob
 import time
 from typing import Any
 
-from pipelines.observers.observer import Observer
+from raystride.pipelines.observers.observer import Observer
 
 
 class FirstStep(Observer):

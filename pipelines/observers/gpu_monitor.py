@@ -15,16 +15,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.hardware.amd import amd_cards
-from pipelines.hardware.energy import Device, Figures, LostError, Meter
-from pipelines.hardware.nvml import nvidia_cards
-from pipelines.hardware.rapl import POWERCAP, packages
-from pipelines.observers.background import Background
-from pipelines.observers.observer import RunFacts
-from pipelines.record.state import run_figures
+from raystride.pipelines.hardware.amd import amd_cards
+from raystride.pipelines.hardware.energy import Device, Figures, LostError, Meter
+from raystride.pipelines.hardware.nvml import nvidia_cards
+from raystride.pipelines.hardware.rapl import POWERCAP, packages
+from raystride.pipelines.observers.background import Background
+from raystride.pipelines.observers.observer import RunFacts
+from raystride.pipelines.record.state import run_figures
 
 if TYPE_CHECKING:
-    from pipelines.record.sender import Sender
+    from raystride.pipelines.record.sender import Sender
 
 LAST_READING_S = 2.0
 """Seconds that the end of a training waits for a last reading from a driver that may not answer."""

@@ -11,11 +11,11 @@ With one node the names are `system/cpu_utilization_percentage` and so on; with 
 import os
 from typing import TYPE_CHECKING, Any
 
-from pipelines.observers.background import Background
-from pipelines.observers.observer import RunFacts
+from raystride.pipelines.observers.background import Background
+from raystride.pipelines.observers.observer import RunFacts
 
 if TYPE_CHECKING:
-    from pipelines.record.sender import Sender
+    from raystride.pipelines.record.sender import Sender
 
 
 class HostMonitor(Background):

@@ -5,11 +5,11 @@ observers = [Throughput(), Kernels(sender), Tracker(sender)]
 
 from typing import TYPE_CHECKING, Any
 
-from pipelines.observers.observer import Observer, RunFacts
-from triton_kernels.dispatch import kernels_ran
+from raystride.pipelines.observers.observer import Observer, RunFacts
+from raystride.triton_kernels.dispatch import kernels_ran
 
 if TYPE_CHECKING:
-    from pipelines.record.sender import Sender
+    from raystride.pipelines.record.sender import Sender
 
 
 class Kernels(Observer):

@@ -8,8 +8,8 @@ what is missing is the loop itself. On GPUs the host runs ahead: its time in for
 
 from time import perf_counter
 
-from pipelines.observers.observer import Observer, RunFacts
-from pipelines.phases import PARTS, phase
+from raystride.pipelines.observers.observer import Observer, RunFacts
+from raystride.pipelines.phases import PARTS, phase
 
 
 class PhaseShares(Observer):

@@ -10,7 +10,7 @@ a Ray process this observer does nothing, and ray is not imported. `deploy/monit
 import sys
 from typing import TYPE_CHECKING, NamedTuple
 
-from pipelines.observers.observer import Observer, RunFacts
+from raystride.pipelines.observers.observer import Observer, RunFacts
 
 if TYPE_CHECKING:
     from ray.util.metrics import Gauge

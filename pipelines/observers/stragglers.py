@@ -8,11 +8,11 @@ only launches, so that a slow GPU does not show here, whereas a slow host or wai
 
 from typing import TYPE_CHECKING
 
-from pipelines.observers.observer import Observer, RunFacts
-from pipelines.phases import phase
+from raystride.pipelines.observers.observer import Observer, RunFacts
+from raystride.pipelines.phases import phase
 
 if TYPE_CHECKING:
-    from pipelines.record.sender import Sender
+    from raystride.pipelines.record.sender import Sender
 
 COUNTED = ("step", "reduce", "data")
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from pipelines.hardware.peaks import peak_flops
-from pipelines.observers.observer import Observer, RunFacts
+from raystride.pipelines.hardware.peaks import peak_flops
+from raystride.pipelines.observers.observer import Observer, RunFacts
 
 KEPT_STEPS = 100_000
 """Step times kept for the percentiles of the whole attempt; beyond that, an even random choice of them (800 kB)."""

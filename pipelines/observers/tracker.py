@@ -8,10 +8,10 @@ Rank 0 sends figures, checkpoints and the summary, which are the same on every w
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from pipelines.observers.observer import Observer, RunFacts
+from raystride.pipelines.observers.observer import Observer, RunFacts
 
 if TYPE_CHECKING:
-    from pipelines.record.sender import Sender
+    from raystride.pipelines.record.sender import Sender
 
 
 class Tracker(Observer):

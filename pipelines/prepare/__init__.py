@@ -3,6 +3,6 @@
 Read in this order: prepare (the whole), parts (how a source is divided), stages (what is done with a part), ray_data (the
 same on Ray Data), shards and manifest (what is written), fingerprint (what it depends on).
 
-    prepared = prepare(config, Folder.at("runs"), task)       # pipelines.prepare.prepare
-    prepared.manifest.splits["train"][0].ids_offset           # pipelines.prepare.manifest, which needs no pyarrow
+    prepared = prepare(config, Folder.at("runs"), task)       # raystride.pipelines.prepare.prepare
+    prepared.manifest.splits["train"][0].ids_offset           # raystride.pipelines.prepare.manifest, which needs no pyarrow
 """

@@ -11,11 +11,11 @@ import json
 from functools import partial
 from typing import Any
 
-from pipelines.config import Config, Tokenizer
-from pipelines.sources.faults import DataError
-from pipelines.sources.source import Source, open_source
-from pipelines.tasks.task import Task
-from pipelines.tokenizers.training import read_file
+from raystride.pipelines.config import Config, Tokenizer
+from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.sources.source import Source, open_source
+from raystride.pipelines.tasks.task import Task
+from raystride.pipelines.tokenizers.training import read_file
 
 FORMAT = 1
 """Raised when shards of the same data and settings come out otherwise than before."""

@@ -11,7 +11,7 @@ buffer. The manifest names that buffer's offset, and a reader maps ids with nump
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pipelines.files import Folder
+from raystride.pipelines.files import Folder
 
 FILE = "manifest.json"
 FORMAT = 1

@@ -10,11 +10,11 @@ goes on where it was, on whatever cluster, and gives the same shards.
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from pipelines.config import Data
-from pipelines.sources.faults import Fault, Faulty
-from pipelines.sources.pieces import Part, Piece, Reader, Slice
-from pipelines.sources.source import Source
-from pipelines.tasks.task import Document
+from raystride.pipelines.config import Data
+from raystride.pipelines.sources.faults import Fault, Faulty
+from raystride.pipelines.sources.pieces import Part, Piece, Reader, Slice
+from raystride.pipelines.sources.source import Source
+from raystride.pipelines.tasks.task import Document
 
 SMALLEST = 256 << 10
 """Bytes of text that a part has at least, where the source has as many."""

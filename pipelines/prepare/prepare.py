@@ -12,19 +12,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipelines.config import Config, Tokenizer
-from pipelines.files import Folder
-from pipelines.prepare.fingerprint import fingerprint_of, open_sources
-from pipelines.prepare.manifest import FILE, Manifest, Shard
-from pipelines.prepare.parts import divide, sample, sampled_slices
-from pipelines.prepare.progress import Meter, shown
-from pipelines.prepare.shards import same_file
-from pipelines.prepare.stages import SPLITS, Job, id_type, read_part, survey_part, tokenise, write_part
-from pipelines.sources.faults import DataError
-from pipelines.sources.pieces import Part, Slice
-from pipelines.sources.source import Source
-from pipelines.tasks.task import Facts, Task
-from pipelines.tokenizers import Tokenizers, load_tokenizer, train_tokenizer
+from raystride.pipelines.config import Config, Tokenizer
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.fingerprint import fingerprint_of, open_sources
+from raystride.pipelines.prepare.manifest import FILE, Manifest, Shard
+from raystride.pipelines.prepare.parts import divide, sample, sampled_slices
+from raystride.pipelines.prepare.progress import Meter, shown
+from raystride.pipelines.prepare.shards import same_file
+from raystride.pipelines.prepare.stages import SPLITS, Job, id_type, read_part, survey_part, tokenise, write_part
+from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.sources.pieces import Part, Slice
+from raystride.pipelines.sources.source import Source
+from raystride.pipelines.tasks.task import Facts, Task
+from raystride.pipelines.tokenizers import Tokenizers, load_tokenizer, train_tokenizer
 
 Echo = Callable[[str], None]
 
@@ -96,7 +96,7 @@ def _make_tokenizer(config: Config, job: Job, parts: tuple[Part, ...], name: str
     slices = sampled_slices([piece for part in of_source for piece in part.slices], size)
     arguments = config.tokenizer, job, slices, size, name
     if on_ray and config.tokenizer.kind in ("characters", "bpe"):  # the others take less than starting a task
-        from pipelines.prepare.ray_data import run_alone
+        from raystride.pipelines.prepare.ray_data import run_alone
 
         lines = run_alone(_train, *arguments)
     else:
@@ -125,7 +125,7 @@ def _facts(job: Job, parts: tuple[Part, ...], on_ray: bool, echo: Echo) -> Facts
         pass
     echo("data: a first pass over all documents, for what must be known before they are encoded")
     if on_ray:
-        from pipelines.prepare.ray_data import run_each
+        from raystride.pipelines.prepare.ray_data import run_each
 
         surveys = run_each(survey_part, job, parts)
     else:
@@ -144,7 +144,7 @@ def _run(job: Job, parts: tuple[Part, ...], on_ray: bool, echo: Echo) -> list[di
         if not left:
             made = []
         elif on_ray:
-            from pipelines.prepare.ray_data import run_parts
+            from raystride.pipelines.prepare.ray_data import run_parts
 
             made = run_parts(job, left)
         else:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from pipelines.files import Folder
-from pipelines.sources.pieces import Part
+from raystride.pipelines.files import Folder
+from raystride.pipelines.sources.pieces import Part
 
 _BAR_EVERY_S = 0.5
 _LINE_EVERY_S = 10.0

@@ -20,9 +20,9 @@ from ray.data._internal.execution.interfaces import TaskContext
 from ray.data.block import Block, BlockMetadata
 from ray.data.datasource import Datasink, Datasource, ReadTask, WriteResult
 
-from pipelines.prepare.stages import Job, read_part, tokenise, write_part
-from pipelines.sources.faults import DataError
-from pipelines.sources.pieces import Part
+from raystride.pipelines.prepare.stages import Job, read_part, tokenise, write_part
+from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.sources.pieces import Part
 
 _BLOCK_BYTES = 8 << 20
 
@@ -127,7 +127,7 @@ def _unwrapped() -> Iterator[None]:
 
 
 def _inner(error: BaseException | None) -> ValueError | None:
-    from pipelines.config import SettingError
+    from raystride.pipelines.config import SettingError
 
     seen = set()
     while error is not None and id(error) not in seen:

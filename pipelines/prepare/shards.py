@@ -7,7 +7,7 @@
 unnamed temporary file, so that a shard may be larger than memory.
 
     writer = ShardWriter(pa.uint16())
-    writer.add(table)                                         # rows of one split, see pipelines.prepare.stages
+    writer.add(table)                                         # rows of one split, see raystride.pipelines.prepare.stages
     shard = writer.finish(folder, "train/00003.arrow")        # None: nothing was added
 """
 
@@ -19,8 +19,8 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 
-from pipelines.files import Folder
-from pipelines.prepare.manifest import Shard
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.manifest import Shard
 
 _LISTS = ("ids", "loss_mask")
 

@@ -20,12 +20,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.files import Folder
-from pipelines.prepare.parts import items
-from pipelines.prepare.shards import ShardWriter
-from pipelines.sources.faults import Fault
-from pipelines.sources.pieces import Part, Piece, Reader
-from pipelines.tasks.task import Document, Facts, Task
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.parts import items
+from raystride.pipelines.prepare.shards import ShardWriter
+from raystride.pipelines.sources.faults import Fault
+from raystride.pipelines.sources.pieces import Part, Piece, Reader
+from raystride.pipelines.tasks.task import Document, Facts, Task
 
 SPLITS = ("train", "validation")
 

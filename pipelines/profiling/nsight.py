@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from pipelines.pages import heading, paragraph, table
-from pipelines.phases import PHASES, Listener
-from pipelines.profiling.nsight_commands import COMPUTE, SESSION, ProfileError, read_table
+from raystride.pipelines.pages import heading, paragraph, table
+from raystride.pipelines.phases import PHASES, Listener
+from raystride.pipelines.profiling.nsight_commands import COMPUTE, SESSION, ProfileError, read_table
 
 LIMIT_S = 300.0
 """How long one command of nsys may take."""

@@ -12,18 +12,18 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pipelines.config.profile import Profile
-from pipelines.files import Folder
-from pipelines.observers.observer import Observer, RunFacts
-from pipelines.pages import heading, page
-from pipelines.phases import PHASES, Listener, listen, phase
-from pipelines.profiling.nsight_commands import ProfileError
+from raystride.pipelines.config.profile import Profile
+from raystride.pipelines.files import Folder
+from raystride.pipelines.observers.observer import Observer, RunFacts
+from raystride.pipelines.pages import heading, page
+from raystride.pipelines.phases import PHASES, Listener, listen, phase
+from raystride.pipelines.profiling.nsight_commands import ProfileError
 
 if TYPE_CHECKING:
-    from pipelines.record.sender import Sender
+    from raystride.pipelines.record.sender import Sender
 
-from pipelines.pages import paragraph, table
-from pipelines.phases import PARTS
+from raystride.pipelines.pages import paragraph, table
+from raystride.pipelines.phases import PARTS
 
 PLACE = "profiles"
 TITLES = {
@@ -169,14 +169,14 @@ class Profiled(Observer):
 def make_tool(name: str) -> Tool:
     """The tool of a name. Raises ProfileError where it cannot work in this process."""
     if name == "torch":
-        from pipelines.profiling.torch_profiler import TorchTrace
+        from raystride.pipelines.profiling.torch_profiler import TorchTrace
 
         return TorchTrace()
     if name == "memory":
-        from pipelines.profiling.torch_profiler import MemoryTimeline
+        from raystride.pipelines.profiling.torch_profiler import MemoryTimeline
 
         return MemoryTimeline()
-    from pipelines.profiling.nsight import ComputeWindow, SystemsWindow
+    from raystride.pipelines.profiling.nsight import ComputeWindow, SystemsWindow
 
     return SystemsWindow() if name == "nsys" else ComputeWindow()
 

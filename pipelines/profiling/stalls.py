@@ -12,13 +12,13 @@ import tempfile
 from time import perf_counter, strftime
 from typing import TYPE_CHECKING
 
-from pipelines.files import Folder
-from pipelines.observers.background import Background
-from pipelines.observers.observer import RunFacts
-from pipelines.phases import innermost, phase
+from raystride.pipelines.files import Folder
+from raystride.pipelines.observers.background import Background
+from raystride.pipelines.observers.observer import RunFacts
+from raystride.pipelines.phases import innermost, phase
 
 if TYPE_CHECKING:
-    from pipelines.record.sender import Sender
+    from raystride.pipelines.record.sender import Sender
 
 LEAST_S = 30.0
 """No step is stalled before that: a file system or a network may pause for seconds."""

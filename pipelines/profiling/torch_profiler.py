@@ -12,8 +12,8 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from pipelines.pages import heading, paragraph, table
-from pipelines.phases import PHASES, Listener
+from raystride.pipelines.pages import heading, paragraph, table
+from raystride.pipelines.phases import PHASES, Listener
 
 COSTLIEST = 20
 MOST_HISTORY = 100_000

@@ -5,7 +5,7 @@ Every manifest names its parent, the range of positions since then, the order of
 the ranks' sum must be that of the order over the range, and the order's sum over an epoch that of all samples once. So what
 was fed is compared, not what was planned; a lost, repeated or exchanged sample is found but for a chance of 2^-64.
 
-    python -m pipelines.record.audit my-run --storage runs
+    python -m raystride.pipelines.record.audit my-run --storage runs
     # my-run: 6,000 samples in 500 steps, 2.9 epochs of 2,048; each exactly once an epoch, none lost or repeated ...
 
 Exit codes: 0 proven, 1 the chain breaks (the line says where), 2 there is no such run.
@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from pipelines.feed.order import Order, digest
-from pipelines.files import Folder
+from raystride.pipelines.feed.order import Order, digest
+from raystride.pipelines.files import Folder
 
 CHUNK = 1 << 20
 """Positions at a time: 8 MiB of numbers."""
@@ -160,7 +160,8 @@ def _name(step: int) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Audits a run and prints one line; the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m pipelines.record.audit", description="Proves that a run used every sample exactly once an epoch."
+        prog="python -m raystride.pipelines.record.audit",
+        description="Proves that a run used every sample exactly once an epoch.",
     )
     parser.add_argument("run", help="the run's name")
     parser.add_argument("--storage", default="runs", help="folder or URI that the run lies in (default: runs)")

@@ -17,8 +17,8 @@ from contextlib import suppress
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from pipelines.files import Folder
-from pipelines.record.sender import Entry
+from raystride.pipelines.files import Folder
+from raystride.pipelines.record.sender import Entry
 
 JOINED = "metrics.jsonl"
 READABLE = "log.txt"

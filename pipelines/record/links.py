@@ -1,7 +1,8 @@
 """Addresses of the pages that show runs: in MLflow a run, the table of all, several compared; in Ray's dashboard a job.
 
 A mark is what a run's `mlflow.json` holds. A run in a tracking server has its page there; for one in a database the address
-is that of MLflow's UI as `python -m pipelines.record.ui` starts it: on loopback, at port 5000 unless it was given another.
+is that of MLflow's UI as `python -m raystride.pipelines.record.ui` starts it: on loopback, at port 5000 unless it was given
+another.
 
     run_link({"uri": "http://host:5000", "experiment_id": "1", "run_id": "9c"})   # http://host:5000/#/experiments/1/runs/9c?...
     comparison_link([one, other])                                # http://host:5000/#/compare-runs?runs=[...]&experiments=[...]
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import quote
 
-from pipelines.files import Folder
+from raystride.pipelines.files import Folder
 
 UI_PORT = 5000
 SIDE = "workflowType=machine_learning"

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from pipelines.config.run import Record
-from pipelines.files import Folder
-from pipelines.record.journal import Segment, read_segment, segments
-from pipelines.record.links import NOTE_TAG, VIEW_TAG, describe_run, is_our_note, on_a_server, run_link, view
-from pipelines.record.sender import Entry
-from pipelines.record.summary import STATUSES
+from raystride.pipelines.config.run import Record
+from raystride.pipelines.files import Folder
+from raystride.pipelines.record.journal import Segment, read_segment, segments
+from raystride.pipelines.record.links import NOTE_TAG, VIEW_TAG, describe_run, is_our_note, on_a_server, run_link, view
+from raystride.pipelines.record.sender import Entry
+from raystride.pipelines.record.summary import STATUSES
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -86,7 +86,7 @@ class MlflowLog:
 
     @property
     def link(self) -> str | None:
-        """The run's page on its server; None where it is in a database, whose pages need `pipelines.record.ui`."""
+        """The run's page on its server; None where it is in a database, whose pages need `raystride.pipelines.record.ui`."""
         return run_link(self.mark) if on_a_server(self.mark) else None
 
     def connect(self) -> "tuple[MlflowClient, str]":

@@ -15,15 +15,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from pipelines.config.run import Record
-from pipelines.files import Folder
-from pipelines.record.journal import Journal, join
-from pipelines.record.mlflow_follower import Follower, replay_hint
-from pipelines.record.mlflow_log import MlflowLog
-from pipelines.record.sender import Entry
-from pipelines.record.state import State, run_figures
-from pipelines.record.summary import build_summary
-from pipelines.record.tensorboard_log import TensorboardLog
+from raystride.pipelines.config.run import Record
+from raystride.pipelines.files import Folder
+from raystride.pipelines.record.journal import Journal, join
+from raystride.pipelines.record.mlflow_follower import Follower, replay_hint
+from raystride.pipelines.record.mlflow_log import MlflowLog
+from raystride.pipelines.record.sender import Entry
+from raystride.pipelines.record.state import State, run_figures
+from raystride.pipelines.record.summary import build_summary
+from raystride.pipelines.record.tensorboard_log import TensorboardLog
 
 SHORTEST_S, LONGEST_S = 1.0, 10.0
 SEGMENTS_AT_FULL_PACE = 300

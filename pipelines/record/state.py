@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from statistics import mean, median
 from typing import Any
 
-from pipelines.record.sender import Entry
+from raystride.pipelines.record.sender import Entry
 
 WINDOW = 64
 """Measurements over which the time left is estimated, so that a slow start is soon forgotten."""

@@ -13,7 +13,7 @@ With several workers, `straggler_loss_share` is the share of the steps' time tha
 
 from typing import Any
 
-from pipelines.record.journal import plain
+from raystride.pipelines.record.journal import plain
 
 SUMMARY_KEYS = (
     "run",

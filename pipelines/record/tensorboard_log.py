@@ -19,10 +19,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.config.run import Record
-from pipelines.files import Folder
-from pipelines.record.journal import read_segment, segments
-from pipelines.record.sender import Entry
+from raystride.pipelines.config.run import Record
+from raystride.pipelines.files import Folder
+from raystride.pipelines.record.journal import read_segment, segments
+from raystride.pipelines.record.sender import Entry
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event

@@ -5,8 +5,8 @@ print(text_curve(points, validation))
 print(closing_screen(summary, run_folder, text_curve(points, validation), sample="..."))
 """
 
-from pipelines.report.closing import closing_screen
-from pipelines.report.curve import curve_picture, loss_points, text_curve
-from pipelines.report.page import write_page
+from raystride.pipelines.report.closing import closing_screen
+from raystride.pipelines.report.curve import curve_picture, loss_points, text_curve
+from raystride.pipelines.report.page import write_page
 
 __all__ = ["closing_screen", "curve_picture", "loss_points", "text_curve", "write_page"]

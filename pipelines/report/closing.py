@@ -6,7 +6,7 @@ print(closing_screen(summary, run_folder, text_curve(points, validation), sample
 from collections.abc import Callable
 from typing import Any
 
-from pipelines.files import Folder
+from raystride.pipelines.files import Folder
 
 SAMPLE_LINES = 12
 LINE = 100
@@ -40,7 +40,7 @@ def _last_lines(summary: dict[str, Any], run_folder: Folder, link: str | None, n
     elif link:
         tracking = link
     else:
-        tracking = f"python -m pipelines.record.ui --storage {storage}"
+        tracking = f"python -m raystride.pipelines.record.ui --storage {storage}"
     if not next_job:
         # Without its settings a run would be refused; from remote storage nobody could read them by that name.
         settings = f"--config {run_folder}/config.yaml " if run_folder.local else ""

@@ -8,7 +8,7 @@ text = svg(figure)
 import io
 from typing import TYPE_CHECKING
 
-from pipelines.pages import picture
+from raystride.pipelines.pages import picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,12 +8,12 @@ No script, font or picture is fetched from elsewhere.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipelines.files import Folder
-from pipelines.pages import heading, items, missing, page, paragraph, table
-from pipelines.phases import PARTS
-from pipelines.report import pictures
-from pipelines.report.advice import advise
-from pipelines.report.curve import series
+from raystride.pipelines.files import Folder
+from raystride.pipelines.pages import heading, items, missing, page, paragraph, table
+from raystride.pipelines.phases import PARTS
+from raystride.pipelines.report import pictures
+from raystride.pipelines.report.advice import advise
+from raystride.pipelines.report.curve import series
 
 FIGURES: dict[str, tuple[str, str]] = {
     "status": ("status", "{}"),

@@ -9,9 +9,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from pipelines.phases import PARTS
-from pipelines.report.curve import Points, series
-from pipelines.report.drawing import COLOURS, bare, empty_figure, spoken, svg
+from raystride.pipelines.phases import PARTS
+from raystride.pipelines.report.curve import Points, series
+from raystride.pipelines.report.drawing import COLOURS, bare, empty_figure, spoken, svg
 
 STRIPS = {
     "utilization_percentage": "utilisation, %",

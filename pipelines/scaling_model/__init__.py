@@ -9,10 +9,10 @@ model        predictions as intervals, and the error made on trials that were he
     model = ScalingModel(observations, described); model.predict(work).step_seconds
 """
 
-from pipelines.scaling_model.described import ClusterDescription, ClusterError, Link
-from pipelines.scaling_model.interval import Interval
-from pipelines.scaling_model.model import HeldBack, NotPredicted, Prediction, ScalingModel, held_back
-from pipelines.scaling_model.observation import Observation, TrialError, Work
+from raystride.pipelines.scaling_model.described import ClusterDescription, ClusterError, Link
+from raystride.pipelines.scaling_model.interval import Interval
+from raystride.pipelines.scaling_model.model import HeldBack, NotPredicted, Prediction, ScalingModel, held_back
+from raystride.pipelines.scaling_model.observation import Observation, TrialError, Work
 
 __all__ = [
     "ClusterDescription",

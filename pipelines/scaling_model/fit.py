@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import least_squares
 
-from pipelines.scaling_model.described import ClusterDescription
-from pipelines.scaling_model.observation import Observation
-from pipelines.scaling_model.sampling import Array, sample
-from pipelines.scaling_model.terms import Table, seconds_of, table
+from raystride.pipelines.scaling_model.described import ClusterDescription
+from raystride.pipelines.scaling_model.observation import Observation
+from raystride.pipelines.scaling_model.sampling import Array, sample
+from raystride.pipelines.scaling_model.terms import Table, seconds_of, table
 
 FREEDOM = 4.0
 """Degrees of freedom of the errors' distribution."""

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal
 
-from pipelines.scaling_model.described import ClusterDescription
-from pipelines.scaling_model.fit import Prior, priors
-from pipelines.scaling_model.interval import COVERED, Interval
-from pipelines.scaling_model.observation import Observation
-from pipelines.scaling_model.sampling import Array
+from raystride.pipelines.scaling_model.described import ClusterDescription
+from raystride.pipelines.scaling_model.fit import Prior, priors
+from raystride.pipelines.scaling_model.interval import COVERED, Interval
+from raystride.pipelines.scaling_model.observation import Observation
+from raystride.pipelines.scaling_model.sampling import Array
 
 KNOWN_TO = 4.0
 """Bounds further apart than this factor are no measurement."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipelines.scaling_model.sampling import Array
+from raystride.pipelines.scaling_model.sampling import Array
 
 COVERED = 0.8
 """The share of truths that should lie inside."""

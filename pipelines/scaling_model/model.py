@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipelines.scaling_model.described import ClusterDescription
-from pipelines.scaling_model.fit import FREEDOM, draw
-from pipelines.scaling_model.identified import Term, identify
-from pipelines.scaling_model.interval import Interval
-from pipelines.scaling_model.observation import Observation, TrialError, Work
-from pipelines.scaling_model.power import Power
-from pipelines.scaling_model.sampling import Array
-from pipelines.scaling_model.terms import Parts, seconds_of, table
+from raystride.pipelines.scaling_model.described import ClusterDescription
+from raystride.pipelines.scaling_model.fit import FREEDOM, draw
+from raystride.pipelines.scaling_model.identified import Term, identify
+from raystride.pipelines.scaling_model.interval import Interval
+from raystride.pipelines.scaling_model.observation import Observation, TrialError, Work
+from raystride.pipelines.scaling_model.power import Power
+from raystride.pipelines.scaling_model.sampling import Array
+from raystride.pipelines.scaling_model.terms import Parts, seconds_of, table
 
 WORKERS = (8, 64, 512, 4096)
 """Group sizes that are predicted unless others are asked for."""

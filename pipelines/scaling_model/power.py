@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipelines.scaling_model.observation import Observation, Work
+from raystride.pipelines.scaling_model.observation import Observation, Work
 
 SPREAD = 0.1
 """Trials whose shares of compute differ by less do not tell waiting from computing."""

@@ -28,7 +28,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.scaling_model.observation import Work
+from raystride.pipelines.scaling_model.observation import Work
 
 Array = NDArray[np.float64]
 

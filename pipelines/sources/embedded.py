@@ -19,8 +19,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipelines.sources.fields import data_uri
-from pipelines.sources.registry import register_source
+from raystride.pipelines.sources.fields import data_uri
+from raystride.pipelines.sources.registry import register_source
 
 PACKAGES: dict[str, tuple[str, ...]] = {
     name: (name,)

@@ -11,10 +11,10 @@ from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pipelines.files import filesystem
-from pipelines.sources.faults import Fault, Faulty, faults_of
-from pipelines.sources.pieces import Piece
-from pipelines.tasks.task import Column
+from raystride.pipelines.files import filesystem
+from raystride.pipelines.sources.faults import Fault, Faulty, faults_of
+from raystride.pipelines.sources.pieces import Piece
+from raystride.pipelines.tasks.task import Column
 
 Columns = tuple[Column, ...]
 

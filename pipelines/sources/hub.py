@@ -15,10 +15,10 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from pipelines.files import Folder
-from pipelines.sources.faults import DataError, Fault
-from pipelines.sources.fields import Columns, document, find_columns, inner
-from pipelines.sources.pieces import File, Piece, Slice
+from raystride.pipelines.files import Folder
+from raystride.pipelines.sources.faults import DataError, Fault
+from raystride.pipelines.sources.fields import Columns, document, find_columns, inner
+from raystride.pipelines.sources.pieces import File, Piece, Slice
 
 _ROWS = 256
 _SAVED = ("state.json", "dataset_dict.json")

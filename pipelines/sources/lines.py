@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any
 
-from pipelines.sources.faults import DataError, Fault, Faulty, not_utf8
-from pipelines.sources.fields import Columns, document, named
-from pipelines.sources.pieces import PIECE, File, Piece, Slice
-from pipelines.sources.streams import count_lines, length, lines, open_range
+from raystride.pipelines.sources.faults import DataError, Fault, Faulty, not_utf8
+from raystride.pipelines.sources.fields import Columns, document, named
+from raystride.pipelines.sources.pieces import PIECE, File, Piece, Slice
+from raystride.pipelines.sources.streams import count_lines, length, lines, open_range
 
 _FASTTEXT = "__label__"
 

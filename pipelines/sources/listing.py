@@ -11,9 +11,9 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pipelines.files import absolute, filesystem
-from pipelines.sources.faults import DataError
-from pipelines.sources.pieces import File
+from raystride.pipelines.files import absolute, filesystem
+from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.sources.pieces import File
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileInfo, FileSystem

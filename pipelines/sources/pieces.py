@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from pipelines.sources.faults import Fault
-from pipelines.tasks.task import Document
+from raystride.pipelines.sources.faults import Fault
+from raystride.pipelines.tasks.task import Document
 
 PIECE = 1 << 20
 """Bytes of text that are handled at once; a longer document comes as several pieces where its format allows."""

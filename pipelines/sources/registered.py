@@ -14,7 +14,7 @@ bounded; for more than some gigabytes write JSON lines or Parquet files instead,
 
 from collections.abc import Iterator
 
-from pipelines.sources.registry import register_source
+from raystride.pipelines.sources.registry import register_source
 
 
 @register_source("arithmetic")

@@ -13,9 +13,9 @@ from importlib import import_module
 from itertools import islice
 from typing import Any
 
-from pipelines.sources.faults import Fault, Faulty
-from pipelines.sources.fields import Columns, document, named
-from pipelines.sources.pieces import File, Piece, Slice
+from raystride.pipelines.sources.faults import Fault, Faulty
+from raystride.pipelines.sources.fields import Columns, document, named
+from raystride.pipelines.sources.pieces import File, Piece, Slice
 
 Documents = Callable[[], Iterator[Any]]
 """What yields texts, tuples in the order of a task's columns, or mappings by the names of columns."""
@@ -24,7 +24,7 @@ REGISTERED: dict[str, tuple[Documents, str]] = {}
 """Registered functions by name, each with its version."""
 
 
-PLACES = ("pipelines.sources.embedded", "pipelines.sources.registered")
+PLACES = ("raystride.pipelines.sources.embedded", "raystride.pipelines.sources.registered")
 """Modules that register sources when they are imported."""
 
 

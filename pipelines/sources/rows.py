@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pipelines.files import filesystem
-from pipelines.sources.faults import Fault, Faulty, faults_of
-from pipelines.sources.fields import Columns, document, find_columns, inner
-from pipelines.sources.pieces import File, Piece, Slice
-from pipelines.sources.streams import ByteRange, length, lines, open_range
+from raystride.pipelines.files import filesystem
+from raystride.pipelines.sources.faults import Fault, Faulty, faults_of
+from raystride.pipelines.sources.fields import Columns, document, find_columns, inner
+from raystride.pipelines.sources.pieces import File, Piece, Slice
+from raystride.pipelines.sources.streams import ByteRange, length, lines, open_range
 
 _ROWS = 1024
 

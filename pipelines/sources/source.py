@@ -2,7 +2,7 @@
 
 source = open_source(config.data, config.data.source, task.columns, whole=task.window is None)
 source.kind, len(source.files)                            # "text", 12
-source.reader.slices(source.files[0], 32 << 20)           # see pipelines.prepare.parts
+source.reader.slices(source.files[0], 32 << 20)           # see raystride.pipelines.prepare.parts
 """
 
 import os
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelines.config import Data
-from pipelines.files import Folder, absolute
-from pipelines.sources.faults import DataError
-from pipelines.sources.fields import Columns
-from pipelines.sources.hub import HuggingFaceReader, saved_dataset
-from pipelines.sources.lines import JsonReader, LabelledReader, LineReader, ParallelReader
-from pipelines.sources.listing import list_files, place_exists
-from pipelines.sources.pieces import COMPRESSIONS, File, Reader
-from pipelines.sources.registry import REGISTERED, RegisteredReader, fill_registry
-from pipelines.sources.rows import CsvReader, ParquetReader
-from pipelines.sources.text import IMAGES, FolderReader, TextReader
+from raystride.pipelines.config import Data
+from raystride.pipelines.files import Folder, absolute
+from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.sources.fields import Columns
+from raystride.pipelines.sources.hub import HuggingFaceReader, saved_dataset
+from raystride.pipelines.sources.lines import JsonReader, LabelledReader, LineReader, ParallelReader
+from raystride.pipelines.sources.listing import list_files, place_exists
+from raystride.pipelines.sources.pieces import COMPRESSIONS, File, Reader
+from raystride.pipelines.sources.registry import REGISTERED, RegisteredReader, fill_registry
+from raystride.pipelines.sources.rows import CsvReader, ParquetReader
+from raystride.pipelines.sources.text import IMAGES, FolderReader, TextReader
 
 _ENDINGS = {
     ".jsonl": "json", ".ndjson": "json", ".json": "json",

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pipelines.files import filesystem
-from pipelines.sources.faults import Fault, Faulty, faults_of
-from pipelines.sources.pieces import COMPRESSIONS, PIECE, File
+from raystride.pipelines.files import filesystem
+from raystride.pipelines.sources.faults import Fault, Faulty, faults_of
+from raystride.pipelines.sources.pieces import COMPRESSIONS, PIECE, File
 
 
 class ByteRange:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from pipelines.sources.faults import Fault, Faulty, not_utf8
-from pipelines.sources.fields import Columns, document
-from pipelines.sources.pieces import HEAD, PIECE, File, Piece, Slice
-from pipelines.sources.streams import ByteRange, length, open_range
+from raystride.pipelines.sources.faults import Fault, Faulty, not_utf8
+from raystride.pipelines.sources.fields import Columns, document
+from raystride.pipelines.sources.pieces import HEAD, PIECE, File, Piece, Slice
+from raystride.pipelines.sources.streams import ByteRange, length, open_range
 
 _WINDOW = 1 << 16
 _VISIBLE = frozenset(range(33, 127))

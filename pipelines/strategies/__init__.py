@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from pipelines.config import Config
-    from pipelines.strategies.strategy import Strategy
+    from raystride.pipelines.config import Config
+    from raystride.pipelines.strategies.strategy import Strategy
 
 EXTRA = 4
 """Numbers that travel with the gradients; see `train.step`."""
@@ -31,7 +31,7 @@ def build_strategy(config: "Config", *, device: "torch.device", rank: int, world
     if scaling.strategy == "fsdp":
         import torch
 
-        from pipelines.strategies.fsdp import FullySharded
+        from raystride.pipelines.strategies.fsdp import FullySharded
 
         return FullySharded(
             device,
@@ -43,7 +43,7 @@ def build_strategy(config: "Config", *, device: "torch.device", rank: int, world
             compute=torch.bfloat16 if train.precision == "pure_bf16" else torch.float32,
         )
     if scaling.strategy == "deepspeed":
-        from pipelines.strategies.deepspeed import ZeRO
+        from raystride.pipelines.strategies.deepspeed import ZeRO
 
         return ZeRO(
             device,
@@ -55,18 +55,18 @@ def build_strategy(config: "Config", *, device: "torch.device", rank: int, world
             precision=train.precision,
         )
     if train.exact:
-        from pipelines.feed.plan import share
-        from pipelines.strategies.ddp import DataParallel
-        from pipelines.strategies.exact import ExactBuckets
+        from raystride.pipelines.feed.plan import share
+        from raystride.pipelines.strategies.ddp import DataParallel
+        from raystride.pipelines.strategies.exact import ExactBuckets
 
         shares = [share(train.slots, each, world) for each in range(world)]
         buckets = partial(ExactBuckets, bucket_bytes=bucket_bytes, extra=EXTRA, shares=shares, rank=rank)
         return DataParallel(device, rank, world, buckets)
     if world > 1:
-        from pipelines.strategies.ddp import DataParallel
-        from pipelines.strategies.reduction import Buckets
+        from raystride.pipelines.strategies.ddp import DataParallel
+        from raystride.pipelines.strategies.reduction import Buckets
 
         return DataParallel(device, rank, world, partial(Buckets, bucket_bytes=bucket_bytes, extra=EXTRA))
-    from pipelines.strategies.strategy import Single
+    from raystride.pipelines.strategies.strategy import Single
 
     return Single(device)

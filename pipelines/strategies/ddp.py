@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipelines.strategies.reduction import Buckets
-from pipelines.strategies.strategy import Optimizer, give_first_workers_values, norm_of
+from raystride.pipelines.strategies.reduction import Buckets
+from raystride.pipelines.strategies.strategy import Optimizer, give_first_workers_values, norm_of
 
 
 class DataParallel:

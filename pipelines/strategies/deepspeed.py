@@ -19,9 +19,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from pipelines.strategies.partitions import Partitions, Rule
-from pipelines.strategies.sharded import METHODS, Sharded
-from pipelines.strategies.strategy import Optimizer
+from raystride.pipelines.strategies.partitions import Partitions, Rule
+from raystride.pipelines.strategies.sharded import METHODS, Sharded
+from raystride.pipelines.strategies.strategy import Optimizer
 
 
 class ZeRO(Sharded):

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipelines.strategies.reduction import Buckets
-from pipelines.strategies.tree import additions, roots, visits
+from raystride.pipelines.strategies.reduction import Buckets
+from raystride.pipelines.strategies.tree import additions, roots, visits
 
 
 class ExactBuckets(Buckets):

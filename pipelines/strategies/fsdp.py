@@ -25,9 +25,9 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from pipelines.strategies.recompute import blocks
-from pipelines.strategies.sharded import METHODS, Sharded
-from pipelines.strategies.strategy import Optimizer, give_first_workers_values
+from raystride.pipelines.strategies.recompute import blocks
+from raystride.pipelines.strategies.sharded import METHODS, Sharded
+from raystride.pipelines.strategies.strategy import Optimizer, give_first_workers_values
 
 
 class FullySharded(Sharded):

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, zeros
 
-from pipelines.strategies.strategy import whole_shape
+from raystride.pipelines.strategies.strategy import whole_shape
 
 
 class Rule(Protocol):

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from model.linear import bf16_products, in_bf16
-from pipelines.config import Train
+from raystride.model.linear import bf16_products, in_bf16
+from raystride.pipelines.config import Train
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

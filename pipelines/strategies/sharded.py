@@ -6,7 +6,7 @@ class FullySharded(Sharded): ...                          # `_send_measured` in 
 import torch
 import torch.distributed as dist
 
-from pipelines.strategies.strategy import norm_of
+from raystride.pipelines.strategies.strategy import norm_of
 
 METHODS = ("hidden", "logits", "encode", "decode")
 """Methods besides `forward` by which a model computes; generation and translation call them."""

@@ -10,14 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipelines.config.sweep import SweepConfig
-from pipelines.scaling_model.described import ClusterDescription
-from pipelines.scaling_model.model import HeldBack, NotPredicted, Prediction, ScalingModel, held_back
-from pipelines.scaling_model.observation import Observation, TrialError
-from pipelines.sweep.choice import UNITS, best_of, by_settings, price_of, recommendation, score
-from pipelines.sweep.observed import observation_of
-from pipelines.sweep.result import Result
-from pipelines.sweep.space import Candidate
+from raystride.pipelines.config.sweep import SweepConfig
+from raystride.pipelines.scaling_model.described import ClusterDescription
+from raystride.pipelines.scaling_model.model import HeldBack, NotPredicted, Prediction, ScalingModel, held_back
+from raystride.pipelines.scaling_model.observation import Observation, TrialError
+from raystride.pipelines.sweep.choice import UNITS, best_of, by_settings, price_of, recommendation, score
+from raystride.pipelines.sweep.observed import observation_of
+from raystride.pipelines.sweep.result import Result
+from raystride.pipelines.sweep.space import Candidate
 
 AIM = 0.1
 """The median error on trials held back that we aim for."""

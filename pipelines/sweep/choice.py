@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean, median
 
-from pipelines.config.parse import to_yaml
-from pipelines.config.sweep import Sweep, SweepConfig
-from pipelines.scaling_model.described import ClusterDescription
-from pipelines.sweep.result import Result
-from pipelines.sweep.space import Candidate
+from raystride.pipelines.config.parse import to_yaml
+from raystride.pipelines.config.sweep import Sweep, SweepConfig
+from raystride.pipelines.scaling_model.described import ClusterDescription
+from raystride.pipelines.sweep.result import Result
+from raystride.pipelines.sweep.space import Candidate
 
 HOUR_S = 3600
 UNITS = {

@@ -11,27 +11,27 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from pipelines.cluster.cluster import cluster, joined
-from pipelines.cluster.resources import Resources
-from pipelines.config import SettingError
-from pipelines.config.parse import Parsed, to_yaml
-from pipelines.config.sweep import SweepConfig
-from pipelines.files import Folder
-from pipelines.launch.driver import guarded, locate
-from pipelines.launch.owner import Ownership, new_attempt
-from pipelines.launch.session import DONE, FAILED
-from pipelines.prepare.prepare import prepare
-from pipelines.scaling_model.described import ClusterDescription, ClusterError
-from pipelines.sources.faults import DataError
-from pipelines.sweep.answer import Answer, answer
-from pipelines.sweep.choice import price_of
-from pipelines.sweep.page import write_report
-from pipelines.sweep.progress import Board
-from pipelines.sweep.result import WITHOUT_FIGURES, Result, forget, keep, keys, results
-from pipelines.sweep.space import Candidate, draw, grid
-from pipelines.sweep.tracking import Tracking
-from pipelines.sweep.tuning import Plan, measure
-from pipelines.tasks import build_task
+from raystride.pipelines.cluster.cluster import cluster, joined
+from raystride.pipelines.cluster.resources import Resources
+from raystride.pipelines.config import SettingError
+from raystride.pipelines.config.parse import Parsed, to_yaml
+from raystride.pipelines.config.sweep import SweepConfig
+from raystride.pipelines.files import Folder
+from raystride.pipelines.launch.driver import guarded, locate
+from raystride.pipelines.launch.owner import Ownership, new_attempt
+from raystride.pipelines.launch.session import DONE, FAILED
+from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.scaling_model.described import ClusterDescription, ClusterError
+from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.sweep.answer import Answer, answer
+from raystride.pipelines.sweep.choice import price_of
+from raystride.pipelines.sweep.page import write_report
+from raystride.pipelines.sweep.progress import Board
+from raystride.pipelines.sweep.result import WITHOUT_FIGURES, Result, forget, keep, keys, results
+from raystride.pipelines.sweep.space import Candidate, draw, grid
+from raystride.pipelines.sweep.tracking import Tracking
+from raystride.pipelines.sweep.tuning import Plan, measure
+from raystride.pipelines.tasks import build_task
 
 
 def run_sweep(parsed: Parsed[SweepConfig]) -> int:
@@ -190,7 +190,7 @@ def _say(folder: Folder, outcome: Answer, tracking: Tracking, unfinished: int) -
     if link := tracking.comparison([result for result in outcome.results if result.measured]):
         print(f"compare  {link}")
     print(f"results  {folder}")
-    ui = f"python -m pipelines.record.ui --storage {storage}"
+    ui = f"python -m raystride.pipelines.record.ui --storage {storage}"
     print(f"mlflow   {tracking.link or (ui if tracking.run_id else 'not logged there')}")
     next_job = f"python ray_jobs/train.py --config {folder}/recommended.yaml --storage {storage}"
     print(f"next     {next_job if outcome.best else 'look at the causes in report.html, and change sweep.space'}")

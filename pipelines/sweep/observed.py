@@ -6,12 +6,12 @@ observation = observation_of(candidate.config, result)
 import math
 import statistics
 
-from pipelines.config import Config
-from pipelines.config.combinations import SHARDED
-from pipelines.memory.activations import Arithmetic, Network
-from pipelines.memory.networks import expected, network_of
-from pipelines.scaling_model.observation import Observation, Strategy, TrialError, Work
-from pipelines.sweep.result import Result
+from raystride.pipelines.config import Config
+from raystride.pipelines.config.combinations import SHARDED
+from raystride.pipelines.memory.activations import Arithmetic, Network
+from raystride.pipelines.memory.networks import expected, network_of
+from raystride.pipelines.scaling_model.observation import Observation, Strategy, TrialError, Work
+from raystride.pipelines.sweep.result import Result
 
 FP32_BYTES, HALF_BYTES = 4, 2
 MIB = 2**20

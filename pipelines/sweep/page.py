@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 from urllib.parse import quote
 
-from pipelines.files import Folder
-from pipelines.pages import Link, heading, items, missing, page, paragraph, table
-from pipelines.report.drawing import spoken
-from pipelines.scaling_model.interval import Interval
-from pipelines.scaling_model.model import HeldBack, NotPredicted, Prediction
-from pipelines.sweep import pictures, views
-from pipelines.sweep.answer import AIM, Answer
-from pipelines.sweep.choice import HOUR_S
-from pipelines.sweep.result import Result
-from pipelines.sweep.views import plain
+from raystride.pipelines.files import Folder
+from raystride.pipelines.pages import Link, heading, items, missing, page, paragraph, table
+from raystride.pipelines.report.drawing import spoken
+from raystride.pipelines.scaling_model.interval import Interval
+from raystride.pipelines.scaling_model.model import HeldBack, NotPredicted, Prediction
+from raystride.pipelines.sweep import pictures, views
+from raystride.pipelines.sweep.answer import AIM, Answer
+from raystride.pipelines.sweep.choice import HOUR_S
+from raystride.pipelines.sweep.result import Result
+from raystride.pipelines.sweep.views import plain
 
 MIB = 2**20
 NOT_STARTED = ("refused", "too_large")

@@ -9,12 +9,12 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pipelines.report.drawing import COLOURS, bare, empty_figure, spoken, svg
-from pipelines.scaling_model.interval import Interval
-from pipelines.scaling_model.model import HeldBack
-from pipelines.sweep.answer import AIM
-from pipelines.sweep.result import Result
-from pipelines.sweep.views import Family, Grid, Tradeoff, plain, step_milliseconds
+from raystride.pipelines.report.drawing import COLOURS, bare, empty_figure, spoken, svg
+from raystride.pipelines.scaling_model.interval import Interval
+from raystride.pipelines.scaling_model.model import HeldBack
+from raystride.pipelines.sweep.answer import AIM
+from raystride.pipelines.sweep.result import Result
+from raystride.pipelines.sweep.views import Family, Grid, Tradeoff, plain, step_milliseconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,8 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from pipelines.sweep.result import Result
-from pipelines.sweep.space import short, shown
+from raystride.pipelines.sweep.result import Result
+from raystride.pipelines.sweep.space import short, shown
 
 CAUSE = 100
 """Characters of a cause at most."""

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from pipelines.files import Folder
-from pipelines.phases import PARTS
+from raystride.pipelines.files import Folder
+from raystride.pipelines.phases import PARTS
 
 Status = Literal["measured", "stopped_early", "out_of_memory", "failed", "hung", "refused", "too_large"]
 """How a trial ended. `refused`: the settings contradict each other; `too_large`: the memory estimate ruled it out before it

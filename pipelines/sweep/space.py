@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from pipelines.config import Config, SettingError
-from pipelines.config.condition import Condition
-from pipelines.config.parse import as_typed
-from pipelines.config.sweep import SweepConfig
+from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config.condition import Condition
+from raystride.pipelines.config.parse import as_typed
+from raystride.pipelines.config.sweep import SweepConfig
 
 Settings = Mapping[str, Any]
 """Values by the settings' full names."""

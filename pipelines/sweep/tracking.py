@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from pipelines.config.sweep import SweepConfig
-from pipelines.files import Folder
-from pipelines.record.links import comparison_link
-from pipelines.record.mlflow_follower import Follower
-from pipelines.record.mlflow_log import MARK, MlflowLog
-from pipelines.sweep.result import Result
+from raystride.pipelines.config.sweep import SweepConfig
+from raystride.pipelines.files import Folder
+from raystride.pipelines.record.links import comparison_link
+from raystride.pipelines.record.mlflow_follower import Follower
+from raystride.pipelines.record.mlflow_log import MARK, MlflowLog
+from raystride.pipelines.sweep.result import Result
 
 SUMMARY = "summary.json"
 

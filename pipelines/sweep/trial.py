@@ -15,18 +15,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pipelines.cluster.resources import Resources, resolve
-from pipelines.config import SettingError
-from pipelines.config.sweep import Sweep
-from pipelines.files import Folder
-from pipelines.hang.detector import Hung
-from pipelines.launch.driver import CannotRun, train
-from pipelines.launch.failure import first_cause
-from pipelines.launch.preflight import checks_of_settings
-from pipelines.launch.session import Watcher
-from pipelines.record import read_entries
-from pipelines.sources.faults import DataError
-from pipelines.sweep.result import (
+from raystride.pipelines.cluster.resources import Resources, resolve
+from raystride.pipelines.config import SettingError
+from raystride.pipelines.config.sweep import Sweep
+from raystride.pipelines.files import Folder
+from raystride.pipelines.hang.detector import Hung
+from raystride.pipelines.launch.driver import CannotRun, train
+from raystride.pipelines.launch.failure import first_cause
+from raystride.pipelines.launch.preflight import checks_of_settings
+from raystride.pipelines.launch.session import Watcher
+from raystride.pipelines.record import read_entries
+from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.sweep.result import (
     FIGURES,
     MEASURED,
     Result,
@@ -37,7 +37,7 @@ from pipelines.sweep.result import (
     seconds_to_loss,
     windows_of,
 )
-from pipelines.sweep.space import Candidate
+from raystride.pipelines.sweep.space import Candidate
 
 OUT_OF_MEMORY = re.compile(
     r"out ?of ?memory|allocate memory|MemoryError|bad_alloc|ALLOC_FAILED|running low on memory|\bOOM\b", re.IGNORECASE

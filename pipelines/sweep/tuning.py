@@ -22,13 +22,13 @@ from typing import Any
 import ray
 from ray import tune
 
-from pipelines.cluster.resources import Resources, resolve
-from pipelines.config.sweep import SweepConfig
-from pipelines.files import Folder
-from pipelines.sweep.choice import score, token_score
-from pipelines.sweep.result import Result, Window, keep, result_at
-from pipelines.sweep.space import Candidate, meets
-from pipelines.sweep.trial import TookTooLong, ended, refusal, result_of, run_trial, why
+from raystride.pipelines.cluster.resources import Resources, resolve
+from raystride.pipelines.config.sweep import SweepConfig
+from raystride.pipelines.files import Folder
+from raystride.pipelines.sweep.choice import score, token_score
+from raystride.pipelines.sweep.result import Result, Window, keep, result_at
+from raystride.pipelines.sweep.space import Candidate, meets
+from raystride.pipelines.sweep.trial import TookTooLong, ended, refusal, result_of, run_trial, why
 
 HEAD = {"node:__internal_head__": 0.001}
 """What a trial's driver asks for: a place on the head node, and nothing that workers need."""

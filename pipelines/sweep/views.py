@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipelines.scaling_model.interval import Interval
-from pipelines.scaling_model.model import Prediction
-from pipelines.sweep.answer import Answer
-from pipelines.sweep.choice import HOUR_S
-from pipelines.sweep.result import Result
-from pipelines.sweep.space import Candidate
+from raystride.pipelines.scaling_model.interval import Interval
+from raystride.pipelines.scaling_model.model import Prediction
+from raystride.pipelines.sweep.answer import Answer
+from raystride.pipelines.sweep.choice import HOUR_S
+from raystride.pipelines.sweep.result import Result
+from raystride.pipelines.sweep.space import Candidate
 
 WORKERS = "scaling.workers"
 MILLION = 1e6

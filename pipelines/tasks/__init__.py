@@ -2,8 +2,8 @@
 
 from importlib import import_module
 
-from pipelines.config import Config, SettingError
-from pipelines.tasks.task import Encoders, Facts, Task
+from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.tasks.task import Encoders, Facts, Task
 
 TASKS = {
     "language_model": "LanguageModel",
@@ -21,5 +21,5 @@ def build_task(config: Config, facts: Facts | None = None, encoders: Encoders | 
     """The task that `config.task` names, knowing what preparation learned, if it did. Raises SettingError."""
     if config.task not in TASKS:
         raise SettingError(f"task is {config.task!r}: it must be one of {', '.join(TASKS)}")
-    chosen: type[Task] = getattr(import_module(f"pipelines.tasks.{config.task}"), TASKS[config.task])
+    chosen: type[Task] = getattr(import_module(f"raystride.pipelines.tasks.{config.task}"), TASKS[config.task])
     return chosen(config, facts, encoders)

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from model.shape import classifier_flops_per_token
-from pipelines.config import Config
-from pipelines.tasks.labels import Labelling
-from pipelines.tasks.padding import pad
-from pipelines.tasks.task import Column, Document, Encoders, Facts, Inputs, Rows, Task
+from raystride.model.shape import classifier_flops_per_token
+from raystride.pipelines.config import Config
+from raystride.pipelines.tasks.labels import Labelling
+from raystride.pipelines.tasks.padding import pad
+from raystride.pipelines.tasks.task import Column, Document, Encoders, Facts, Inputs, Rows, Task
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from model.classifier import Classifier
+    from raystride.model.classifier import Classifier
 
 
 class Classification(Labelling):
@@ -67,7 +67,7 @@ class Classification(Labelling):
         """Of bytes: padded ids and lengths, made on the device."""
         if not self.bytes:
             return inputs
-        from triton_kernels.byte_pack import byte_pack
+        from raystride.triton_kernels.byte_pack import byte_pack
 
         data, offsets, positions = inputs
         ids, _ = byte_pack(data, offsets, length=len(positions))
@@ -83,7 +83,7 @@ class Classification(Labelling):
 
     def build_model(self) -> "Classifier":
         """A freshly initialised encoder with a head."""
-        from model.classifier import Classifier
+        from raystride.model.classifier import Classifier
 
         return Classifier(
             self.config.model,

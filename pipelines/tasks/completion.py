@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipelines.tasks.language_model import LanguageModel
-from pipelines.tasks.padding import pad
-from pipelines.tasks.task import IGNORED, Column, Document, Inputs, Rows
-from pipelines.tokenizers.training import read_chat
+from raystride.pipelines.tasks.language_model import LanguageModel
+from raystride.pipelines.tasks.padding import pad
+from raystride.pipelines.tasks.task import IGNORED, Column, Document, Inputs, Rows
+from raystride.pipelines.tokenizers.training import read_chat
 
 if TYPE_CHECKING:
     import torch

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from model.shape import convnet_flops
-from pipelines.config import SettingError
-from pipelines.tasks.labels import Labelling
-from pipelines.tasks.task import Column, Document, Facts, Inputs, Rows
+from raystride.model.shape import convnet_flops
+from raystride.pipelines.config import SettingError
+from raystride.pipelines.tasks.labels import Labelling
+from raystride.pipelines.tasks.task import Column, Document, Facts, Inputs, Rows
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from model.convnet import ConvNet
+    from raystride.model.convnet import ConvNet
 
 MODES = {1: "L", 3: "RGB"}
 """Pillow's names for images of one channel and of three."""
@@ -109,7 +109,7 @@ class Images(Labelling):
 
     def build_model(self) -> "ConvNet":
         """A freshly initialised convolutional network."""
-        from model.convnet import ConvNet
+        from raystride.model.convnet import ConvNet
 
         model, objective = self.config.model, self.config.objective
         return ConvNet(

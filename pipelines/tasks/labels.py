@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipelines.config import SettingError
-from pipelines.tasks.task import IGNORED, Column, Document, Facts, Inputs, Rows, Task, mean
+from raystride.pipelines.config import SettingError
+from raystride.pipelines.tasks.task import IGNORED, Column, Document, Facts, Inputs, Rows, Task, mean
 
 if TYPE_CHECKING:
     import torch

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipelines.tasks.row_losses import row_losses
-from pipelines.tasks.task import IGNORED, Document, Inputs, Rows, Task, Window, mean
+from raystride.pipelines.tasks.row_losses import row_losses
+from raystride.pipelines.tasks.task import IGNORED, Document, Inputs, Rows, Task, Window, mean
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from model.transformer import Decoder
+    from raystride.model.transformer import Decoder
 
 
 class LanguageModel(Task):
@@ -50,7 +50,7 @@ class LanguageModel(Task):
 
     def build_model(self) -> "Decoder":
         """A freshly initialised decoder."""
-        from model.transformer import Decoder
+        from raystride.model.transformer import Decoder
 
         return Decoder(self.config.model, int(self.facts["vocabulary_size"]))
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 import numpy as np
 
-from pipelines.config import Config
+from raystride.pipelines.config import Config
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ Inputs = tuple["torch.Tensor", ...]
 
 
 class Chat(Protocol):
-    """How a tokenizer writes turns of a chat; see `pipelines.tokenizers.chat`."""
+    """How a tokenizer writes turns of a chat; see `raystride.pipelines.tokenizers.chat`."""
 
     def question(self, prompt: str) -> np.ndarray:
         """Ids up to where the answer begins."""
@@ -49,7 +49,7 @@ class Chat(Protocol):
 
 
 class Encoder(Protocol):
-    """A tokenizer as preparation and generation use it; see `pipelines.tokenizers`."""
+    """A tokenizer as preparation and generation use it; see `raystride.pipelines.tokenizers`."""
 
     vocabulary_size: int
     end_id: int

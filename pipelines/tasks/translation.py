@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from model.shape import translator_flops_per_token
-from pipelines.config import Config
-from pipelines.tasks.overlap import Overlap
-from pipelines.tasks.padding import pad
-from pipelines.tasks.row_losses import row_losses
-from pipelines.tasks.task import IGNORED, Column, Document, Encoders, Facts, Inputs, Rows, Task
+from raystride.model.shape import translator_flops_per_token
+from raystride.pipelines.config import Config
+from raystride.pipelines.tasks.overlap import Overlap
+from raystride.pipelines.tasks.padding import pad
+from raystride.pipelines.tasks.row_losses import row_losses
+from raystride.pipelines.tasks.task import IGNORED, Column, Document, Encoders, Facts, Inputs, Rows, Task
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from model.translator import Translator
+    from raystride.model.translator import Translator
 
 
 class Translation(Task):
@@ -106,7 +106,7 @@ class Translation(Task):
 
     def build_model(self) -> "Translator":
         """A freshly initialised encoder-decoder."""
-        from model.translator import Translator
+        from raystride.model.translator import Translator
 
         return Translator(
             self.config.model,
@@ -166,7 +166,7 @@ class Translation(Task):
         return Overlap().signatures()
 
     def _translate(self, model: "nn.Module", inputs: Inputs, *, beams: int, together: bool = False) -> list[str]:
-        from model.beam import translate
+        from raystride.model.beam import translate
 
         source, lengths = inputs[:2]
         decoding, context = self.config.decoding, self.config.model.context

@@ -7,7 +7,7 @@ Every tokenizer is a folder of small files, saved beside the prepared data and c
     encoder.decode(ids.tolist())                              # "def main():"
 """
 
-from pipelines.tokenizers.loading import Tokenizers, load_tokenizer
-from pipelines.tokenizers.training import train_tokenizer
+from raystride.pipelines.tokenizers.loading import Tokenizers, load_tokenizer
+from raystride.pipelines.tokenizers.training import train_tokenizer
 
 __all__ = ["Tokenizers", "load_tokenizer", "train_tokenizer"]

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from pipelines.tokenizers.chat import Chat
-from pipelines.tokenizers.runs import bounded
+from raystride.pipelines.tokenizers.chat import Chat
+from raystride.pipelines.tokenizers.runs import bounded
 
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 """Where GPT-2 cuts a text before merging (Radford et al., 2019)."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from pipelines.files import Folder
+from raystride.pipelines.files import Folder
 
 if TYPE_CHECKING:
     from jinja2 import Template

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from pipelines.files import Folder
-from pipelines.tokenizers.alphabets import ByteEncoder, CharacterEncoder
-from pipelines.tokenizers.byte_pairs import BytePairEncoder, byte_pairs
-from pipelines.tokenizers.chat import load_chat, parse
-from pipelines.tokenizers.ready import ReadyEncoder, size
+from raystride.pipelines.files import Folder
+from raystride.pipelines.tokenizers.alphabets import ByteEncoder, CharacterEncoder
+from raystride.pipelines.tokenizers.byte_pairs import BytePairEncoder, byte_pairs
+from raystride.pipelines.tokenizers.chat import load_chat, parse
+from raystride.pipelines.tokenizers.ready import ReadyEncoder, size
 
 KIND_FILE = "tokenizer_kind.json"
 READY_FILE = "tokenizer.json"

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipelines.config import SettingError
-from pipelines.tokenizers.chat import Chat, parse
-from pipelines.tokenizers.runs import bounded
+from raystride.pipelines.config import SettingError
+from raystride.pipelines.tokenizers.chat import Chat, parse
+from raystride.pipelines.tokenizers.runs import bounded
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from pipelines.config import Tokenizer
-from pipelines.files import Folder, absolute
-from pipelines.tokenizers.alphabets import count_characters
-from pipelines.tokenizers.byte_pairs import NotBytePairs, byte_pairs
-from pipelines.tokenizers.chat import FILE as CHAT_FILE
-from pipelines.tokenizers.chat import find_chat, parse
-from pipelines.tokenizers.loading import AnyEncoder, build_encoder, load_tokenizer, save_tokenizer
-from pipelines.tokenizers.ready import end_token
-from pipelines.tokenizers.runs import bounded
+from raystride.pipelines.config import Tokenizer
+from raystride.pipelines.files import Folder, absolute
+from raystride.pipelines.tokenizers.alphabets import count_characters
+from raystride.pipelines.tokenizers.byte_pairs import NotBytePairs, byte_pairs
+from raystride.pipelines.tokenizers.chat import FILE as CHAT_FILE
+from raystride.pipelines.tokenizers.chat import find_chat, parse
+from raystride.pipelines.tokenizers.loading import AnyEncoder, build_encoder, load_tokenizer, save_tokenizer
+from raystride.pipelines.tokenizers.ready import end_token
+from raystride.pipelines.tokenizers.runs import bounded
 
 END = "<|end|>"
 """The end token of a trained vocabulary."""

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipelines.files import Folder
-from pipelines.train.optimizer import Updater
-from pipelines.train.staging import Staging
-from pipelines.train.state import TrainState
+from raystride.pipelines.files import Folder
+from raystride.pipelines.train.optimizer import Updater
+from raystride.pipelines.train.staging import Staging
+from raystride.pipelines.train.state import TrainState
 
 Say = Callable[[str], None]
 CLAIM = "attempt"
@@ -153,7 +153,7 @@ class Checkpoints:
     ) -> None:
         # A new thread has Python's lock and keeps it for 5 ms if it can; the loop, which waits for it, goes first.
         time.sleep(0.001)
-        from pipelines.train.storage import CheckpointWriter, save
+        from raystride.pipelines.train.storage import CheckpointWriter, save
 
         try:
             arrived()
@@ -215,7 +215,7 @@ class Checkpoints:
 
     def _problem(self, folder: Folder) -> tuple[str | None, dict[str, Any]]:
         """What is wrong with a checkpoint; the ranks share out the files and tell each other."""
-        from pipelines.train.storage import FORMAT, check_file
+        from raystride.pipelines.train.storage import FORMAT, check_file
 
         try:
             manifest = folder.read_json("MANIFEST.json")
@@ -233,7 +233,7 @@ class Checkpoints:
 
     def load(self, found: Found, model: nn.Module, optimizer: Updater | None = None) -> None:
         """Fills the model and, where given, the optimiser, whatever number of workers wrote the checkpoint."""
-        from pipelines.train.storage import CheckpointReader, load
+        from raystride.pipelines.train.storage import CheckpointReader, load
 
         wanted: dict[str, torch.Tensor] = {}
         for name, parameter in model.named_parameters():

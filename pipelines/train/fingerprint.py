@@ -8,7 +8,7 @@ import hashlib
 import torch
 from torch import nn
 
-from pipelines.train.optimizer import Updater
+from raystride.pipelines.train.optimizer import Updater
 
 
 def parameters_sha256(model: nn.Module, optimizer: Updater | None = None) -> str:

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from pipelines.config import Guard as GuardSettings
-from pipelines.feed.loader import Loader
-from pipelines.strategies.recompute import as_compiled
-from pipelines.strategies.strategy import Strategy
-from pipelines.train.state import LeftOut, TrainState
-from pipelines.train.step import NOT_FINITE, SPIKE, StepRules, micro_batch_seed, seed_dropout
+from raystride.pipelines.config import Guard as GuardSettings
+from raystride.pipelines.feed.loader import Loader
+from raystride.pipelines.strategies.recompute import as_compiled
+from raystride.pipelines.strategies.strategy import Strategy
+from raystride.pipelines.train.state import LeftOut, TrainState
+from raystride.pipelines.train.step import NOT_FINITE, SPIKE, StepRules, micro_batch_seed, seed_dropout
 
 SHOWN = 8
 """Samples that are named at most."""

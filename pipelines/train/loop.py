@@ -17,15 +17,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from pipelines.config import Config
-from pipelines.feed.loader import Loader, Step
-from pipelines.phases import phase
-from pipelines.strategies.strategy import Strategy
-from pipelines.train.checkpoint import Checkpoints
-from pipelines.train.guard import Blame, Diverged, GoBack, Guard
-from pipelines.train.optimizer import Updater, learning_rate
-from pipelines.train.state import LeftOut, TrainState
-from pipelines.train.step import (
+from raystride.pipelines.config import Config
+from raystride.pipelines.feed.loader import Loader, Step
+from raystride.pipelines.phases import phase
+from raystride.pipelines.strategies.strategy import Strategy
+from raystride.pipelines.train.checkpoint import Checkpoints
+from raystride.pipelines.train.guard import Blame, Diverged, GoBack, Guard
+from raystride.pipelines.train.optimizer import Updater, learning_rate
+from raystride.pipelines.train.state import LeftOut, TrainState
+from raystride.pipelines.train.step import (
     OUT_OF_TIME,
     STOP,
     TARGETS,
@@ -48,7 +48,7 @@ class Ending(StrEnum):
 
 
 class Watcher(Protocol):
-    """The hooks that the loop calls; `pipelines.observers.Observer` documents them."""
+    """The hooks that the loop calls; `raystride.pipelines.observers.Observer` documents them."""
 
     def on_step(self, step: int) -> None: ...
     def on_pause(self, seconds: float) -> None: ...
@@ -154,7 +154,7 @@ class Training:
         self._guard.heed(step.number, float(result.measured[VERDICT]))
 
     def _find_blame(self, step: int, spike: bool) -> Blame:
-        from pipelines.train.guard import find_blame
+        from raystride.pipelines.train.guard import find_blame
 
         return find_blame(self.strategy, self.model, self.loader, self.rules, step, spike)
 

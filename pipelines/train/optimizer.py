@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from pipelines.config import Optimizer
-from triton_kernels.adamw import adamw
+from raystride.pipelines.config import Optimizer
+from raystride.triton_kernels.adamw import adamw
 
 State = dict[nn.Parameter, dict[str, torch.Tensor]]
 Group = tuple[list[nn.Parameter], float]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from model.linear import bf16_products, rounds_to_bf16
+from raystride.model.linear import bf16_products, rounds_to_bf16
 
 FIRST_SCALE, GROWTH, BACKOFF, GOOD_STEPS = 2.0**16, 2.0, 0.5, 2000
 """Of the loss scale: as NVIDIA's Apex and PyTorch's GradScaler have them."""

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from model.hugging_face import from_hugging_face
-from model.transformer import Decoder
-from pipelines.config import SettingError
-from pipelines.files import Folder
-from pipelines.tokenizers import load_tokenizer
-from pipelines.tokenizers.chat import parse
+from raystride.model.hugging_face import from_hugging_face
+from raystride.model.transformer import Decoder
+from raystride.pipelines.config import SettingError
+from raystride.pipelines.files import Folder
+from raystride.pipelines.tokenizers import load_tokenizer
+from raystride.pipelines.tokenizers.chat import parse
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PROBE = "The quick brown fox, at 12:30: naïve café!\n\tdef square(x): return x * x  # 平方\n"

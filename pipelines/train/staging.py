@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipelines.train.optimizer import local
+from raystride.pipelines.train.optimizer import local
 
 _PIECE = 8 << 20
 """Bytes that a thread copies at a time."""

@@ -8,7 +8,7 @@ state.to_json()                                           # into the checkpoint'
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
-from pipelines.feed.loader import Step
+from raystride.pipelines.feed.loader import Step
 
 LINK = ("parent_step", "parent_position", "fed_digest", "saved")
 """What ties a checkpoint to the one before it; stands in the manifest itself, the digest for each rank."""

@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from pipelines.config import Config
-from pipelines.feed.loader import Step
-from pipelines.feed.order import mix64
-from pipelines.feed.samples import Samples
-from pipelines.phases import phase
-from pipelines.strategies.strategy import Strategy
-from pipelines.train.optimizer import Updater
-from pipelines.train.precision import LEAST_SCALE, LossScale, Precision
-from pipelines.train.state import TrainState
+from raystride.pipelines.config import Config
+from raystride.pipelines.feed.loader import Step
+from raystride.pipelines.feed.order import mix64
+from raystride.pipelines.feed.samples import Samples
+from raystride.pipelines.phases import phase
+from raystride.pipelines.strategies.strategy import Strategy
+from raystride.pipelines.train.optimizer import Updater
+from raystride.pipelines.train.precision import LEAST_SCALE, LossScale, Precision
+from raystride.pipelines.train.state import TrainState
 
 LOSS, TARGETS, STOP, OUT_OF_TIME, VERDICT = range(5)
 """Where in the measured vector (fp32, 5) the loss sum, the targets, the numbers of workers that ask to end, and the judge's

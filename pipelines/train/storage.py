@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from pipelines.files import Folder
+from raystride.pipelines.files import Folder
 
 # One worker saves and loads without a process group, which DCP takes for a mistake.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", module="torch.distributed")

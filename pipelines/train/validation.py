@@ -11,11 +11,11 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from pipelines.feed.loader import MicroBatch
-from pipelines.strategies.recompute import as_compiled
-from pipelines.strategies.strategy import Strategy
-from pipelines.tasks import Task
-from pipelines.train.precision import Precision
+from raystride.pipelines.feed.loader import MicroBatch
+from raystride.pipelines.strategies.recompute import as_compiled
+from raystride.pipelines.strategies.strategy import Strategy
+from raystride.pipelines.tasks import Task
+from raystride.pipelines.train.precision import Precision
 
 
 def validate(

@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipelines.config import Config
-from pipelines.files import Folder
+from raystride.pipelines.config import Config
+from raystride.pipelines.files import Folder
 
 
 @dataclass(frozen=True, kw_only=True)

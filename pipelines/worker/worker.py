@@ -16,44 +16,44 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipelines.config import Config
-from pipelines.config.combinations import SHARDED
-from pipelines.feed.cache import node_cache
-from pipelines.feed.loader import Loader, validation_batches
-from pipelines.feed.plan import build_plan
-from pipelines.feed.samples import Samples, open_samples
-from pipelines.feed.stream import TokenStream
-from pipelines.files import Folder
-from pipelines.observers.first_step import FirstStep
-from pipelines.observers.gpu_monitor import GpuMonitor
-from pipelines.observers.host_monitor import HostMonitor
-from pipelines.observers.kernels import Kernels
-from pipelines.observers.observer import Observer, RunFacts
-from pipelines.observers.phases import PhaseShares
-from pipelines.observers.ray_metrics import RayMetrics
-from pipelines.observers.stragglers import Stragglers
-from pipelines.observers.throughput import Throughput
-from pipelines.observers.tracker import Tracker
-from pipelines.prepare.manifest import Manifest
-from pipelines.profiling.profile import Profiled
-from pipelines.profiling.stalls import StallWatch
-from pipelines.record.sender import Post, Sender
-from pipelines.strategies import build_strategy
-from pipelines.strategies.recompute import as_compiled, recompute
-from pipelines.strategies.strategy import Strategy, whole_shape
-from pipelines.tasks import build_task
-from pipelines.tokenizers import Tokenizers
-from pipelines.train.checkpoint import Checkpoints
-from pipelines.train.fingerprint import parameters_sha256
-from pipelines.train.loop import Ending, Training
-from pipelines.train.optimizer import build_optimizer
-from pipelines.train.precision import Precision
-from pipelines.train.pretrained import start_from
-from pipelines.train.state import TrainState
-from pipelines.train.step import build_rules
-from pipelines.train.validation import validate
-from pipelines.worker.job import Job, Place
-from triton_kernels.dispatch import use_kernels
+from raystride.pipelines.config import Config
+from raystride.pipelines.config.combinations import SHARDED
+from raystride.pipelines.feed.cache import node_cache
+from raystride.pipelines.feed.loader import Loader, validation_batches
+from raystride.pipelines.feed.plan import build_plan
+from raystride.pipelines.feed.samples import Samples, open_samples
+from raystride.pipelines.feed.stream import TokenStream
+from raystride.pipelines.files import Folder
+from raystride.pipelines.observers.first_step import FirstStep
+from raystride.pipelines.observers.gpu_monitor import GpuMonitor
+from raystride.pipelines.observers.host_monitor import HostMonitor
+from raystride.pipelines.observers.kernels import Kernels
+from raystride.pipelines.observers.observer import Observer, RunFacts
+from raystride.pipelines.observers.phases import PhaseShares
+from raystride.pipelines.observers.ray_metrics import RayMetrics
+from raystride.pipelines.observers.stragglers import Stragglers
+from raystride.pipelines.observers.throughput import Throughput
+from raystride.pipelines.observers.tracker import Tracker
+from raystride.pipelines.prepare.manifest import Manifest
+from raystride.pipelines.profiling.profile import Profiled
+from raystride.pipelines.profiling.stalls import StallWatch
+from raystride.pipelines.record.sender import Post, Sender
+from raystride.pipelines.strategies import build_strategy
+from raystride.pipelines.strategies.recompute import as_compiled, recompute
+from raystride.pipelines.strategies.strategy import Strategy, whole_shape
+from raystride.pipelines.tasks import build_task
+from raystride.pipelines.tokenizers import Tokenizers
+from raystride.pipelines.train.checkpoint import Checkpoints
+from raystride.pipelines.train.fingerprint import parameters_sha256
+from raystride.pipelines.train.loop import Ending, Training
+from raystride.pipelines.train.optimizer import build_optimizer
+from raystride.pipelines.train.precision import Precision
+from raystride.pipelines.train.pretrained import start_from
+from raystride.pipelines.train.state import TrainState
+from raystride.pipelines.train.step import build_rules
+from raystride.pipelines.train.validation import validate
+from raystride.pipelines.worker.job import Job, Place
+from raystride.triton_kernels.dispatch import use_kernels
 
 WARNING = "warning: "
 """What lines for people begin with that are warnings."""
@@ -285,8 +285,8 @@ def _summary(job: Job, training: Training, ending: Ending, metrics: dict[str, fl
 
 def _write_sample(job: Job, place: Place, training: Training) -> None:
     """Writes what the trained model says after the prompt into the run's folder; workers with shards compute it together."""
-    from model.transformer import Decoder
-    from pipelines.evaluate.writing import write_text
+    from raystride.model.transformer import Decoder
+    from raystride.pipelines.evaluate.writing import write_text
 
     settings, model = job.config.sample, training.model
     if not settings.tokens or not isinstance(model, Decoder):

@@ -18,7 +18,7 @@ from playwright.sync_api import FrameLocator, Page
 
 @dataclass(frozen=True)
 class Links:
-    """What `python -m pipelines.record.ui` prints."""
+    """What `python -m raystride.pipelines.record.ui` prints."""
 
     newest: str
     """The page of the run that was recorded last."""
@@ -33,7 +33,7 @@ def shown(storage: Path) -> Iterator[Links]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
-    command = [sys.executable, "-m", "pipelines.record.ui", "--storage", str(storage), "--port", str(port)]
+    command = [sys.executable, "-m", "raystride.pipelines.record.ui", "--storage", str(storage), "--port", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:

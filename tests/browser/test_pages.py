@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser
 
-from pipelines.config import Config, Launch, Optimizer, Record, Train
-from pipelines.record import read_entries
-from pipelines.record.links import METRICS, PARAMETERS, TAGS, run_link
-from ray_jobs import runs
+from raystride.pipelines.config import Config, Launch, Optimizer, Record, Train
+from raystride.pipelines.record import read_entries
+from raystride.pipelines.record.links import METRICS, PARAMETERS, TAGS, run_link
+from raystride.ray_jobs import runs
 from tests.browser import pages
 from tests.browser.chromium import PROGRAM, Visit, chromium
 from tests.ray_jobs.jobs import finish_job, run_folder, start_job, summary

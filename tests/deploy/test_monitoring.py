@@ -4,7 +4,7 @@ import re
 
 import yaml
 
-from pipelines.observers.ray_metrics import GAUGES, STEP
+from raystride.pipelines.observers.ray_metrics import GAUGES, STEP
 from tests.deploy.monitoring import PLACE, asked, dashboard
 
 OURS = {f"ray_{shown.name}" for shown in (*GAUGES.values(), STEP)}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipelines.config import Config, Launch, Record, Sample, Train
+from raystride.pipelines.config import Config, Launch, Record, Sample, Train
 from tests.end_to_end.tracking import artifacts, only_run
 from tests.ray_jobs.jobs import run_well, summary
 from tests.tiny import tiny, write_text

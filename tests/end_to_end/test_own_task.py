@@ -17,8 +17,9 @@ def test_the_page_followed_literally_trains_the_task(tmp_path: Path) -> None:
     ((file, folder),) = re.findall(r"\*\*The file\*\*, `(\w+\.py)` in `([\w/]+)`", page)
     ((registry),) = re.findall(r"\*\*The line\*\*, in `TASKS` in `([\w/.]+)`", page)
     assert len(content.splitlines()) < 100
-    for package in ("pipelines", "model", "triton_kernels", "ray_jobs", "configs"):
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder_of_ours in ("raystride", "pipelines", "model", "triton_kernels", "ray_jobs", "configs"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder_of_ours, tmp_path / folder_of_ours, symlinks=True, ignore=ignored)
     (tmp_path / folder / file).write_text(content)
     tasks = (tmp_path / registry).read_text()
     (tmp_path / registry).write_text(re.sub(r"(TASKS = \{\n)", lambda found: found[1] + line, tasks))

@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipelines.cluster.resources import usable_cores
-from pipelines.config import Checkpoint, Config, Optimizer, Scaling, Train, Validation
-from pipelines.config.parse import to_yaml
+from raystride.pipelines.cluster.resources import usable_cores
+from raystride.pipelines.config import Checkpoint, Config, Optimizer, Scaling, Train, Validation
+from raystride.pipelines.config.parse import to_yaml
 from tests.ray_jobs.jobs import ROOT, environment, run_folder, run_well, summary
 from tests.tiny import tiny, write_text
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipelines.config import Checkpoint, Config, Model, Optimizer, Record, Scaling, Train, Validation
+from raystride.pipelines.config import Checkpoint, Config, Model, Optimizer, Record, Scaling, Train, Validation
 from tests.end_to_end.tracking import only_run
 from tests.processes import make_job, run_workers
 from tests.ray_jobs.jobs import Outcome, finish_job, run_well, start_job, summary, wait_for_checkpoint

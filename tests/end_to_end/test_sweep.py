@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from pipelines.config import Record
-from pipelines.config.sweep import Sweep, SweepConfig
-from pipelines.files import Folder
-from pipelines.sweep.result import Result, results
+from raystride.pipelines.config import Record
+from raystride.pipelines.config.sweep import Sweep, SweepConfig
+from raystride.pipelines.files import Folder
+from raystride.pipelines.sweep.result import Result, results
 from tests.end_to_end.tracking import only_run
 from tests.ray_jobs.jobs import finish_job, run_well, start_job, start_script, summary, wait_for
 from tests.tiny import tiny, write_text
@@ -103,7 +103,7 @@ def test_the_page_the_summary_and_the_last_screen_are_there(config: SweepConfig,
     again = run_well("sweep", config, "--run", NAME)  # nothing is missing, so nothing is run
     assert again.lines[-3:] == [
         f"results  {folder}",
-        f"mlflow   python -m pipelines.record.ui --storage {config.storage}",
+        f"mlflow   python -m raystride.pipelines.record.ui --storage {config.storage}",
         f"next     python ray_jobs/train.py --config {folder}/recommended.yaml --storage {config.storage}",
     ]
     assert any(line.startswith("compare  http") for line in again.lines)

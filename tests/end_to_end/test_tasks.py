@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipelines.config import (
+from raystride.pipelines.config import (
     Answering,
     Checkpoint,
     Config,
@@ -26,9 +26,9 @@ from pipelines.config import (
     Train,
     Validation,
 )
-from pipelines.evaluate.answering import Answerer
-from pipelines.evaluate.opening import open_run
-from pipelines.files import Folder
+from raystride.pipelines.evaluate.answering import Answerer
+from raystride.pipelines.evaluate.opening import open_run
+from raystride.pipelines.files import Folder
 from tests.ray_jobs.jobs import run_well, summary
 
 ENGLISH = ["one", "two", "three", "four", "five", "six", "seven", "eight"]

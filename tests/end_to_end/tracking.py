@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pipelines.config import Config
+from raystride.pipelines.config import Config
 
 
 def only_run(config: Config, name: str) -> Any:

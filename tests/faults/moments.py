@@ -25,8 +25,8 @@ from typing import Any, Literal
 
 import psutil
 
-from pipelines.config import Checkpoint, Scaling, Train, Validation
-from pipelines.worker.job import Job, Place
+from raystride.pipelines.config import Checkpoint, Scaling, Train, Validation
+from raystride.pipelines.worker.job import Job, Place
 from tests.faults.schedules import CONTEXT, exact_job
 
 LIMIT_S = 120.0
@@ -117,7 +117,7 @@ def await_true(true: Callable[[], object], what: str) -> None:
 
 def _worker(job: Job, rank: int, world: int, port: int, steps: Any, place: Path, blow: Blow | None) -> None:
     """A worker process, which counts its steps where the loop asks whether to stop."""
-    from pipelines.worker.worker import run_worker
+    from raystride.pipelines.worker.worker import run_worker
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     struck = blow if blow and blow.victim == rank else None
@@ -182,7 +182,7 @@ def _on_system_call(event: str, ending: str, strike: Callable[[], None]) -> None
 def _in_a_block(*, backward: bool, strike: Callable[..., None]) -> None:
     from torch.nn.modules.module import register_module_forward_hook
 
-    from model.transformer import Block
+    from raystride.model.transformer import Block
 
     def hook(module: object, inputs: object, output: Any) -> None:
         if isinstance(module, Block):
@@ -195,7 +195,7 @@ def _in_a_block(*, backward: bool, strike: Callable[..., None]) -> None:
 
 
 def _after_a_bucket_left(strike: Callable[[], None]) -> None:
-    from pipelines.strategies.exact import ExactBuckets
+    from raystride.pipelines.strategies.exact import ExactBuckets
 
     send = ExactBuckets._send
 

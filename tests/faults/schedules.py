@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pipelines.config import Checkpoint, Config, Model, Optimizer, Train, Validation
-from pipelines.worker.job import Job, Place
+from raystride.pipelines.config import Checkpoint, Config, Model, Optimizer, Train, Validation
+from raystride.pipelines.worker.job import Job, Place
 from tests.distributed import CONTEXT
 from tests.processes import make_job
 from tests.tiny import tiny
@@ -127,7 +127,7 @@ def _attempt(job: Job, attempt: Attempt, scratch: Path) -> dict[str, Any] | None
 
 def _worker(job: Job, rank: int, world: int, port: int, steps: Any, stop: Any, place: Path) -> None:
     """A worker process; counts its steps where the loop asks whether to stop."""
-    from pipelines.worker.worker import run_worker
+    from raystride.pipelines.worker.worker import run_worker
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.config import Launch
-from pipelines.record.audit import audit
+from raystride.pipelines.config import Launch
+from raystride.pipelines.record.audit import audit
 from tests.faults.moments import Blow, Group, finish, short_job
 from tests.ray_jobs.jobs import run_folder, run_well, summary
 from tests.tiny import write_text

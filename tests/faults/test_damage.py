@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pipelines.config import Checkpoint
-from pipelines.files import Folder
-from pipelines.record.audit import audit
-from pipelines.worker.job import Job
+from raystride.pipelines.config import Checkpoint
+from raystride.pipelines.files import Folder
+from raystride.pipelines.record.audit import audit
+from raystride.pipelines.worker.job import Job
 from tests.faults.moments import Blow, Group, finish, short_job
 from tests.tiny import write_text
 

@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from pipelines.config import Config, Launch
-from pipelines.record.audit import audit
+from raystride.pipelines.config import Config, Launch
+from raystride.pipelines.record.audit import audit
 from tests.faults.moments import Blow, Group, await_true, finish, short_job
 from tests.ray_jobs.jobs import Outcome, finish_job, run_folder, run_job, run_well, start_job, summary, wait_for_checkpoint
 from tests.tiny import write_text

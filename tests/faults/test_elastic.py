@@ -11,9 +11,9 @@ import pytest
 from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.cluster_utils import Cluster
 
-from pipelines.config import Checkpoint, Config, Launch, Model, Optimizer, Scaling, Train, Validation
-from pipelines.record import read_entries
-from pipelines.record.audit import audit
+from raystride.pipelines.config import Checkpoint, Config, Launch, Model, Optimizer, Scaling, Train, Validation
+from raystride.pipelines.record import read_entries
+from raystride.pipelines.record.audit import audit
 from tests.processes import make_job, run_workers
 from tests.ray_jobs.jobs import finish_job, run_folder, start_job, summary, wait_for, wait_for_checkpoint
 from tests.tiny import tiny, write_text

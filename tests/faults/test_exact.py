@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.config import Checkpoint, Model, Scaling, Train
-from pipelines.record.audit import audit
+from raystride.pipelines.config import Checkpoint, Model, Scaling, Train
+from raystride.pipelines.record.audit import audit
 from tests.faults.schedules import Attempt, Outcome, draw_schedule, exact_config, exact_job, run_schedule
 from tests.ray_jobs.jobs import run_job, run_well, summary
 from tests.tiny import write_text

@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipelines.config import Checkpoint, Config, Launch, Optimizer, Scaling, Train, Validation
-from pipelines.files import Folder
-from pipelines.record import read_entries
-from pipelines.record.audit import audit
+from raystride.pipelines.config import Checkpoint, Config, Launch, Optimizer, Scaling, Train, Validation
+from raystride.pipelines.files import Folder
+from raystride.pipelines.record import read_entries
+from raystride.pipelines.record.audit import audit
 from tests.distributed import CONTEXT
 from tests.faults.moments import finish, short_job
 from tests.ray_jobs.jobs import Process, finish_job, run_folder, run_well, start_job, summary, wait_for
@@ -121,9 +121,9 @@ def _train_and_hang(config: Config, screen: Path) -> None:
     """Becomes a job whose training waits for ever after some steps, as does a thread that Python would wait for."""
     import torch
 
-    from pipelines.config.parse import Parsed
-    from pipelines.launch import session
-    from pipelines.launch.driver import run_training
+    from raystride.pipelines.config.parse import Parsed
+    from raystride.pipelines.launch import session
+    from raystride.pipelines.launch.driver import run_training
 
     session.LEAVE_S = 0.5
     for_ever = threading.Event()

@@ -8,8 +8,8 @@ from typing import Any
 import psutil
 import pytest
 
-from pipelines.files import Folder
-from pipelines.record.audit import audit
+from raystride.pipelines.files import Folder
+from raystride.pipelines.record.audit import audit
 from tests.faults.moments import Blow, Group, Moment, await_true, finish, short_job
 from tests.tiny import write_text
 

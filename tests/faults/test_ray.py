@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipelines.config import Checkpoint, Config, Launch, Model, Scaling, Train, Validation
+from raystride.pipelines.config import Checkpoint, Config, Launch, Model, Scaling, Train, Validation
 from tests.processes import make_job, run_workers
 from tests.ray_jobs.jobs import Outcome, Process, finish_job, start_job, summary, wait_for_checkpoint
 from tests.tiny import tiny, write_text

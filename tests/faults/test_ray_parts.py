@@ -8,9 +8,9 @@ from typing import Any
 import psutil
 import pytest
 
-from pipelines.config import Checkpoint, Config, Scaling, Train, Validation
-from pipelines.record import read_entries
-from pipelines.record.audit import audit
+from raystride.pipelines.config import Checkpoint, Config, Scaling, Train, Validation
+from raystride.pipelines.record import read_entries
+from raystride.pipelines.record.audit import audit
 from tests.faults.moments import LIMIT_S, finish, short_job
 from tests.ray_jobs.jobs import Process, finish_job, run_folder, run_well, start_job, summary, wait_for_checkpoint
 from tests.tiny import write_text

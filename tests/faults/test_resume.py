@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.config import Checkpoint, Model, Train, Validation
-from pipelines.worker.job import Job
+from raystride.pipelines.config import Checkpoint, Model, Train, Validation
+from raystride.pipelines.worker.job import Job
 from tests.processes import Workers, finish, make_job, run_workers, start_workers
 from tests.tiny import tiny, write_text
 

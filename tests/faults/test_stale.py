@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipelines.record.audit import audit
+from raystride.pipelines.record.audit import audit
 from tests.faults.moments import Blow, Group, Moment, await_true, finish, short_job
 from tests.tiny import write_text
 

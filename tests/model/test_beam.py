@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.beam import translate
-from model.translator import Decoding, Translator
-from pipelines.config import Model
+from raystride.model.beam import translate
+from raystride.model.translator import Decoding, Translator
+from raystride.pipelines.config import Model
 
 WORDS, START, END = 5, 0, 1
 FLAVOURS: list[dict[str, Any]] = [{"flavour": "original"}, {"flavour": "gpt2"}, {"flavour": "llama", "kv_heads": 1}]

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.classifier import Classifier
-from model.shape import classifier_parameters
-from pipelines.config import Model, Train
-from pipelines.strategies.recompute import recompute
+from raystride.model.classifier import Classifier
+from raystride.model.shape import classifier_parameters
+from raystride.pipelines.config import Model, Train
+from raystride.pipelines.strategies.recompute import recompute
 
 SIZES: dict[str, Any] = {"layers": 2, "heads": 4, "width": 32, "context": 16}
 SHAPES = [

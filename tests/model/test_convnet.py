@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import functional_call
 
-from model.convnet import ConvNet, Loss
-from model.shape import convnet_flops, convnet_parameters
-from pipelines.config import Train
-from pipelines.strategies.recompute import recompute
+from raystride.model.convnet import ConvNet, Loss
+from raystride.model.shape import convnet_flops, convnet_parameters
+from raystride.pipelines.config import Train
+from raystride.pipelines.strategies.recompute import recompute
 
 LOSSES: list[Loss] = ["cross_entropy", "mse"]
 CLASSES = 4

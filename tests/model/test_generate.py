@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.generate import choose, generate
-from model.transformer import Decoder
-from pipelines.config import Model
+from raystride.model.generate import choose, generate
+from raystride.model.transformer import Decoder
+from raystride.pipelines.config import Model
 
 SHAPES = [
     Model(layers=2, heads=2, width=16, context=12),

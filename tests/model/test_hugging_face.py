@@ -15,12 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.hugging_face import from_hugging_face, to_hugging_face
-from model.hugging_face_config import check_description, describe, model_type
-from model.norm import LayerNorm, RMSNorm
-from model.transformer import Decoder
-from pipelines.config import Config, Model
-from pipelines.config.parse import parse
+from raystride.model.hugging_face import from_hugging_face, to_hugging_face
+from raystride.model.hugging_face_config import check_description, describe, model_type
+from raystride.model.norm import LayerNorm, RMSNorm
+from raystride.model.transformer import Decoder
+from raystride.pipelines.config import Config, Model
+from raystride.pipelines.config.parse import parse
 
 GPT2 = Model(layers=2, heads=2, width=8, context=6, bias=True)
 LLAMA = Model(flavour="llama", layers=2, heads=4, kv_heads=2, width=16, feed_forward=24, context=6)
@@ -267,5 +267,5 @@ def test_all_norms_have_the_epsilon_that_is_described(shape: Model) -> None:
 
 
 def test_a_description_is_checked_without_torch() -> None:
-    program = "import sys, model.hugging_face_config; assert 'torch' not in sys.modules"
+    program = "import sys, raystride.model.hugging_face_config; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], check=True)

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from model.transformer import Decoder
-from pipelines.config import Model, Optimizer
-from pipelines.train.optimizer import build_optimizer
+from raystride.model.transformer import Decoder
+from raystride.pipelines.config import Model, Optimizer
+from raystride.pipelines.train.optimizer import build_optimizer
+from raystride.triton_kernels.dispatch import kernels_ran, use_kernels
 from tests.distributed import run_distributed
-from triton_kernels.dispatch import kernels_ran, use_kernels
 
 STEPS = 6
 

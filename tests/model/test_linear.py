@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from model.linear import Linear, bf16_products, linear, rounds_to_bf16, use_onednn
+from raystride.model.linear import Linear, bf16_products, linear, rounds_to_bf16, use_onednn
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -134,6 +134,6 @@ LESSER = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENAB
 
 
 def test_a_lesser_processor_multiplies_in_fp32() -> None:
-    program = "from model.linear import bf16_products, in_bf16, rounds_to_bf16\nassert not rounds_to_bf16()\n"
+    program = "from raystride.model.linear import bf16_products, in_bf16, rounds_to_bf16\nassert not rounds_to_bf16()\n"
     program += "with bf16_products():\n    assert not in_bf16()\n"
     subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], env=os.environ | LESSER, check=True)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from model.beam import translate
-from model.classifier import Classifier
-from model.convnet import ConvNet
-from model.translator import Translator
-from pipelines.config import Model
-from triton_kernels.dispatch import kernels_ran, use_kernels
+from raystride.model.beam import translate
+from raystride.model.classifier import Classifier
+from raystride.model.convnet import ConvNet
+from raystride.model.translator import Translator
+from raystride.pipelines.config import Model
+from raystride.triton_kernels.dispatch import kernels_ran, use_kernels
 
 SHAPE = Model(flavour="original", layers=1, heads=2, width=16, context=8, pooling="attention")
 IDS, LENGTHS = torch.arange(12).view(2, 6) % 11, torch.tensor([6, 3])

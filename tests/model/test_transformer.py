@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from model.attention import rotation_table
-from model.block import sinusoids
-from model.shape import count_parameters
-from model.transformer import Decoder
-from pipelines.config import Model
+from raystride.model.attention import rotation_table
+from raystride.model.block import sinusoids
+from raystride.model.shape import count_parameters
+from raystride.model.transformer import Decoder
+from raystride.pipelines.config import Model
 
 FLAVOURS = [
     Model(layers=2, heads=4, width=32, context=16),

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from model.block import sinusoids
-from model.shape import translator_flops_per_token, translator_parameters
-from model.translator import Translator
-from pipelines.config import Model, Train
-from pipelines.strategies.recompute import recompute
+from raystride.model.block import sinusoids
+from raystride.model.shape import translator_flops_per_token, translator_parameters
+from raystride.model.translator import Translator
+from raystride.pipelines.config import Model, Train
+from raystride.pipelines.strategies.recompute import recompute
 
 SIZES: dict[str, Any] = {"layers": 2, "heads": 4, "width": 32, "context": 16}
 SHAPES = [

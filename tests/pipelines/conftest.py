@@ -9,11 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines.config import Config, Data, Tokenizer
-from pipelines.files import Folder
-from pipelines.prepare.prepare import Prepared, prepare
-from pipelines.tasks.language_model import LanguageModel
-from pipelines.tokenizers import load_tokenizer
+from raystride.pipelines.config import Config, Data, Tokenizer
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.prepare import Prepared, prepare
+from raystride.pipelines.tasks.language_model import LanguageModel
+from raystride.pipelines.tokenizers import load_tokenizer
 
 Prepare = Callable[..., Prepared]
 

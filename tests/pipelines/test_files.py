@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.files import Folder, absolute
+from raystride.pipelines.files import Folder, absolute
 
 
 @pytest.fixture(params=["local", "remote"])

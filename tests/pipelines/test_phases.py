@@ -7,9 +7,9 @@ from time import perf_counter, sleep
 
 import pytest
 
-from pipelines.config import Train, Validation
-from pipelines.observers.phases import PhaseShares
-from pipelines.phases import PARTS, PHASES, listen, phase
+from raystride.pipelines.config import Train, Validation
+from raystride.pipelines.observers.phases import PhaseShares
+from raystride.pipelines.phases import PARTS, PHASES, listen, phase
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
 
@@ -96,8 +96,8 @@ def test_a_training_passes_every_phase(tmp_path: Path) -> None:
 
 
 def _train_here(config: object, storage: Path) -> None:
-    from pipelines.worker.job import Place
-    from pipelines.worker.worker import run_worker
+    from raystride.pipelines.worker.job import Place
+    from raystride.pipelines.worker.worker import run_worker
 
     job = make_job(config, storage, "mine")  # type: ignore[arg-type]
     run_worker(job, Place(), lambda _, entries: entries[-1]["sequence"], lambda: False)

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelines.config import Config
-from pipelines.config.parse import to_yaml
-from pipelines.files import Folder
+from raystride.pipelines.config import Config
+from raystride.pipelines.config.parse import to_yaml
+from raystride.pipelines.files import Folder
 from tests.distributed import CONTEXT
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from triton_kernels.processes import end_with_parent
+from raystride.triton_kernels.processes import end_with_parent
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
 Cells = list[str]
@@ -45,8 +45,8 @@ def sample(rows: list[Cells]) -> list[int]:
 @cache
 def _launches() -> list[Any]:
     """What the specimens launch, in the table's order."""
-    from triton_kernels.architectures import ARCHITECTURES
-    from triton_kernels.compile_report import record
+    from raystride.triton_kernels.architectures import ARCHITECTURES
+    from raystride.triton_kernels.compile_report import record
 
     return [recorded for architecture in ARCHITECTURES for recorded in record(architecture)]
 
@@ -58,7 +58,7 @@ def _describe(recorded: Any) -> Cells:
 
 
 def _compile(number: int) -> Cells:
-    from triton_kernels.compile_report import _cells, compile_recorded
+    from raystride.triton_kernels.compile_report import _cells, compile_recorded
 
     row = compile_recorded(_launches()[number])
     return [row.architecture, *_cells(row)]

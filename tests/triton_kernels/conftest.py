@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from triton_kernels.dispatch import use_kernels
+from raystride.triton_kernels.dispatch import use_kernels
 
 
 @pytest.fixture(autouse=True)

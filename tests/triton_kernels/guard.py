@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from triton_kernels.launch import Grid, launcher
+from raystride.triton_kernels.launch import Grid, launcher
 
 BAND = 256
 """Elements before and after; a multiple of what tensor descriptors are aligned to."""

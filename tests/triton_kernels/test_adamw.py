@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triton_kernels.adamw import adamw
-from triton_kernels.dispatch import kernels_ran, use_kernels
+from raystride.triton_kernels.adamw import adamw
+from raystride.triton_kernels.dispatch import kernels_ran, use_kernels
 
 SETTINGS = {"rate": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "decay": 0.1}
 

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
+from raystride.triton_kernels.attention import attention, attention_reference
+from raystride.triton_kernels.attention_masks import kept_weights, visible
+from raystride.triton_kernels.configurations import KERNELS, Tile, forced_tile
+from raystride.triton_kernels.dispatch import kernels_ran, use_kernels
+from raystride.triton_kernels.launch import assumed_architecture
 from tests.triton_kernels.compare import check
 from tests.triton_kernels.registration import check_registration
 from tests.triton_kernels.strategies import DTYPES
-from triton_kernels.attention import attention, attention_reference
-from triton_kernels.attention_masks import kept_weights, visible
-from triton_kernels.configurations import KERNELS, Tile, forced_tile
-from triton_kernels.dispatch import kernels_ran, use_kernels
-from triton_kernels.launch import assumed_architecture
 
 Case = dict[str, object]
 HEADS = st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)])

@@ -5,12 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raystride.triton_kernels.attention import attention, attention_reference
+from raystride.triton_kernels.attention_decoding import decode
+from raystride.triton_kernels.configurations import Tile, forced_tile
 from tests.triton_kernels.compare import assert_close
 from tests.triton_kernels.guard import guarded
 from tests.triton_kernels.strategies import DTYPES
-from triton_kernels.attention import attention, attention_reference
-from triton_kernels.attention_decoding import decode
-from triton_kernels.configurations import Tile, forced_tile
 
 
 @settings(max_examples=15)

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raystride.triton_kernels.attention import attention
+from raystride.triton_kernels.attention_packed import attention_packed, attention_packed_reference
+from raystride.triton_kernels.configurations import KERNELS, Tile, forced_tile
+from raystride.triton_kernels.dispatch import kernels_ran
 from tests.triton_kernels.compare import check
 from tests.triton_kernels.registration import check_registration
 from tests.triton_kernels.strategies import DTYPES
-from triton_kernels.attention import attention
-from triton_kernels.attention_packed import attention_packed, attention_packed_reference
-from triton_kernels.configurations import KERNELS, Tile, forced_tile
-from triton_kernels.dispatch import kernels_ran
 
 
 def _offsets(lengths: list[int]) -> torch.Tensor:

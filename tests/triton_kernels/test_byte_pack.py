@@ -5,14 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.triton_kernels.guard import guarded
-from triton_kernels.byte_pack import (
+from raystride.triton_kernels.byte_pack import (
     NO_TOKEN,
     byte_pack,
     byte_pack_reference,
     byte_pack_sequence,
     byte_pack_sequence_reference,
 )
+from tests.triton_kernels.guard import guarded
 
 DOCUMENTS = st.lists(st.binary(max_size=40) | st.binary(min_size=1000, max_size=1100), max_size=6)
 TOKEN = st.sampled_from([NO_TOKEN, 300])

@@ -1,7 +1,7 @@
 """Kernels as compiled for GPUs that are not here: what we ship neither spills nor outgrows shared memory, on tensor cores.
 
 What is looked at is the committed table; that it tells of the kernels as they are, a sample shows that is compiled here. To
-make the table again: python -m triton_kernels.compile_report --write docs/kernels.md
+make the table again: python -m raystride.triton_kernels.compile_report --write docs/kernels.md
 """
 
 import ast
@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from raystride.triton_kernels.architectures import ARCHITECTURES, occupancy
+from raystride.triton_kernels.compile_report import Compiled, faults, page
 from tests.triton_kernels.compiled import Cells, sample, table
-from triton_kernels.architectures import ARCHITECTURES, occupancy
-from triton_kernels.compile_report import Compiled, faults, page
 
 pytestmark = pytest.mark.timeout(900)
 

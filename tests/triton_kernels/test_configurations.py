@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from triton_kernels.attention import LARGEST_HEAD
-from triton_kernels.configurations import (
+from raystride.triton_kernels.attention import LARGEST_HEAD
+from raystride.triton_kernels.configurations import (
     FAMILIES,
     KERNELS,
     Tile,

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from triton_kernels import device_checks, sanitize
-from triton_kernels.device_checks import Check, run_checks
-from triton_kernels.gelu import gelu, gelu_reference
+from raystride.triton_kernels import device_checks, sanitize
+from raystride.triton_kernels.device_checks import Check, run_checks
+from raystride.triton_kernels.gelu import gelu, gelu_reference
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from triton_kernels.dispatch import kernels_ran, takes_triton, use_kernels
-from triton_kernels.gelu import gelu, gelu_reference
+from raystride.triton_kernels.dispatch import kernels_ran, takes_triton, use_kernels
+from raystride.triton_kernels.gelu import gelu, gelu_reference
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,7 +57,7 @@ def _run(program: str, interpret: str = "0") -> str:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_triton_is_refused_where_nothing_can_run_it() -> None:
     program = """
-from triton_kernels.dispatch import use_kernels
+from raystride.triton_kernels.dispatch import use_kernels
 try:
     use_kernels("triton")
 except ValueError as error:
@@ -73,10 +73,10 @@ def test_without_triton_everything_imports_and_pytorch_computes() -> None:
 import sys
 sys.modules["triton"] = None
 import torch
-from model.transformer import Decoder
-from pipelines.config import Model
-from triton_kernels.dispatch import use_kernels
-from triton_kernels.gelu import _gelu_forward_kernel
+from raystride.model.transformer import Decoder
+from raystride.pipelines.config import Model
+from raystride.triton_kernels.dispatch import use_kernels
+from raystride.triton_kernels.gelu import _gelu_forward_kernel
 ids = torch.zeros(1, 8, dtype=torch.int64)
 print(Decoder(Model(layers=1, heads=1, width=8, context=8), 5)(ids, ids)[1].item())
 for attempt in (lambda: use_kernels("triton"), _gelu_forward_kernel):

@@ -4,10 +4,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raystride.triton_kernels.gelu import gelu, gelu_reference
 from tests.triton_kernels.compare import check
 from tests.triton_kernels.registration import check_registration
 from tests.triton_kernels.strategies import DTYPES, LENGTHS, STRIDED, strided
-from triton_kernels.gelu import gelu, gelu_reference
 
 
 @given(rows=LENGTHS, columns=st.integers(1, 70), dtype=DTYPES, kind=STRIDED, tanh=st.booleans())

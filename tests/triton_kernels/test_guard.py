@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from raystride.triton_kernels.language import cdiv, jit, tl
+from raystride.triton_kernels.launch import launch
 from tests.triton_kernels.guard import GuardBandError, guarded
-from triton_kernels.language import cdiv, jit, tl
-from triton_kernels.launch import launch
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

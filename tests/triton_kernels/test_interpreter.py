@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triton_kernels.interpreter import bf16_to_fp32, fp32_to_bf16
-from triton_kernels.language import jit, tl
-from triton_kernels.launch import launch
+from raystride.triton_kernels.interpreter import bf16_to_fp32, fp32_to_bf16
+from raystride.triton_kernels.language import jit, tl
+from raystride.triton_kernels.launch import launch
 
 
 @given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=200))

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raystride.triton_kernels.layer_norm import add_layer_norm, add_layer_norm_reference, layer_norm, layer_norm_reference
 from tests.triton_kernels.compare import assert_close, check
 from tests.triton_kernels.registration import check_registration
 from tests.triton_kernels.strategies import DTYPES, LENGTHS, STRIDED, strided
-from triton_kernels.layer_norm import add_layer_norm, add_layer_norm_reference, layer_norm, layer_norm_reference
 
 
 def _scale(x: torch.Tensor, weight: torch.Tensor) -> float:

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import triton_kernels.linear_cross_entropy as module
+import raystride.triton_kernels.linear_cross_entropy as module
+from raystride.triton_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from tests.triton_kernels.compare import check
 from tests.triton_kernels.registration import check_registration
 from tests.triton_kernels.strategies import DTYPES, STRIDED, strided
-from triton_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 
 
 @given(

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raystride.triton_kernels.mse import mse, mse_reference
 from tests.triton_kernels.compare import check
 from tests.triton_kernels.registration import check_registration
 from tests.triton_kernels.strategies import DTYPES, LENGTHS, STRIDED, strided
-from triton_kernels.mse import mse, mse_reference
 
 
 def _check(prediction: torch.Tensor, target: torch.Tensor) -> None:

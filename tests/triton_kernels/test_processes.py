@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from triton_kernels.processes import run_in_group
+from raystride.triton_kernels.processes import run_in_group
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,7 +25,16 @@ def _workers(pid: int) -> list[psutil.Process]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_report_that_is_ended_leaves_no_compilers(number: signal.Signals) -> None:
-    command = ["-m", "triton_kernels.compile_report", "--architecture", "sm_90", "--operation", "gelu", "--processes", "2"]
+    command = [
+        "-m",
+        "raystride.triton_kernels.compile_report",
+        "--architecture",
+        "sm_90",
+        "--operation",
+        "gelu",
+        "--processes",
+        "2",
+    ]
     with _start(command) as report:
         assert report.stdout
         report.stdout.readline()  # the first kernel is compiled, so both compilers are there
@@ -44,9 +53,8 @@ sys.exit(child.wait() != -15)
 
 
 def test_a_signal_reaches_what_a_command_has_started() -> None:
-    program = (
-        f"import sys; from triton_kernels.processes import run_in_group\nrun_in_group([sys.executable, '-c', {FAMILY!r}])"
-    )
+    program = "import sys; from raystride.triton_kernels.processes import run_in_group\n"
+    program += f"run_in_group([sys.executable, '-c', {FAMILY!r}])"
     with _start(["-c", program]) as started:
         assert started.stdout
         assert started.stdout.readline() == "there\n"

@@ -4,11 +4,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raystride.triton_kernels.relu import relu, relu_reference
 from tests.triton_kernels.compare import values_and_gradients
 from tests.triton_kernels.guard import guarded
 from tests.triton_kernels.registration import check_registration
 from tests.triton_kernels.strategies import DTYPES, LENGTHS, STRIDED, strided
-from triton_kernels.relu import relu, relu_reference
 
 
 def _check(x: torch.Tensor) -> None:

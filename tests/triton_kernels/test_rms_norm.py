@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raystride.triton_kernels.dispatch import kernels_ran
+from raystride.triton_kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from tests.triton_kernels.compare import assert_close, check
 from tests.triton_kernels.registration import check_registration
 from tests.triton_kernels.strategies import DTYPES, LENGTHS, STRIDED, strided
-from triton_kernels.dispatch import kernels_ran
-from triton_kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 
 
 def _scale(x: torch.Tensor, weight: torch.Tensor) -> float:

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.attention import rotation_table
+from raystride.model.attention import rotation_table
+from raystride.triton_kernels.dispatch import kernels_ran
+from raystride.triton_kernels.launch import launcher
+from raystride.triton_kernels.rope import rope, rope_reference
 from tests.triton_kernels.compare import check
 from tests.triton_kernels.registration import check_registration
 from tests.triton_kernels.strategies import DTYPES
-from triton_kernels.dispatch import kernels_ran
-from triton_kernels.launch import launcher
-from triton_kernels.rope import rope, rope_reference
 
 LAYOUTS = st.sampled_from(["plain", "projection", "last"])
 

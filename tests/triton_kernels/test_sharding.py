@@ -2,14 +2,14 @@
 
 import torch
 
+from raystride.triton_kernels.attention import attention
+from raystride.triton_kernels.dispatch import kernels_ran, use_kernels
+from raystride.triton_kernels.gelu import gelu
+from raystride.triton_kernels.rms_norm import add_rms_norm, rms_norm
+from raystride.triton_kernels.rope import rope
+from raystride.triton_kernels.sharding import register_shardings
+from raystride.triton_kernels.swiglu import swiglu
 from tests.distributed import run_distributed
-from triton_kernels.attention import attention
-from triton_kernels.dispatch import kernels_ran, use_kernels
-from triton_kernels.gelu import gelu
-from triton_kernels.rms_norm import add_rms_norm, rms_norm
-from triton_kernels.rope import rope
-from triton_kernels.sharding import register_shardings
-from triton_kernels.swiglu import swiglu
 
 HEADS = [(2, 4, 5, 16), (2, 2, 5, 16), (2, 2, 5, 16)]
 

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raystride.triton_kernels.launch import launcher
+from raystride.triton_kernels.swiglu import swiglu, swiglu_reference
 from tests.triton_kernels.compare import check
 from tests.triton_kernels.registration import check_registration
 from tests.triton_kernels.strategies import DTYPES, LENGTHS, STRIDED, strided
-from triton_kernels.launch import launcher
-from triton_kernels.swiglu import swiglu, swiglu_reference
 
 
 def _check(gate: torch.Tensor, up: torch.Tensor) -> None:

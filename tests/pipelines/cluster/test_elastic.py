@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from pipelines.cluster import elastic
-from pipelines.cluster.elastic import places, train_elastic
-from pipelines.cluster.resources import Share
+from raystride.pipelines.cluster import elastic
+from raystride.pipelines.cluster.elastic import places, train_elastic
+from raystride.pipelines.cluster.resources import Share
 
 SHARE = Share(workers=4, device="cpu", threads=2, least=1)
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from pipelines.cluster.cluster import QUIET
-from pipelines.cluster.recorder_handle import Wire
-from pipelines.cluster.resources import Share
-from pipelines.cluster.trainer import make_trainer, train_on_ray
-from pipelines.config import Record
-from pipelines.files import Folder
-from pipelines.worker.job import Job
+from raystride.pipelines.cluster.cluster import QUIET
+from raystride.pipelines.cluster.recorder_handle import Wire
+from raystride.pipelines.cluster.resources import Share
+from raystride.pipelines.cluster.trainer import make_trainer, train_on_ray
+from raystride.pipelines.config import Record
+from raystride.pipelines.files import Folder
+from raystride.pipelines.worker.job import Job
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
 
@@ -70,5 +70,5 @@ def test_each_is_made_where_it_is_asked_for() -> None:
 def test_another_ray_gets_the_stock_trainer(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
     __import__(module)
     monkeypatch.delattr(sys.modules[module], name)
-    monkeypatch.delitem(sys.modules, "pipelines.cluster.internals", raising=False)
+    monkeypatch.delitem(sys.modules, "raystride.pipelines.cluster.internals", raising=False)
     assert _kind(lean=True) == "TorchTrainer"

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.cluster import recorder_handle
-from pipelines.cluster.recorder_handle import StopPoll, Wire
-from pipelines.config import Record
-from pipelines.files import Folder
-from pipelines.record import read_entries
-from pipelines.record.sender import Sender
+from raystride.pipelines.cluster import recorder_handle
+from raystride.pipelines.cluster.recorder_handle import StopPoll, Wire
+from raystride.pipelines.config import Record
+from raystride.pipelines.files import Folder
+from raystride.pipelines.record import read_entries
+from raystride.pipelines.record.sender import Sender
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from pipelines.cluster.resources import Resources, Share, resolve, usable_cores
-from pipelines.config import Launch, Scaling, SettingError, Train
+from raystride.pipelines.cluster.resources import Resources, Share, resolve, usable_cores
+from raystride.pipelines.config import Launch, Scaling, SettingError, Train
 from tests.tiny import tiny
 
 

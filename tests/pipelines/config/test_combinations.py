@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipelines.cluster.resources import Resources, resolve
-from pipelines.config import Checkpoint, Config, Guard, Model, Objective, Scaling, SettingError, Train
+from raystride.pipelines.cluster.resources import Resources, resolve
+from raystride.pipelines.config import Checkpoint, Config, Guard, Model, Objective, Scaling, SettingError, Train
 
 CPU = Resources(cpus=4, gpus=0, memory_bytes=2.0**34, gpu_memory_bytes=None)
 
@@ -66,10 +66,10 @@ def test_what_this_device_cannot_do(sections: dict[str, object], said: str) -> N
 
 
 def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.cluster.resources.find_spec", lambda name: None)
+    monkeypatch.setattr("raystride.pipelines.cluster.resources.find_spec", lambda name: None)
     with pytest.raises(SettingError, match=r'pip install "raystride\[deepspeed\]", or use `fsdp`'):
         resolve(Config(scaling=Scaling(strategy="deepspeed")), CPU)
-    monkeypatch.setattr("pipelines.cluster.resources.which", lambda name: None)
+    monkeypatch.setattr("raystride.pipelines.cluster.resources.which", lambda name: None)
     with pytest.raises(SettingError, match=r"train\.compile is 'block'.* \(g\+\+\)"):
         resolve(Config(train=Train(compile="block")), CPU)
 

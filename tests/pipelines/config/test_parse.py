@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.config import Config, Model, Sample, SettingError
-from pipelines.config.parse import from_yaml, parse, to_yaml
-from pipelines.config.sweep import SweepConfig
+from raystride.pipelines.config import Config, Model, Sample, SettingError
+from raystride.pipelines.config.parse import from_yaml, parse, to_yaml
+from raystride.pipelines.config.sweep import SweepConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 PRESETS = sorted((ROOT / "configs").glob("*.yaml"))

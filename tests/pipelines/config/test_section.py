@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.config import Config, Data, Launch, Model, Optimizer, Scaling, Section, SettingError, Tokenizer, Train
+from raystride.pipelines.config import (
+    Config,
+    Data,
+    Launch,
+    Model,
+    Optimizer,
+    Scaling,
+    Section,
+    SettingError,
+    Tokenizer,
+    Train,
+)
 
 SECTIONS = [item.type for item in fields(Config) if isinstance(item.type, type) and issubclass(item.type, Section)]
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.config import Config, SettingError
-from pipelines.config.condition import Condition
-from pipelines.config.parse import as_typed, parse
-from pipelines.config.sweep import OF_TRIALS, Sweep, SweepConfig
+from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config.condition import Condition
+from raystride.pipelines.config.parse import as_typed, parse
+from raystride.pipelines.config.sweep import OF_TRIALS, Sweep, SweepConfig
 
 KNOWN = Config().flat()
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.config import Checkpoint, Config, Data, Model, Sample, Tokenizer, Train, Validation
-from pipelines.config.parse import to_yaml
-from pipelines.files import Folder
-from pipelines.worker.job import Place
-from pipelines.worker.worker import build_training
+from raystride.pipelines.config import Checkpoint, Config, Data, Model, Sample, Tokenizer, Train, Validation
+from raystride.pipelines.config.parse import to_yaml
+from raystride.pipelines.files import Folder
+from raystride.pipelines.worker.job import Place
+from raystride.pipelines.worker.worker import build_training
 from tests.processes import make_job
 from tests.tiny import tiny
 

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from model.linear import rounds_to_bf16
-from pipelines.config import Answering, Sample
-from pipelines.evaluate.answering import Answerer
-from pipelines.evaluate.opening import choose, open_run
-from pipelines.evaluate.writing import write_text
-from pipelines.files import Folder
-from pipelines.sources.pieces import Piece
-from pipelines.train.checkpoint import Checkpoints
+from raystride.model.linear import rounds_to_bf16
+from raystride.pipelines.config import Answering, Sample
+from raystride.pipelines.evaluate.answering import Answerer
+from raystride.pipelines.evaluate.opening import choose, open_run
+from raystride.pipelines.evaluate.writing import write_text
+from raystride.pipelines.files import Folder
+from raystride.pipelines.sources.pieces import Piece
+from raystride.pipelines.train.checkpoint import Checkpoints
 from tests.pipelines.evaluate.conftest import texts
 
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
-from pipelines.config import Answering, Data, Record, SettingError
-from pipelines.evaluate.evaluation import Scored, Split, evaluate, read_table
-from pipelines.evaluate.opening import choose
-from pipelines.evaluate.prediction import answer_here
-from pipelines.evaluate.recording import keep
-from pipelines.files import Folder
-from pipelines.prepare.manifest import Manifest
-from pipelines.record import read_entries
+from raystride.pipelines.config import Answering, Data, Record, SettingError
+from raystride.pipelines.evaluate.evaluation import Scored, Split, evaluate, read_table
+from raystride.pipelines.evaluate.opening import choose
+from raystride.pipelines.evaluate.prediction import answer_here
+from raystride.pipelines.evaluate.recording import keep
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.manifest import Manifest
+from raystride.pipelines.record import read_entries
 from tests.pipelines.evaluate.conftest import texts
 
 

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from model.generate import generate
-from model.transformer import Decoder
-from pipelines.config import Config, Model, SettingError, Tokenizer
-from pipelines.config.parse import to_yaml
-from pipelines.evaluate.export import export_hugging_face
-from pipelines.evaluate.opening import Opened
-from pipelines.files import Folder
-from pipelines.tasks import build_task
-from pipelines.tokenizers import train_tokenizer
-from pipelines.train.loop import Training
-from pipelines.worker.job import Place
-from pipelines.worker.worker import build_training
+from raystride.model.generate import generate
+from raystride.model.transformer import Decoder
+from raystride.pipelines.config import Config, Model, SettingError, Tokenizer
+from raystride.pipelines.config.parse import to_yaml
+from raystride.pipelines.evaluate.export import export_hugging_face
+from raystride.pipelines.evaluate.opening import Opened
+from raystride.pipelines.files import Folder
+from raystride.pipelines.tasks import build_task
+from raystride.pipelines.tokenizers import train_tokenizer
+from raystride.pipelines.train.loop import Training
+from raystride.pipelines.worker.job import Place
+from raystride.pipelines.worker.worker import build_training
 from tests.processes import make_job
 from tests.ray_jobs.jobs import finish_job, start_script
 from tests.tiny import tiny, write_text

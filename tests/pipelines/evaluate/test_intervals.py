@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pipelines.evaluate.evaluation import bootstrap
+from raystride.pipelines.evaluate.evaluation import bootstrap
 
 
 def test_a_mean_has_the_interval_of_the_normal_distribution() -> None:

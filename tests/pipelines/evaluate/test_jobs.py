@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from pipelines.config import Answering
-from pipelines.evaluate.answering import Answerer
-from pipelines.evaluate.opening import open_run
-from pipelines.files import Folder
+from raystride.pipelines.config import Answering
+from raystride.pipelines.evaluate.answering import Answerer
+from raystride.pipelines.evaluate.opening import open_run
+from raystride.pipelines.files import Folder
 from tests.ray_jobs.jobs import ROOT, Forked, Outcome, finish_job
 
 PATIENCE_S = 120

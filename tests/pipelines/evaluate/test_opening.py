@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipelines.config import Checkpoint, SettingError, Tokenizer, Validation
-from pipelines.config.parse import to_yaml
-from pipelines.evaluate.opening import open_run
-from pipelines.files import Folder
-from pipelines.train.fingerprint import parameters_sha256
-from pipelines.worker.job import Place
-from pipelines.worker.worker import build_training
+from raystride.pipelines.config import Checkpoint, SettingError, Tokenizer, Validation
+from raystride.pipelines.config.parse import to_yaml
+from raystride.pipelines.evaluate.opening import open_run
+from raystride.pipelines.files import Folder
+from raystride.pipelines.train.fingerprint import parameters_sha256
+from raystride.pipelines.worker.job import Place
+from raystride.pipelines.worker.worker import build_training
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
 

@@ -8,13 +8,13 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from pipelines.config import Answering, Checkpoint, Data, Model, Sample, SettingError, Train, Validation
-from pipelines.evaluate.opening import choose
-from pipelines.evaluate.parts import Work, answer_part
-from pipelines.evaluate.prediction import MANIFEST, Predicted, answer_here, predict
-from pipelines.files import Folder
-from pipelines.sources.faults import DataError
-from pipelines.sources.pieces import Part
+from raystride.pipelines.config import Answering, Checkpoint, Data, Model, Sample, SettingError, Train, Validation
+from raystride.pipelines.evaluate.opening import choose
+from raystride.pipelines.evaluate.parts import Work, answer_part
+from raystride.pipelines.evaluate.prediction import MANIFEST, Predicted, answer_here, predict
+from raystride.pipelines.files import Folder
+from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.sources.pieces import Part
 from tests.distributed import CONTEXT
 from tests.pipelines.evaluate.conftest import texts, train, write_rows
 from tests.tiny import tiny
@@ -150,7 +150,7 @@ def test_translations_and_continuations_are_written(trained: Folder, questions: 
 
 
 def test_ray_answers_the_same(ray_cluster: None, trained: Folder, questions: Path, tmp_path: Path) -> None:
-    from pipelines.cluster.answering import answer_on_ray
+    from raystride.pipelines.cluster.answering import answer_on_ray
 
     def run_parts(work: Work, parts: list[Part]) -> None:
         answer_on_ray(work, parts, workers=min(2, len(parts)), per_worker={"CPU": 1})

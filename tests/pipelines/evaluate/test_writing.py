@@ -6,12 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.transformer import Decoder
-from pipelines.config import Config, Model, Sample
-from pipelines.evaluate import writing
-from pipelines.evaluate.writing import write_text, write_texts
-from pipelines.tasks import build_task
-from pipelines.tokenizers.alphabets import ByteEncoder
+from raystride.model.transformer import Decoder
+from raystride.pipelines.config import Config, Model, Sample
+from raystride.pipelines.evaluate import writing
+from raystride.pipelines.evaluate.writing import write_text, write_texts
+from raystride.pipelines.tasks import build_task
+from raystride.pipelines.tokenizers.alphabets import ByteEncoder
 
 ENCODER = ByteEncoder()
 TASK = build_task(Config(), {"vocabulary_size": 257, "end_id": 256}, {"tokenizer": ENCODER})

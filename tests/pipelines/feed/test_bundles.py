@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.feed.bundles import bundle
+from raystride.pipelines.feed.bundles import bundle
 
 SIZES = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 60)), min_size=1, max_size=200).map(np.array)
 

@@ -11,17 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines.config import Data, Model, Train
-from pipelines.feed.cache import NodeCache
-from pipelines.feed.loader import Loader, validation_batches
-from pipelines.feed.order import Order
-from pipelines.feed.plan import Plan
-from pipelines.feed.samples import Windows
-from pipelines.feed.stream import TokenStream
-from pipelines.files import Folder
-from pipelines.prepare.manifest import Manifest
-from pipelines.prepare.prepare import Prepared, prepare
-from pipelines.tasks import Task, build_task
+from raystride.pipelines.config import Data, Model, Train
+from raystride.pipelines.feed.cache import NodeCache
+from raystride.pipelines.feed.loader import Loader, validation_batches
+from raystride.pipelines.feed.order import Order
+from raystride.pipelines.feed.plan import Plan
+from raystride.pipelines.feed.samples import Windows
+from raystride.pipelines.feed.stream import TokenStream
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.manifest import Manifest
+from raystride.pipelines.prepare.prepare import Prepared, prepare
+from raystride.pipelines.tasks import Task, build_task
 from tests.tiny import tiny, write_text
 
 CONTEXT = 16

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.feed.order import Order, digest, permute
+from raystride.pipelines.feed.order import Order, digest, permute
 
 SHUFFLES = st.sampled_from(["full", "blocks", "none"])
 

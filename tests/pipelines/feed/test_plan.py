@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.feed.order import Order
-from pipelines.feed.plan import Plan
+from raystride.pipelines.feed.order import Order
+from raystride.pipelines.feed.plan import Plan
 
 
 def _fed(plan: Plan, step: int, world: int) -> np.ndarray:

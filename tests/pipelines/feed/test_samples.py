@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from pipelines.config import Config, Data, Train
-from pipelines.feed.cache import NodeCache
-from pipelines.feed.loader import Loader, validation_batches
-from pipelines.feed.plan import build_plan
-from pipelines.feed.samples import Bundled, Examples, Samples, open_samples
-from pipelines.feed.stream import TokenStream
-from pipelines.files import Folder
-from pipelines.prepare.prepare import Prepared, prepare
-from pipelines.tasks.language_model import LanguageModel
-from pipelines.tasks.task import Inputs, Rows
+from raystride.pipelines.config import Config, Data, Train
+from raystride.pipelines.feed.cache import NodeCache
+from raystride.pipelines.feed.loader import Loader, validation_batches
+from raystride.pipelines.feed.plan import build_plan
+from raystride.pipelines.feed.samples import Bundled, Examples, Samples, open_samples
+from raystride.pipelines.feed.stream import TokenStream
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.prepare import Prepared, prepare
+from raystride.pipelines.tasks.language_model import LanguageModel
+from raystride.pipelines.tasks.task import Inputs, Rows
 from tests.tiny import tiny
 
 LINES = [f"{number}:" + "x" * (number * 37 % 50) for number in range(30_000)]

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.config import Launch, SettingError
-from pipelines.hang import detector
-from pipelines.hang.detector import Hang, Judge, describe
-from pipelines.hang.heartbeat import ENDED, Beat, Pulses
-from pipelines.hang.process import Process
+from raystride.pipelines.config import Launch, SettingError
+from raystride.pipelines.hang import detector
+from raystride.pipelines.hang.detector import Hang, Judge, describe
+from raystride.pipelines.hang.heartbeat import ENDED, Beat, Pulses
+from raystride.pipelines.hang.process import Process
 
 EVERY_S = 1.0
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipelines.hang.process import Process, process_start
-from pipelines.hang.stack_dump import end, examine
+from raystride.pipelines.hang.process import Process, process_start
+from raystride.pipelines.hang.stack_dump import end, examine
 
 PROGRAM = """
 import time

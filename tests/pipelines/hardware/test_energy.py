@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from pipelines.hardware.amd import amd_cards
-from pipelines.hardware.energy import Meter
-from pipelines.hardware.rapl import packages
-from pipelines.observers.gpu_monitor import Sampler, find_devices
-from pipelines.observers.observer import RunFacts
-from pipelines.record.state import run_figures
+from raystride.pipelines.hardware.amd import amd_cards
+from raystride.pipelines.hardware.energy import Meter
+from raystride.pipelines.hardware.rapl import packages
+from raystride.pipelines.observers.gpu_monitor import Sampler, find_devices
+from raystride.pipelines.observers.observer import RunFacts
+from raystride.pipelines.record.state import run_figures
 
 
 def package(root: Path, name: str, label: str, joules: float, most: float = 100.0) -> Path:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.config import Data, Launch, Model, Validation
-from pipelines.config.parse import Parsed
-from pipelines.launch.driver import run_training
-from pipelines.launch.session import WRONG_SETTINGS
+from raystride.pipelines.config import Data, Launch, Model, Validation
+from raystride.pipelines.config.parse import Parsed
+from raystride.pipelines.launch.driver import run_training
+from raystride.pipelines.launch.session import WRONG_SETTINGS
 from tests.tiny import tiny, write_text
 
 

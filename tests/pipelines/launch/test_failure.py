@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.files import Folder
-from pipelines.launch.failure import FRAMES, failure_screen, first_cause
+from raystride.pipelines.files import Folder
+from raystride.pipelines.launch.failure import FRAMES, failure_screen, first_cause
 
 FOLDER = Folder("/storage/run")
 

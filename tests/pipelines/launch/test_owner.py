@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.files import Folder
-from pipelines.launch import owner
-from pipelines.launch.owner import LEASE_S, Owned, Owner, Ownership, read_owner
+from raystride.pipelines.files import Folder
+from raystride.pipelines.launch import owner
+from raystride.pipelines.launch.owner import LEASE_S, Owned, Owner, Ownership, read_owner
 
 ROOT = Path(__file__).resolve().parents[3]
 DRIVER = """
 import sys, time
 from pathlib import Path
-from pipelines.files import Folder
-from pipelines.launch.owner import Owned, Ownership
+from raystride.pipelines.files import Folder
+from raystride.pipelines.launch.owner import Owned, Ownership
 import psutil  # so that those who race are ready
 folder, attempt, gate = sys.argv[1:]
 print("ready", flush=True)

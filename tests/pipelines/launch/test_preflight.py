@@ -1,18 +1,16 @@
 """Each check of the preflight fails where it should, and says what was asked, what there is and what to do."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pipelines.cluster.resources import Resources, Share
-from pipelines.config import Config, Scaling, SettingError, Train
-from pipelines.files import Folder
-from pipelines.launch.preflight import Check, checks_of_settings, estimate_memory, failing, preflight
-from pipelines.memory.estimate import MemoryEstimate
+from raystride.pipelines.cluster.resources import Resources, Share
+from raystride.pipelines.config import Config, Scaling, SettingError, Train
+from raystride.pipelines.files import Folder
+from raystride.pipelines.launch.preflight import Check, checks_of_settings, estimate_memory, failing, preflight
+from raystride.pipelines.memory.estimate import MemoryEstimate
 from tests.tiny import tiny
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -45,7 +43,7 @@ def storage(tmp_path: Path) -> Folder:
 
 def test_a_healthy_place_passes_and_no_probe_is_left(storage: Folder) -> None:
     checks = _checks(storage, on_a_worker=lambda probe: probe())
-    assert set(checks) == {"triton_kernels", "kernels", "slots", "resources", "memory", "storage"}
+    assert set(checks) == {"kernels", "slots", "resources", "memory", "storage"}
     assert not list(failing(list(checks.values())))
     assert storage.names() == []
 
@@ -70,25 +68,6 @@ def test_an_elastic_run_needs_the_least_of_its_workers(storage: Folder) -> None:
     assert not list(failing(list(_checks(storage, Share(2, "cpu", 1, least=1), one_place).values())))
     with pytest.raises(SettingError, match="least_workers"):
         Scaling(workers=2, least_workers=3)
-
-
-def test_a_foreign_package_of_the_kernels_name(tmp_path: Path) -> None:
-    (tmp_path / "triton_kernels").mkdir()
-    (tmp_path / "triton_kernels" / "__init__.py").write_text("")
-    program = f"""
-import sys
-sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]
-from pipelines.files import Folder
-from tests.pipelines.launch.test_preflight import _checks, _only_failure
-print(_only_failure(_checks(Folder(sys.argv[1]))))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "runs")], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    said, remedy = done.stdout.strip().splitlines()
-    assert said == f"triton_kernels: imported from {tmp_path / 'triton_kernels'}"
-    assert "remove it" in remedy
-    assert str(ROOT) in remedy
 
 
 def test_more_workers_than_slots(storage: Folder) -> None:
@@ -184,7 +163,7 @@ def test_a_storage_that_workers_do_not_share(storage: Folder, tmp_path: Path) ->
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_the_probe_runs_in_a_real_worker(storage: Folder) -> None:
-    from pipelines.cluster.cluster import on_a_worker
+    from raystride.pipelines.cluster.cluster import on_a_worker
 
     assert _checks(storage, on_a_worker=on_a_worker)["storage"].passed
     assert storage.names() == []

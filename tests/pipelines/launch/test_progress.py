@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipelines.launch.progress import Progress, duration, progress_line
+from raystride.pipelines.launch.progress import Progress, duration, progress_line
 
 STATE = {
     "step": 250,

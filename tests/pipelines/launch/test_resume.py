@@ -6,10 +6,21 @@ from typing import Any
 
 import pytest
 
-from pipelines.cluster.resources import Share
-from pipelines.config import Config, Data, Launch, Model, Optimizer, Record, Scaling, SettingError, Train, Validation
-from pipelines.files import Folder
-from pipelines.launch.resume import (
+from raystride.pipelines.cluster.resources import Share
+from raystride.pipelines.config import (
+    Config,
+    Data,
+    Launch,
+    Model,
+    Optimizer,
+    Record,
+    Scaling,
+    SettingError,
+    Train,
+    Validation,
+)
+from raystride.pipelines.files import Folder
+from raystride.pipelines.launch.resume import (
     Earlier,
     completed,
     read_earlier,

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from benchmarks.storages import Storages, size_of
-from model.classifier import Classifier
-from model.convnet import ConvNet
-from model.shape import classifier_parameters, convnet_parameters, count_parameters, translator_parameters
-from model.transformer import Decoder
-from model.translator import Translator
-from pipelines.config import Config, Model, Scaling, Train
-from pipelines.memory.activations import Arithmetic
-from pipelines.memory.estimate import MemoryEstimate, estimate
-from pipelines.memory.networks import network_of
-from pipelines.strategies.recompute import recompute
+from raystride.model.classifier import Classifier
+from raystride.model.convnet import ConvNet
+from raystride.model.shape import classifier_parameters, convnet_parameters, count_parameters, translator_parameters
+from raystride.model.transformer import Decoder
+from raystride.model.translator import Translator
+from raystride.pipelines.config import Config, Model, Scaling, Train
+from raystride.pipelines.memory.activations import Arithmetic
+from raystride.pipelines.memory.estimate import MemoryEstimate, estimate
+from raystride.pipelines.memory.networks import network_of
+from raystride.pipelines.strategies.recompute import recompute
 from tests.tiny import tiny
 
 

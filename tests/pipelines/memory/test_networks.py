@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from model.beam import translate
-from model.classifier import Classifier
-from model.convnet import ConvNet
-from model.generate import generate
-from model.transformer import Decoder
-from model.translator import Translator
-from pipelines.config import Model, Optimizer
-from pipelines.strategies.deepspeed import ZeRO
-from pipelines.strategies.fsdp import FullySharded
-from pipelines.train.optimizer import build_optimizer
+from raystride.model.beam import translate
+from raystride.model.classifier import Classifier
+from raystride.model.convnet import ConvNet
+from raystride.model.generate import generate
+from raystride.model.transformer import Decoder
+from raystride.model.translator import Translator
+from raystride.pipelines.config import Model, Optimizer
+from raystride.pipelines.strategies.deepspeed import ZeRO
+from raystride.pipelines.strategies.fsdp import FullySharded
+from raystride.pipelines.train.optimizer import build_optimizer
 from tests.distributed import run_distributed
 
 SHAPE = Model(flavour="original", layers=2, heads=2, width=16, context=8, pooling="attention")

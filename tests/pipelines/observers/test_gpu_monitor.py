@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from pipelines.observers.gpu_monitor import GpuMonitor
-from pipelines.observers.observer import RunFacts
+from raystride.pipelines.observers.gpu_monitor import GpuMonitor
+from raystride.pipelines.observers.observer import RunFacts
 
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 
 PLAYER = """
 import json, os, sys
 from pathlib import Path
-from pipelines.observers.gpu_monitor import Sampler, find_devices
-from pipelines.observers.observer import RunFacts
-from pipelines.record.state import run_figures
+from raystride.pipelines.observers.gpu_monitor import Sampler, find_devices
+from raystride.pipelines.observers.observer import RunFacts
+from raystride.pipelines.record.state import run_figures
 
 play = json.load(sys.stdin)
 run = RunFacts(run="r", attempt="a1", device="a GPU", node="left", tokens_per_step=100, **play["run"])
@@ -36,9 +36,9 @@ print(json.dumps({"shown": shown, "totals": sampler.totals(), "run": run_figures
 THREAD = """
 import json, os, sys, time
 from pathlib import Path
-from pipelines.observers import gpu_monitor
-from pipelines.observers.observer import RunFacts
-from pipelines.record.sender import Sender
+from raystride.pipelines.observers import gpu_monitor
+from raystride.pipelines.observers.observer import RunFacts
+from raystride.pipelines.record.sender import Sender
 
 gpu_monitor.LAST_READING_S = 0.3
 entries = []
@@ -261,7 +261,7 @@ def shared_answers(library: Path) -> Any:
     asked = [(visible, world) for visible, world, _ in mark.args[1]]
     program = """
 import json, sys, pynvml
-from pipelines.hardware.nvml import visible_indices
+from raystride.pipelines.hardware.nvml import visible_indices
 pynvml.nvmlInit()
 print(json.dumps({f"{visible}/{most}": visible_indices(pynvml, visible, most) for visible, most in json.load(sys.stdin)}))
 """

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipelines.config import Train, Validation
-from pipelines.observers.kernels import Kernels
-from pipelines.observers.observer import RunFacts
-from pipelines.record import Sender
-from pipelines.record.sender import Entry
+from raystride.pipelines.config import Train, Validation
+from raystride.pipelines.observers.kernels import Kernels
+from raystride.pipelines.observers.observer import RunFacts
+from raystride.pipelines.record import Sender
+from raystride.pipelines.record.sender import Entry
+from raystride.triton_kernels.attention import attention
+from raystride.triton_kernels.dispatch import use_kernels
+from raystride.triton_kernels.gelu import gelu
 from tests.processes import make_job, run_workers
 from tests.tiny import tiny, write_text
-from triton_kernels.attention import attention
-from triton_kernels.dispatch import use_kernels
-from triton_kernels.gelu import gelu
 
 
 @pytest.fixture(autouse=True)

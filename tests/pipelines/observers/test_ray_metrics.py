@@ -6,8 +6,8 @@ import urllib.request
 
 import pytest
 
-from pipelines.observers.observer import RunFacts
-from pipelines.observers.ray_metrics import RayMetrics
+from raystride.pipelines.observers.observer import RunFacts
+from raystride.pipelines.observers.ray_metrics import RayMetrics
 from tests.deploy.monitoring import asked
 
 WAIT_S = 60

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from pipelines.config.run import Record
-from pipelines.files import Folder
-from pipelines.observers.host_monitor import HostMonitor
-from pipelines.observers.observer import RunFacts
-from pipelines.observers.tracker import Tracker
-from pipelines.record import Recorder, Sender, read_entries
-from pipelines.record.sender import Entry
+from raystride.pipelines.config.run import Record
+from raystride.pipelines.files import Folder
+from raystride.pipelines.observers.host_monitor import HostMonitor
+from raystride.pipelines.observers.observer import RunFacts
+from raystride.pipelines.observers.tracker import Tracker
+from raystride.pipelines.record import Recorder, Sender, read_entries
+from raystride.pipelines.record.sender import Entry
 
 
 def record(folder: Path) -> Recorder:
@@ -83,7 +83,7 @@ def test_mlflows_own_names_are_used() -> None:
     from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
     from psutil import net_io_counters
 
-    from pipelines.observers.host_monitor import host_reading
+    from raystride.pipelines.observers.host_monitor import host_reading
 
     theirs: set[str] = set()
     kinds: list[Any] = [CPUMonitor, DiskMonitor, NetworkMonitor]
@@ -104,10 +104,10 @@ def test_observers_and_senders_import_without_the_heavy_libraries() -> None:
 import sys
 for name in ("ray", "mlflow", "psutil", "rich", "pyarrow", "matplotlib"):
     sys.modules[name] = None
-from pipelines.observers.observer import RunFacts
-from pipelines.observers.ray_metrics import RayMetrics
-from pipelines.record import Sender
-import pipelines.report
+from raystride.pipelines.observers.observer import RunFacts
+from raystride.pipelines.observers.ray_metrics import RayMetrics
+from raystride.pipelines.record import Sender
+import raystride.pipelines.report
 metrics = RayMetrics()
 metrics.on_start(RunFacts(run="r", attempt="a1"))
 metrics.on_log(1, {"train_loss": 1.0})

@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from pipelines.config import Config, Train, Validation
-from pipelines.config.run import Record
-from pipelines.files import Folder
-from pipelines.observers.observer import RunFacts
-from pipelines.phases import phase
-from pipelines.profiling import stalls
-from pipelines.profiling.stalls import StallWatch
-from pipelines.record import Recorder, Sender, read_entries
-from pipelines.record.sender import Entry
-from pipelines.record.state import Ranks
-from pipelines.report import closing_screen
-from pipelines.worker.job import Job, Place
+from raystride.pipelines.config import Config, Train, Validation
+from raystride.pipelines.config.run import Record
+from raystride.pipelines.files import Folder
+from raystride.pipelines.observers.observer import RunFacts
+from raystride.pipelines.phases import phase
+from raystride.pipelines.profiling import stalls
+from raystride.pipelines.profiling.stalls import StallWatch
+from raystride.pipelines.record import Recorder, Sender, read_entries
+from raystride.pipelines.record.sender import Entry
+from raystride.pipelines.record.state import Ranks
+from raystride.pipelines.report import closing_screen
+from raystride.pipelines.worker.job import Job, Place
 from tests.distributed import run_distributed
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
@@ -28,7 +28,7 @@ SLOWED_S = 0.15
 
 def train_slowed(rank: int, world: int, job: Job, slow: int, seconds: float) -> list[Entry]:
     """One rank's training, in which each forward of rank `slow` takes that much longer; what it sent."""
-    from pipelines.worker.worker import run_worker
+    from raystride.pipelines.worker.worker import run_worker
 
     posted: list[Entry] = []
 

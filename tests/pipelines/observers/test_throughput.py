@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from pipelines.hardware.peaks import PEAKS, peak_flops
-from pipelines.observers.observer import RunFacts
-from pipelines.observers.throughput import KEPT_STEPS, Throughput, peak_memory_bytes
+from raystride.pipelines.hardware.peaks import PEAKS, peak_flops
+from raystride.pipelines.observers.observer import RunFacts
+from raystride.pipelines.observers.throughput import KEPT_STEPS, Throughput, peak_memory_bytes
 
 
 def facts(**changes: Any) -> RunFacts:

@@ -15,11 +15,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.config import Config
-from pipelines.files import Folder
-from pipelines.prepare.prepare import Prepared, prepare
-from pipelines.tasks.task import Column, Document, Facts, Task
-from pipelines.tokenizers import load_tokenizer
+from raystride.pipelines.config import Config
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.prepare import Prepared, prepare
+from raystride.pipelines.tasks.task import Column, Document, Facts, Task
+from raystride.pipelines.tokenizers import load_tokenizer
 from tests.pipelines.conftest import rows
 
 LABELS = ("ham", "spam", "7", "true")

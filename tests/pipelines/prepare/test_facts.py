@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipelines.config import Tokenizer
-from pipelines.prepare.fingerprint import fingerprint
-from pipelines.tasks.task import Column, Document, Facts
+from raystride.pipelines.config import Tokenizer
+from raystride.pipelines.prepare.fingerprint import fingerprint
+from raystride.pipelines.tasks.task import Column, Document, Facts
 from tests.pipelines.conftest import rows, settings
 from tests.pipelines.prepare.tasks import TINY, Labelled, Pictures, as_csv, as_json, made
 

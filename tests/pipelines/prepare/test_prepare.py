@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from pipelines.config import Config, Tokenizer, Train
-from pipelines.files import Folder
-from pipelines.prepare.fingerprint import fingerprint as fingerprint_for
-from pipelines.prepare.prepare import prepare
-from pipelines.prepare.stages import validates
-from pipelines.tasks.language_model import LanguageModel
-from pipelines.tasks.task import Document
+from raystride.pipelines.config import Config, Tokenizer, Train
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.fingerprint import fingerprint as fingerprint_for
+from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.prepare.stages import validates
+from raystride.pipelines.tasks.language_model import LanguageModel
+from raystride.pipelines.tasks.task import Document
 from tests.pipelines.conftest import Prepare, documents, prepared, rows, settings
 
 
@@ -96,7 +96,7 @@ def test_moved_data_has_the_same_fingerprint(corpus: Path, tmp_path: Path) -> No
 KILLED = """
 import sys, time
 from pathlib import Path
-import pipelines.prepare.shards as shards
+import raystride.pipelines.prepare.shards as shards
 from tests.pipelines.conftest import prepared, settings
 finish = shards.ShardWriter.finish
 def slow(*arguments):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.config import SettingError, Tokenizer
-from pipelines.sources.faults import DataError
+from raystride.pipelines.config import SettingError, Tokenizer
+from raystride.pipelines.sources.faults import DataError
 from tests.pipelines.conftest import prepared, settings
 from tests.pipelines.prepare.test_prepare import LINES, tree
 
@@ -38,11 +38,11 @@ def test_an_interrupted_preparation_goes_on_with_another_number_of_workers(tmp_p
     (tmp_path / "text.txt").write_text(LINES)
     config = settings(tmp_path / "text.txt", validation="tail", shard_mib=0.05)
     whole = prepared(config, tmp_path / "whole")
-    from pipelines.prepare.fingerprint import open_sources
-    from pipelines.prepare.parts import divide
-    from pipelines.prepare.stages import Job, read_part, tokenise, write_part
-    from pipelines.tasks.language_model import LanguageModel
-    from pipelines.tokenizers import Tokenizers, train_tokenizer
+    from raystride.pipelines.prepare.fingerprint import open_sources
+    from raystride.pipelines.prepare.parts import divide
+    from raystride.pipelines.prepare.stages import Job, read_part, tokenise, write_part
+    from raystride.pipelines.tasks.language_model import LanguageModel
+    from raystride.pipelines.tokenizers import Tokenizers, train_tokenizer
 
     task = LanguageModel(config, {"vocabulary_size": 257, "end_id": 256})
     source, _ = open_sources(config, task)

@@ -11,10 +11,10 @@ from shutil import which
 import pytest
 import yaml
 
-from pipelines.launch.profiled import COMPUTED, LASTED, MOVED, speed_of_light, why_no_report
-from pipelines.profiling.nsight import SystemsWindow
-from pipelines.profiling.nsight_commands import SESSION, worker_executable
-from pipelines.profiling.profile import ProfileError
+from raystride.pipelines.launch.profiled import COMPUTED, LASTED, MOVED, speed_of_light, why_no_report
+from raystride.pipelines.profiling.nsight import SystemsWindow
+from raystride.pipelines.profiling.nsight_commands import SESSION, worker_executable
+from raystride.pipelines.profiling.profile import ProfileError
 from tests.tiny import write_text
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -138,7 +138,7 @@ def test_a_report_that_is_no_report_is_an_error_that_says_why(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("LEAVES", leaves)
     monkeypatch.setenv(SESSION, "s1")
-    monkeypatch.setattr("pipelines.profiling.nsight.nvtx_listener", lambda: None)
+    monkeypatch.setattr("raystride.pipelines.profiling.nsight.nvtx_listener", lambda: None)
     window = SystemsWindow()
     window.open()
     with pytest.raises(ProfileError, match=re.escape(reason)):

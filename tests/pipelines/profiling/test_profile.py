@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pipelines.config import Config, Profile, SettingError, Train, Validation
-from pipelines.record.sender import Entry
-from pipelines.worker.job import Place
-from pipelines.worker.worker import run_worker
+from raystride.pipelines.config import Config, Profile, SettingError, Train, Validation
+from raystride.pipelines.record.sender import Entry
+from raystride.pipelines.worker.job import Place
+from raystride.pipelines.worker.worker import run_worker
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
 

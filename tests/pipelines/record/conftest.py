@@ -10,11 +10,11 @@ from uuid import uuid4
 
 import pytest
 
-from pipelines.config.run import Record
-from pipelines.files import Folder
-from pipelines.record import Recorder
-from pipelines.record.mlflow_log import database
-from pipelines.record.sender import Entry
+from raystride.pipelines.config.run import Record
+from raystride.pipelines.files import Folder
+from raystride.pipelines.record import Recorder
+from raystride.pipelines.record.mlflow_log import database
+from raystride.pipelines.record.sender import Entry
 
 MakeRecorder = Callable[..., Recorder]
 

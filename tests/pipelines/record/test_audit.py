@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.feed.order import Order, digest
-from pipelines.feed.plan import Plan, share
-from pipelines.files import Folder
-from pipelines.record import audit as audit_module
-from pipelines.record.audit import Broken, audit, main
+from raystride.pipelines.feed.order import Order, digest
+from raystride.pipelines.feed.plan import Plan, share
+from raystride.pipelines.files import Folder
+from raystride.pipelines.record import audit as audit_module
+from raystride.pipelines.record.audit import Broken, audit, main
 
 ORDER = Order(samples=50, seed=3)
 PLAN = Plan(ORDER, slots=3, slot_size=4, epochs=2.5)

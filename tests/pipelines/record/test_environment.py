@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.record.environment import describe_environment, describe_source
+from raystride.pipelines.record.environment import describe_environment, describe_source
 
 
 def test_versions_and_hardware_are_named() -> None:

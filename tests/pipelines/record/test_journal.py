@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.files import Folder
-from pipelines.record.journal import Journal, encode, join, plain, read_entries, readable, segments
+from raystride.pipelines.files import Folder
+from raystride.pipelines.record.journal import Journal, encode, join, plain, read_entries, readable, segments
 
 
 def entry(sequence: int, kind: str = "metrics", time: float = 1.0, attempt: str = "a1", **values: Any) -> dict[str, Any]:

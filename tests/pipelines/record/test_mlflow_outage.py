@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from pipelines.config.run import Record
-from pipelines.files import Folder
-from pipelines.record import Sender, follower, read_entries
-from pipelines.record import recorder as recorder_module
-from pipelines.record.mlflow_log import database
-from pipelines.record.ui import await_server, start_server, stop_server
-from ray_jobs import runs
+from raystride.pipelines.config.run import Record
+from raystride.pipelines.files import Folder
+from raystride.pipelines.record import Sender, follower, read_entries
+from raystride.pipelines.record import recorder as recorder_module
+from raystride.pipelines.record.mlflow_log import database
+from raystride.pipelines.record.ui import await_server, start_server, stop_server
+from raystride.ray_jobs import runs
 from tests.pipelines.record.conftest import MakeRecorder, history, only_run
 
 

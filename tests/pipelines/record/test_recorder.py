@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from pipelines.config.run import Record
-from pipelines.files import Folder
-from pipelines.record import SUMMARY_KEYS, Recorder, Sender
-from pipelines.record.mlflow_log import MlflowLog, metric_name, public
+from raystride.pipelines.config.run import Record
+from raystride.pipelines.files import Folder
+from raystride.pipelines.record import SUMMARY_KEYS, Recorder, Sender
+from raystride.pipelines.record.mlflow_log import MlflowLog, metric_name, public
 from tests.pipelines.record.conftest import MakeRecorder, RecorderProcess, history, only_run, sent
 
 

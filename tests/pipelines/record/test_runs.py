@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipelines.launch.owner import Owner
-from ray_jobs import runs
+from raystride.pipelines.launch.owner import Owner
+from raystride.ray_jobs import runs
 
 
 @pytest.fixture

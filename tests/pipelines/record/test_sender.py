@@ -9,10 +9,10 @@ from uuid import uuid4
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipelines.config.run import Record
-from pipelines.files import Folder
-from pipelines.record import Recorder, Sender, read_entries
-from pipelines.record.sender import Entry
+from raystride.pipelines.config.run import Record
+from raystride.pipelines.files import Folder
+from raystride.pipelines.record import Recorder, Sender, read_entries
+from raystride.pipelines.record.sender import Entry
 
 
 class Unreliable:

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
 
-from pipelines.config import SettingError
-from pipelines.config.run import Record
-from pipelines.files import Folder
-from pipelines.record import Recorder, Sender
-from pipelines.record.journal import Journal
-from pipelines.record.tensorboard_log import TensorboardLog, check_tensorboard
+from raystride.pipelines.config import SettingError
+from raystride.pipelines.config.run import Record
+from raystride.pipelines.files import Folder
+from raystride.pipelines.record import Recorder, Sender
+from raystride.pipelines.record.journal import Journal
+from raystride.pipelines.record.tensorboard_log import TensorboardLog, check_tensorboard
 from tests.pipelines.record.conftest import MakeRecorder
 from tests.pipelines.record.test_mlflow_outage import until
 
@@ -107,7 +107,7 @@ def test_what_a_full_disk_did_not_take_is_written_later(record: MakeRecorder, fo
 
 
 def test_without_its_package_it_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.record.tensorboard_log.find_spec", lambda name: None)
+    monkeypatch.setattr("raystride.pipelines.record.tensorboard_log.find_spec", lambda name: None)
     check_tensorboard(Record())
     with pytest.raises(SettingError, match=r"record.tensorboard is True.*pip install"):
         check_tensorboard(SETTINGS)

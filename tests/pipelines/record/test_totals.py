@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from pipelines.files import Folder
-from pipelines.record import Sender
-from pipelines.record.state import run_figures
+from raystride.pipelines.files import Folder
+from raystride.pipelines.record import Sender
+from raystride.pipelines.record.state import run_figures
 from tests.pipelines.record.conftest import MakeRecorder, sent
 
 

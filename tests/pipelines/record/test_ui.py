@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipelines.config.run import Record
-from pipelines.files import Folder
-from pipelines.record import Sender, ui
+from raystride.pipelines.config.run import Record
+from raystride.pipelines.files import Folder
+from raystride.pipelines.record import Sender, ui
 from tests.pipelines.record.conftest import MakeRecorder
 from tests.pipelines.record.test_mlflow_outage import port  # noqa: F401
 
@@ -27,7 +27,7 @@ def test_the_newest_run_is_linked_and_ctrl_c_leaves_nothing(
     sender.put("metrics", {"train_loss": 1.0}, step=1)
     assert sender.close()
     run_id = recorder.finish("finished")["mlflow_run_id"]
-    command = [sys.executable, "-m", "pipelines.record.ui", "--storage", storage.uri, "--port", str(port)]
+    command = [sys.executable, "-m", "raystride.pipelines.record.ui", "--storage", storage.uri, "--port", str(port)]
     shown = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert shown.stdout is not None
     line = shown.stdout.readline()

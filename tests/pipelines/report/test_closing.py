@@ -2,9 +2,9 @@
 
 import pytest
 
-from pipelines.files import Folder
-from pipelines.record.summary import build_summary
-from pipelines.report import closing_screen
+from raystride.pipelines.files import Folder
+from raystride.pipelines.record.summary import build_summary
+from raystride.pipelines.report import closing_screen
 
 FOLDER = Folder("/data/runs/small-1f3a")
 
@@ -19,7 +19,7 @@ def test_the_last_three_lines_say_where_and_what_next(status: str, job: str) -> 
     text = closing_screen(summary(status, mlflow_run_id="abc"), FOLDER, "a curve", "a sample")
     last = text.splitlines()[-3:]
     assert last[0] == "results  /data/runs/small-1f3a"
-    assert last[1] == "mlflow   python -m pipelines.record.ui --storage /data/runs"
+    assert last[1] == "mlflow   python -m raystride.pipelines.record.ui --storage /data/runs"
     settings = "--config /data/runs/small-1f3a/config.yaml " if job == "train.py" else ""
     assert last[2].startswith(f"next     python ray_jobs/{job} {settings}--run small-1f3a --storage /data/runs")
 

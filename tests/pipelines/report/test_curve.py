@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipelines.report import curve_picture, loss_points, text_curve
+from raystride.pipelines.report import curve_picture, loss_points, text_curve
 
 points = st.lists(st.tuples(st.integers(0, 10**9), st.floats()), max_size=40)
 

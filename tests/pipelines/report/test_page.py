@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pipelines.files import Folder
-from pipelines.report.advice import advise
-from pipelines.report.page import run_page, step_shares, write_page
+from raystride.pipelines.files import Folder
+from raystride.pipelines.report.advice import advise
+from raystride.pipelines.report.page import run_page, step_shares, write_page
 
 SHARES = {"data": 0.1, "forward": 0.2, "backward": 0.4, "reduce": 0.1, "update": 0.05, "validation": 0.0, "checkpoint": 0.0}
 SUMMARY = {"run": "a <b> run", "status": "finished", "steps": 30, "tokens_per_second": 1234.5, "mfu": None, "val_loss": 1.25}

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipelines.scaling_model import Observation, Work
-from pipelines.scaling_model.terms import Parts, seconds_of, table
+from raystride.pipelines.scaling_model import Observation, Work
+from raystride.pipelines.scaling_model.terms import Parts, seconds_of, table
 
 TRUTH = {
     "fixed": 0.01,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipelines.scaling_model import ClusterDescription, ClusterError, Link
+from raystride.pipelines.scaling_model import ClusterDescription, ClusterError, Link
 
 GOOD = {
     "device": "H100",

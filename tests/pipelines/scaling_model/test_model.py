@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipelines.scaling_model import (
+from raystride.pipelines.scaling_model import (
     ClusterDescription,
     Link,
     NotPredicted,
@@ -17,7 +17,7 @@ from pipelines.scaling_model import (
     Work,
     held_back,
 )
-from pipelines.scaling_model.fit import PRIORS
+from raystride.pipelines.scaling_model.fit import PRIORS
 from tests.pipelines.scaling_model.synthetic import LARGE, SMALL, TRUTH, measure, parts, seconds, works
 
 SLOW_LINKS = TRUTH | {"intra bandwidth": 6e9, "inter bandwidth": 2e9, "inter latency": 1e-3}

@@ -3,7 +3,7 @@
 import yaml
 
 from benchmarks.scaling_model import AIM, TABLES, described, read
-from pipelines.scaling_model import held_back
+from raystride.pipelines.scaling_model import held_back
 
 
 def test_llama_on_128_gpus_is_predicted_from_8_and_described_links() -> None:

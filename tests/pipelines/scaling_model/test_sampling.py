@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pipelines.scaling_model.sampling import Array, sample
+from raystride.pipelines.scaling_model.sampling import Array, sample
 
 
 def test_a_correlated_normal_is_drawn() -> None:

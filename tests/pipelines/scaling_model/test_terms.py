@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.scaling_model import TrialError
-from pipelines.scaling_model.terms import Traffic, all_reduce, gather, slowest_of, tail_of, traffic_of
+from raystride.pipelines.scaling_model import TrialError
+from raystride.pipelines.scaling_model.terms import Traffic, all_reduce, gather, slowest_of, tail_of, traffic_of
 from tests.pipelines.scaling_model.synthetic import LARGE, SMALL, TRUTH, parts, seconds
 
 sizes = st.integers(1, 6)

@@ -8,13 +8,13 @@ for part in found.parts:                                  # each can be read in 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipelines.config import Data
-from pipelines.prepare.parts import items, parts_of
-from pipelines.sources.faults import Fault
-from pipelines.sources.fields import Columns
-from pipelines.sources.pieces import Part, Reader
-from pipelines.sources.source import open_source
-from pipelines.tasks.task import Document
+from raystride.pipelines.config import Data
+from raystride.pipelines.prepare.parts import items, parts_of
+from raystride.pipelines.sources.faults import Fault
+from raystride.pipelines.sources.fields import Columns
+from raystride.pipelines.sources.pieces import Part, Reader
+from raystride.pipelines.sources.source import open_source
+from raystride.pipelines.tasks.task import Document
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.config import Data
-from pipelines.sources.faults import DataError
-from pipelines.tasks.task import Column, Document
+from raystride.pipelines.config import Data
+from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.tasks.task import Column, Document
 from tests.pipelines.prepare.tasks import ROWS, TINY, as_folders, as_json, as_lines
 from tests.pipelines.sources.documents import open_documents
 

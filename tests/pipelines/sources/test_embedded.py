@@ -11,8 +11,8 @@ import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from pipelines.sources import embedded
-from pipelines.sources.registry import REGISTERED
+from raystride.pipelines.sources import embedded
+from raystride.pipelines.sources.registry import REGISTERED
 from tests.pipelines.conftest import rows, settings
 from tests.pipelines.prepare.tasks import Labelled, Pictures, made, pairs
 

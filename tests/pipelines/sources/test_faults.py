@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.sources.faults import DataError
+from raystride.pipelines.sources.faults import DataError
 from tests.pipelines.conftest import Prepare, documents, rows
 
 GOOD = [f"good document number {i}" for i in range(60)]
@@ -208,7 +208,7 @@ def test_many_faults_are_counted_and_some_named(tmp_path: Path, run: Prepare) ->
 def test_a_registered_function_that_raises(run: Prepare) -> None:
     from collections.abc import Iterator
 
-    from pipelines.sources.registry import REGISTERED, register_source
+    from raystride.pipelines.sources.registry import REGISTERED, register_source
 
     @register_source("breaks")
     def breaks() -> Iterator[str]:

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from pipelines.config import Data
-from pipelines.sources.faults import DataError
-from pipelines.sources.fields import data_uri
-from pipelines.tasks.task import Column
+from raystride.pipelines.config import Data
+from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.sources.fields import data_uri
+from raystride.pipelines.tasks.task import Column
 from tests.pipelines.conftest import rows, settings
 from tests.pipelines.prepare.tasks import (
     LABELS,
@@ -86,7 +86,7 @@ def test_equal_texts_are_on_one_side(tmp_path: Path) -> None:
 
 
 def test_parts_are_measured_by_the_columns_that_are_read(tmp_path: Path) -> None:
-    from pipelines.sources.source import open_source
+    from raystride.pipelines.sources.source import open_source
 
     text, big = TEXT_AND_LABEL[0], Column("data.column", "big")
     path = as_parquet(tmp_path)
@@ -140,7 +140,7 @@ def test_a_source_without_the_columns_says_what_would_have_them(tmp_path: Path) 
 def test_registered_functions_yield_tuples_and_dicts(tmp_path: Path) -> None:
     from collections.abc import Iterator
 
-    from pipelines.sources.registry import REGISTERED, register_source
+    from raystride.pipelines.sources.registry import REGISTERED, register_source
 
     @register_source("mails")
     def mails() -> Iterator[Any]:

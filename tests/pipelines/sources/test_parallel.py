@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.config import Data, SettingError
-from pipelines.sources.faults import DataError
-from pipelines.tasks.task import Column
-from pipelines.tokenizers import load_tokenizer
+from raystride.pipelines.config import Data, SettingError
+from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.tasks.task import Column
+from raystride.pipelines.tokenizers import load_tokenizer
 from tests.pipelines.conftest import documents, prepared, rows, settings
 from tests.pipelines.prepare.tasks import TINY, Pairs, made
 from tests.pipelines.sources.documents import open_documents

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.config import Data
-from pipelines.sources.faults import DataError
-from pipelines.sources.source import Source, open_source, standard_library
-from pipelines.tasks.task import Column
+from raystride.pipelines.config import Data
+from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.sources.source import Source, open_source, standard_library
+from raystride.pipelines.tasks.task import Column
 from tests.pipelines.conftest import Prepare, documents, rows, settings
 
 TEXTS = [f'document {i}: "naïve", 日本語\nsecond line, {"x" * (i % 7)}\r\nlast' for i in range(300)]
@@ -163,7 +163,7 @@ def test_text_without_good_places_to_cut_is_kept_whole(tmp_path: Path, run: Prep
 
 def test_the_ids_of_a_cut_text_are_those_of_the_whole(tmp_path: Path, run: Prepare) -> None:
     """Cuts lie where BPE patterns cut too."""
-    from pipelines.tokenizers import load_tokenizer
+    from raystride.pipelines.tokenizers import load_tokenizer
 
     text = "".join(Path(file.uri).read_text(encoding="utf-8") for file in standard_library()[:20])
     (tmp_path / "code.txt").write_text(text)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pipelines.config import Checkpoint, Model, Optimizer, Train, Validation
-from pipelines.observers.observer import Observer
-from pipelines.worker.job import Job, Place
+from raystride.pipelines.config import Checkpoint, Model, Optimizer, Train, Validation
+from raystride.pipelines.observers.observer import Observer
+from raystride.pipelines.worker.job import Job, Place
 from tests.distributed import run_distributed
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
@@ -67,8 +67,8 @@ def run_course(job: Job, world: int, prepare: Any = None) -> Course:
 
 
 def _run(rank: int, world: int, job: Job, prepare: Any) -> Course:
-    from pipelines.train.fingerprint import parameters_sha256
-    from pipelines.worker.worker import build_training
+    from raystride.pipelines.train.fingerprint import parameters_sha256
+    from raystride.pipelines.worker.worker import build_training
 
     course = Course()
     training = build_training(job, Place(rank=rank, world=world), [course], lambda: False, course.said.append)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipelines.config import Checkpoint, Optimizer, Scaling, Train
+from raystride.pipelines.config import Checkpoint, Optimizer, Scaling, Train
 from tests.pipelines.strategies.course import SLOTS, Course, changed, course_job, run_course
 from tests.pipelines.strategies.test_parity import TOLERANCE
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from pipelines.feed.plan import share
-from pipelines.strategies.ddp import DataParallel
-from pipelines.strategies.exact import ExactBuckets
-from pipelines.strategies.tree import additions, halves, roots, visits
+from raystride.pipelines.feed.plan import share
+from raystride.pipelines.strategies.ddp import DataParallel
+from raystride.pipelines.strategies.exact import ExactBuckets
+from raystride.pipelines.strategies.tree import additions, halves, roots, visits
 from tests.distributed import run_distributed
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.config import Model, Scaling, Train
+from raystride.pipelines.config import Model, Scaling, Train
 from tests.pipelines.strategies.course import SLOTS, STEPS, Course, course_job, run_course
 
 TOLERANCE = 2e-6

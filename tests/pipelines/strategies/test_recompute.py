@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from model.transformer import Decoder
-from pipelines.config import Model, Scaling, Train
-from pipelines.strategies.recompute import recompute
+from raystride.model.transformer import Decoder
+from raystride.pipelines.config import Model, Scaling, Train
+from raystride.pipelines.strategies.recompute import recompute
 from tests.pipelines.strategies.course import Course, course_job, run_course
 
 TRAIN = Train(steps=6, slots=4, slot_size=2, log_every=1)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from pipelines.config import Config, Scaling, Train
-from pipelines.strategies import build_strategy
-from pipelines.strategies.ddp import DataParallel
-from pipelines.strategies.reduction import Buckets, _cut
+from raystride.pipelines.config import Config, Scaling, Train
+from raystride.pipelines.strategies import build_strategy
+from raystride.pipelines.strategies.ddp import DataParallel
+from raystride.pipelines.strategies.reduction import Buckets, _cut
 from tests.distributed import run_distributed
 
 

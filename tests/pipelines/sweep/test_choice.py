@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.config import Config
-from pipelines.config.parse import parse
-from pipelines.config.sweep import Sweep
-from pipelines.sweep.choice import best_of, by_settings, recommendation, score
-from pipelines.sweep.result import Result
-from pipelines.sweep.space import Candidate
+from raystride.pipelines.config import Config
+from raystride.pipelines.config.parse import parse
+from raystride.pipelines.config.sweep import Sweep
+from raystride.pipelines.sweep.choice import best_of, by_settings, recommendation, score
+from raystride.pipelines.sweep.result import Result
+from raystride.pipelines.sweep.space import Candidate
 from tests.pipelines.sweep.test_page import sweep, trial, without
 
 speeds = st.lists(st.floats(1, 1e4), min_size=2, max_size=4)

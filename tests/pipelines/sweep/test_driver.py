@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from pipelines.config.parse import Parsed
-from pipelines.config.sweep import SweepConfig
-from pipelines.files import Folder
-from pipelines.sweep.driver import _known, candidates_of, run_sweep
-from pipelines.sweep.result import Result, keep
-from pipelines.sweep.space import Candidate
+from raystride.pipelines.config.parse import Parsed
+from raystride.pipelines.config.sweep import SweepConfig
+from raystride.pipelines.files import Folder
+from raystride.pipelines.sweep.driver import _known, candidates_of, run_sweep
+from raystride.pipelines.sweep.result import Result, keep
+from raystride.pipelines.sweep.space import Candidate
 from tests.pipelines.sweep.test_page import CLUSTER, sweep, trial
 
 

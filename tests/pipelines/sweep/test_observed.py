@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from model.shape import count_parameters
-from pipelines.config import Config, Model, Scaling, Tokenizer, Train
-from pipelines.scaling_model.observation import TrialError
-from pipelines.sweep.observed import MIB, observation_of
-from pipelines.sweep.result import Result
+from raystride.model.shape import count_parameters
+from raystride.pipelines.config import Config, Model, Scaling, Tokenizer, Train
+from raystride.pipelines.scaling_model.observation import TrialError
+from raystride.pipelines.sweep.observed import MIB, observation_of
+from raystride.pipelines.sweep.result import Result
 from tests.pipelines.sweep.test_page import trial
 
 MODEL = Model(layers=3, heads=2, width=64, context=64)

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.config import Model, Scaling, Tokenizer, Train
-from pipelines.config.sweep import Sweep, SweepConfig
-from pipelines.files import Folder
-from pipelines.scaling_model.described import ClusterDescription
-from pipelines.scaling_model.model import NotPredicted, Prediction
-from pipelines.sweep.answer import Answer, answer
-from pipelines.sweep.page import sweep_page, write_report
-from pipelines.sweep.result import Result, Status
-from pipelines.sweep.views import GROUPS, beyond_ideal, families, front, grid_of, modelled, tradeoffs
+from raystride.pipelines.config import Model, Scaling, Tokenizer, Train
+from raystride.pipelines.config.sweep import Sweep, SweepConfig
+from raystride.pipelines.files import Folder
+from raystride.pipelines.scaling_model.described import ClusterDescription
+from raystride.pipelines.scaling_model.model import NotPredicted, Prediction
+from raystride.pipelines.sweep.answer import Answer, answer
+from raystride.pipelines.sweep.page import sweep_page, write_report
+from raystride.pipelines.sweep.result import Result, Status
+from raystride.pipelines.sweep.views import GROUPS, beyond_ideal, families, front, grid_of, modelled, tradeoffs
 from tests.pipelines.report.test_page import Reader
 
 SHARES = {"data": 0.05, "forward": 0.2, "backward": 0.4, "update": 0.1, "validation": 0.0, "checkpoint": 0.0}

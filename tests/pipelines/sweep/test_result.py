@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from pipelines.files import Folder
-from pipelines.phases import PARTS
-from pipelines.sweep.result import (
+from raystride.pipelines.files import Folder
+from raystride.pipelines.phases import PARTS
+from raystride.pipelines.sweep.result import (
     Window,
     forget,
     keep,

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.config import Scaling, Train
-from pipelines.config.sweep import Sweep, SweepConfig
-from pipelines.sweep.space import draw, grid, meets
+from raystride.pipelines.config import Scaling, Train
+from raystride.pipelines.config.sweep import Sweep, SweepConfig
+from raystride.pipelines.sweep.space import draw, grid, meets
 
 SPACE = {"scaling.workers": [1, 2, 8], "train.precision": ["fp32", "bf16"]}
 

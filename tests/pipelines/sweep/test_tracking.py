@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from pipelines.config import Record
-from pipelines.config.sweep import SweepConfig
-from pipelines.files import Folder
-from pipelines.record.journal import Journal
-from pipelines.record.mlflow_log import database
-from pipelines.sweep.result import Result
-from pipelines.sweep.tracking import Tracking
+from raystride.pipelines.config import Record
+from raystride.pipelines.config.sweep import SweepConfig
+from raystride.pipelines.files import Folder
+from raystride.pipelines.record.journal import Journal
+from raystride.pipelines.record.mlflow_log import database
+from raystride.pipelines.sweep.result import Result
+from raystride.pipelines.sweep.tracking import Tracking
 from tests.pipelines.sweep.test_page import sweep, trial
 
 

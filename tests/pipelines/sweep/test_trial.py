@@ -9,14 +9,14 @@ import numpy
 import pytest
 import torch
 
-from pipelines.cluster.resources import Resources
-from pipelines.config.sweep import SweepConfig
-from pipelines.files import Folder
-from pipelines.hang.detector import Hang, Hung
-from pipelines.record.journal import Journal
-from pipelines.sweep import trial
-from pipelines.sweep.space import Candidate
-from pipelines.sweep.trial import Measuring, TookTooLong, ended, refusal, result_of, why
+from raystride.pipelines.cluster.resources import Resources
+from raystride.pipelines.config.sweep import SweepConfig
+from raystride.pipelines.files import Folder
+from raystride.pipelines.hang.detector import Hang, Hung
+from raystride.pipelines.record.journal import Journal
+from raystride.pipelines.sweep import trial
+from raystride.pipelines.sweep.space import Candidate
+from raystride.pipelines.sweep.trial import Measuring, TookTooLong, ended, refusal, result_of, why
 from tests.pipelines.sweep.test_page import TOKENS, sweep
 
 THERE = Resources(cpus=4, gpus=0, memory_bytes=8 * 2**30, gpu_memory_bytes=None, node_cpus=(4.0,))

@@ -9,14 +9,14 @@ import ray
 from ray.tune.experiment import Trial
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from pipelines.cluster.resources import Resources
-from pipelines.config.sweep import SweepConfig
-from pipelines.files import Folder
-from pipelines.record.journal import Journal
-from pipelines.sweep.result import Result, keep, results
-from pipelines.sweep.space import Candidate, grid
-from pipelines.sweep.trial import ended
-from pipelines.sweep.tuning import (
+from raystride.pipelines.cluster.resources import Resources
+from raystride.pipelines.config.sweep import SweepConfig
+from raystride.pipelines.files import Folder
+from raystride.pipelines.record.journal import Journal
+from raystride.pipelines.sweep.result import Result, keep, results
+from raystride.pipelines.sweep.space import Candidate, grid
+from raystride.pipelines.sweep.trial import ended
+from raystride.pipelines.sweep.tuning import (
     TRIAL,
     Plan,
     _breaks_a_condition,

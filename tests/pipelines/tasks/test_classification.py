@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from pipelines.config import Config, Model, Objective, SettingError, Tokenizer
-from pipelines.tasks import build_task
-from pipelines.tasks.classification import Classification
-from pipelines.tasks.labels import scores
-from pipelines.tasks.task import IGNORED
-from pipelines.tokenizers.alphabets import ByteEncoder, CharacterEncoder
+from raystride.pipelines.config import Config, Model, Objective, SettingError, Tokenizer
+from raystride.pipelines.tasks import build_task
+from raystride.pipelines.tasks.classification import Classification
+from raystride.pipelines.tasks.labels import scores
+from raystride.pipelines.tasks.task import IGNORED
+from raystride.pipelines.tokenizers.alphabets import ByteEncoder, CharacterEncoder
 
 LETTERS = CharacterEncoder("abcdefgh")
 FACTS = {"vocabulary_size": LETTERS.vocabulary_size, "end_id": 0, "labels": ["no", "yes"], "shares": [0.25, 0.75]}

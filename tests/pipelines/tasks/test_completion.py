@@ -5,11 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.config import Config, Model, Tokenizer
-from pipelines.tasks import build_task
-from pipelines.tasks.completion import Completion
-from pipelines.tasks.task import IGNORED
-from pipelines.tokenizers.alphabets import ByteEncoder
+from raystride.pipelines.config import Config, Model, Tokenizer
+from raystride.pipelines.tasks import build_task
+from raystride.pipelines.tasks.completion import Completion
+from raystride.pipelines.tasks.task import IGNORED
+from raystride.pipelines.tokenizers.alphabets import ByteEncoder
 
 END = ByteEncoder.end_id
 ENCODERS = {"tokenizer": ByteEncoder()}

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipelines.config import Config, Model
-from pipelines.tasks import build_task
-from pipelines.tasks.task import Task
+from raystride.pipelines.config import Config, Model
+from raystride.pipelines.tasks import build_task
+from raystride.pipelines.tasks.task import Task
 
 CONTEXT, LENGTH = 32, 9
 FACTS: dict[str, Any] = {"vocabulary_size": 19, "end_id": 0, "labels": ["a", "b"], "image": (1, 8, 8)}

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from pipelines.config import Config, Data, Model, SettingError
-from pipelines.tasks import build_task
-from pipelines.tasks.images import Images
+from raystride.pipelines.config import Config, Data, Model, SettingError
+from raystride.pipelines.tasks import build_task
+from raystride.pipelines.tasks.images import Images
 
 
 def _uri(pixels: np.ndarray, kind: str = "PNG") -> str:

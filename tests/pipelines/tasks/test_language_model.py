@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.transformer import Decoder
-from pipelines.config import Config, Model
-from pipelines.feed.samples import windows_in
-from pipelines.tasks import Task, build_task
-from pipelines.tasks.language_model import LanguageModel
-from pipelines.tasks.task import IGNORED
-from pipelines.tokenizers.alphabets import ByteEncoder
+from raystride.model.transformer import Decoder
+from raystride.pipelines.config import Config, Model
+from raystride.pipelines.feed.samples import windows_in
+from raystride.pipelines.tasks import Task, build_task
+from raystride.pipelines.tasks.language_model import LanguageModel
+from raystride.pipelines.tasks.task import IGNORED
+from raystride.pipelines.tokenizers.alphabets import ByteEncoder
 
 
 def _task(context: int) -> LanguageModel:

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines.config import Config, Model, Tokenizer
-from pipelines.tasks import build_task
-from pipelines.tasks.overlap import Overlap
-from pipelines.tasks.task import IGNORED
-from pipelines.tasks.translation import Translation
-from pipelines.tokenizers.alphabets import CharacterEncoder
+from raystride.pipelines.config import Config, Model, Tokenizer
+from raystride.pipelines.tasks import build_task
+from raystride.pipelines.tasks.overlap import Overlap
+from raystride.pipelines.tasks.task import IGNORED
+from raystride.pipelines.tasks.translation import Translation
+from raystride.pipelines.tokenizers.alphabets import CharacterEncoder
 
 ONE, OTHER = CharacterEncoder("abcd "), CharacterEncoder("wxyz")
 

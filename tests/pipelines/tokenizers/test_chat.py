@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines.config import SettingError, Tokenizer
-from pipelines.files import Folder
-from pipelines.tokenizers import load_tokenizer, train_tokenizer
-from pipelines.tokenizers.loading import AnyEncoder
+from raystride.pipelines.config import SettingError, Tokenizer
+from raystride.pipelines.files import Folder
+from raystride.pipelines.tokenizers import load_tokenizer, train_tokenizer
+from raystride.pipelines.tokenizers.loading import AnyEncoder
 
 CHATML = (
     "{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"

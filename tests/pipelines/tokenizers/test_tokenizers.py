@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HuggingFace
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from pipelines.config import SettingError, Tokenizer
-from pipelines.files import Folder
-from pipelines.tokenizers import load_tokenizer, train_tokenizer
-from pipelines.tokenizers.byte_pairs import BytePairEncoder
-from pipelines.tokenizers.ready import ReadyEncoder
-from pipelines.tokenizers.runs import WINDOW, bounded
+from raystride.pipelines.config import SettingError, Tokenizer
+from raystride.pipelines.files import Folder
+from raystride.pipelines.tokenizers import load_tokenizer, train_tokenizer
+from raystride.pipelines.tokenizers.byte_pairs import BytePairEncoder
+from raystride.pipelines.tokenizers.ready import ReadyEncoder
+from raystride.pipelines.tokenizers.runs import WINDOW, bounded
 
 TEXTS = ["def main():\n    return 'naïve' + \"日本語\"\n\n\n", "import os  # it's 2026\n" * 40, "x = [1, 22, 333]\r\n\t"]
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)
@@ -210,7 +210,9 @@ def test_importing_is_cheap() -> None:
     import subprocess
     import sys
 
-    code = "import sys, pipelines.tokenizers; print({'tokenizers', 'tiktoken', 'pyarrow', 'ray'} & set(sys.modules))"
+    code = (
+        "import sys, raystride.pipelines.tokenizers; print({'tokenizers', 'tiktoken', 'pyarrow', 'ray'} & set(sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 

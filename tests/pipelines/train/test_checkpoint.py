@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from model.transformer import Decoder
-from pipelines.config import Model, Optimizer
-from pipelines.feed.loader import Step
-from pipelines.files import Folder
-from pipelines.strategies.strategy import Single
-from pipelines.train.checkpoint import Checkpoints, Found, named_tensors
-from pipelines.train.fingerprint import parameters_sha256
-from pipelines.train.optimizer import Updater, build_optimizer
-from pipelines.train.state import TrainState
+from raystride.model.transformer import Decoder
+from raystride.pipelines.config import Model, Optimizer
+from raystride.pipelines.feed.loader import Step
+from raystride.pipelines.files import Folder
+from raystride.pipelines.strategies.strategy import Single
+from raystride.pipelines.train.checkpoint import Checkpoints, Found, named_tensors
+from raystride.pipelines.train.fingerprint import parameters_sha256
+from raystride.pipelines.train.optimizer import Updater, build_optimizer
+from raystride.pipelines.train.state import TrainState
 from tests.distributed import run_distributed
 
 SHAPE = Model(layers=1, heads=2, width=8, context=6)

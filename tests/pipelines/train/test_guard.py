@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from pipelines.config import Checkpoint, Guard, Model, Optimizer, Scaling, Train
-from pipelines.record.audit import audit
-from pipelines.tasks.task import Inputs
-from pipelines.train.loop import Training
-from pipelines.train.step import FINE, NOT_FINITE, OVERFLOW, SPIKE, Judge
-from pipelines.worker.job import Job
+from raystride.pipelines.config import Checkpoint, Guard, Model, Optimizer, Scaling, Train
+from raystride.pipelines.record.audit import audit
+from raystride.pipelines.tasks.task import Inputs
+from raystride.pipelines.train.loop import Training
+from raystride.pipelines.train.step import FINE, NOT_FINITE, OVERFLOW, SPIKE, Judge
+from raystride.pipelines.worker.job import Job
 from tests.pipelines.strategies.course import course_job, run_course
 
 TRAIN = Train(steps=16, slots=4, slot_size=2, log_every=1, micro_batch_slots=1)
@@ -178,7 +178,7 @@ def test_the_running_mean_is_the_plain_one_at_first() -> None:
 
 
 def test_a_guard_that_rewinds_needs_checkpoints() -> None:
-    from pipelines.config import Config, SettingError
+    from raystride.pipelines.config import Config, SettingError
 
     with pytest.raises(SettingError, match=r"guard.policy is 'rewind'.*checkpoint.every"):
         Config(guard=Guard(policy="rewind"), checkpoint=Checkpoint(every=0), model=Model())

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from pipelines.config import Checkpoint, Config, Model, Optimizer, Train, Validation
-from pipelines.observers.observer import Observer
-from pipelines.train.fingerprint import parameters_sha256
-from pipelines.train.guard import Diverged
-from pipelines.train.loop import Ending, Training
-from pipelines.worker.job import Job, Place
-from pipelines.worker.worker import build_training
+from raystride.pipelines.config import Checkpoint, Config, Model, Optimizer, Train, Validation
+from raystride.pipelines.observers.observer import Observer
+from raystride.pipelines.train.fingerprint import parameters_sha256
+from raystride.pipelines.train.guard import Diverged
+from raystride.pipelines.train.loop import Ending, Training
+from raystride.pipelines.worker.job import Job, Place
+from raystride.pipelines.worker.worker import build_training
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
 

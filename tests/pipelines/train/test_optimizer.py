@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.transformer import Decoder
-from pipelines.config import Model, Optimizer
-from pipelines.train.optimizer import build_optimizer, learning_rate
+from raystride.model.transformer import Decoder
+from raystride.pipelines.config import Model, Optimizer
+from raystride.pipelines.train.optimizer import build_optimizer, learning_rate
 
 
 def _rates(steps: int, **settings: object) -> list[float]:

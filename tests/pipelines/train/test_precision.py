@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.linear import rounds_to_bf16
-from model.transformer import Decoder
-from pipelines.config import Checkpoint, Model, Optimizer, Scaling, Train
-from pipelines.train.loop import Training
-from pipelines.train.optimizer import build_optimizer, round_stochastically
-from pipelines.train.precision import LossScale, Precision
+from raystride.model.linear import rounds_to_bf16
+from raystride.model.transformer import Decoder
+from raystride.pipelines.config import Checkpoint, Model, Optimizer, Scaling, Train
+from raystride.pipelines.train.loop import Training
+from raystride.pipelines.train.optimizer import build_optimizer, round_stochastically
+from raystride.pipelines.train.precision import LossScale, Precision
 from tests.pipelines.strategies.course import Course, changed, course_job, run_course
 
 TRAIN = Train(steps=12, slots=4, slot_size=2, log_every=1)

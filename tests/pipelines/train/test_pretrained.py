@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from model.hugging_face import to_hugging_face
-from model.transformer import Decoder
-from pipelines.config import Model, SettingError, Tokenizer
-from pipelines.config.parse import parse
-from pipelines.files import Folder
-from pipelines.tokenizers import train_tokenizer
-from pipelines.train.pretrained import INDEX, WEIGHTS, start_from
+from raystride.model.hugging_face import to_hugging_face
+from raystride.model.transformer import Decoder
+from raystride.pipelines.config import Model, SettingError, Tokenizer
+from raystride.pipelines.config.parse import parse
+from raystride.pipelines.files import Folder
+from raystride.pipelines.tokenizers import train_tokenizer
+from raystride.pipelines.train.pretrained import INDEX, WEIGHTS, start_from
 
 SHAPE = Model(flavour="llama", layers=2, heads=2, width=8, context=4)
 

@@ -5,8 +5,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from pipelines.train import staging
-from pipelines.train.staging import Staging
+from raystride.pipelines.train import staging
+from raystride.pipelines.train.staging import Staging
 from tests.distributed import run_distributed
 
 

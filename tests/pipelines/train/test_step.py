@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.transformer import Decoder
-from pipelines.config import Config, Model, Optimizer, Scaling, Train
-from pipelines.feed.loader import MicroBatch, Step
-from pipelines.strategies import build_strategy
-from pipelines.strategies.strategy import Single, norm_of
-from pipelines.train.optimizer import Updater, build_optimizer
-from pipelines.train.step import (
+from raystride.model.transformer import Decoder
+from raystride.pipelines.config import Config, Model, Optimizer, Scaling, Train
+from raystride.pipelines.feed.loader import MicroBatch, Step
+from raystride.pipelines.strategies import build_strategy
+from raystride.pipelines.strategies.strategy import Single, norm_of
+from raystride.pipelines.train.optimizer import Updater, build_optimizer
+from raystride.pipelines.train.step import (
     LOSS,
     STOP,
     TARGETS,
