@@ -33,7 +33,7 @@ from benchmarks.peers.bare_loop import bare_steps
 from benchmarks.workers import make_job, settings
 from raystride.pipelines.train.optimizer import learning_rate
 from raystride.pipelines.train.step import train_step
-from raystride.pipelines.worker.job import Job, Place
+from raystride.pipelines.worker.job import Job, WorkerInfo
 from raystride.pipelines.worker.worker import build_training
 
 WORKERS = 2
@@ -75,7 +75,7 @@ def run_schedules(count: int, work: Path) -> dict[str, Any]:
     return {"schedules": count, "steps": calm["steps"], **found}
 
 
-def our_steps(job: Job, place: Place, steps: int) -> Iterator[int]:
+def our_steps(job: Job, place: WorkerInfo, steps: int) -> Iterator[int]:
     """Our training without its loop, a step each time that the next one is asked for."""
     training = build_training(job, place, [], lambda: False, lambda _: None)
     for step in training.loader.steps(0, steps):
@@ -86,7 +86,7 @@ def our_steps(job: Job, place: Place, steps: int) -> Iterator[int]:
 
 def compare_cost(given: argparse.Namespace, work: Path) -> None:
     """The ways in this worker, and in the other at the same time, step by step."""
-    place = Place(rank=int(os.environ["RANK"]), world=WORKERS, local_rank=int(os.environ["LOCAL_RANK"]))
+    place = WorkerInfo(rank=int(os.environ["RANK"]), world=WORKERS, local_rank=int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo")
     if place.rank:
         sys.stdout, given.json = io.StringIO(), None  # one worker reports

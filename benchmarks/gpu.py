@@ -30,7 +30,7 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.manifest import Manifest, Shard
 from raystride.pipelines.record.environment import describe_source
 from raystride.pipelines.record.sender import Entry
-from raystride.pipelines.worker.job import Job, Place
+from raystride.pipelines.worker.job import Job, WorkerInfo
 from raystride.pipelines.worker.worker import run_worker
 from raystride.triton_kernels.device_checks import run_checks
 
@@ -98,7 +98,7 @@ def train(choice: str, folder: Path) -> dict[str, Any]:
         device="cuda",
         threads=1,
     )
-    summary = run_worker(job, Place(), _acknowledge, lambda: False)
+    summary = run_worker(job, WorkerInfo(), _acknowledge, lambda: False)
     kept = ("steps", "tokens_per_second", "mfu", "train_loss", "step_seconds_p50", "peak_memory_bytes", "data_wait_share")
     found = {key: summary.get(key) for key in (*kept, "kernels")}
     print(f"lm_124m, kernels {choice}: {json.dumps(found)}", flush=True)

@@ -198,7 +198,7 @@ def _adamw() -> Iterator[Case]:
         def way(function: Callable[..., None]) -> Way:
             p, g, m, v = ([torch.randn(n, device="cuda").abs() for n in sizes] for _ in range(4))
             steps = [torch.ones((), device="cuda") for _ in sizes]
-            return lambda: function(p, g, m, v, steps, rate=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
+            return lambda: function(p, g, m, v, steps, learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
 
         return {"PyTorch, fused": way(adamw_reference), "ours": way(adamw)}
 

@@ -32,11 +32,11 @@ from benchmarks import runs
 from benchmarks.pairs import Comparison, command_line, machine, machine_line, report, take_turns
 from benchmarks.workers import make_job, run_workers, settings, sink, write_job
 from raystride.pipelines.files import Folder
-from raystride.pipelines.launch.inline import InlineWire
+from raystride.pipelines.launch.inline import InlineRecorder
 from raystride.pipelines.observers.observer import Observer, RunFacts
-from raystride.pipelines.record.mlflow_log import MARK
+from raystride.pipelines.record.mlflow_log import MLFLOW_REFERENCE
 from raystride.pipelines.record.sender import Post, Sender
-from raystride.pipelines.worker.job import Job, Place
+from raystride.pipelines.worker.job import Job, WorkerInfo
 
 LOG_EVERY = 10
 LEFT_OUT = 10
@@ -62,14 +62,14 @@ def rate(ends: list[float]) -> float:
     return (len(counted) - 1) / (counted[-1] - counted[0])
 
 
-def run_bare(job: Job, place: Place, steps: int) -> float:
+def run_bare(job: Job, place: WorkerInfo, steps: int) -> float:
     """A block of the bare loop; steps a second."""
     from benchmarks.peers.bare_loop import bare_loop
 
     return rate(bare_loop(job, place, steps))
 
 
-def run_ours(job: Job, place: Place, post: Post | None = None) -> float:
+def run_ours(job: Job, place: WorkerInfo, post: Post | None = None) -> float:
     """A block of our loop, without observers, or with all of a worker's, which send through `post`; steps a second."""
     from raystride.pipelines.worker.worker import build_observers, build_training
 
@@ -87,23 +87,27 @@ def run_ours(job: Job, place: Place, post: Post | None = None) -> float:
     return rate(clock.ends)
 
 
-def recording(job: Job) -> InlineWire:
+def recording(job: Job) -> InlineRecorder:
     """A recorder in a process of its own that logs to MLflow and TensorBoard, and that has begun to."""
     storage = Folder(job.folder.uri.rpartition("/")[0])
     settings = replace(job.config.record, mlflow=True, tensorboard=find_spec("tensorboard") is not None)
-    wire = InlineWire(
+    recorder = InlineRecorder(
         run_folder=job.folder, run=job.run, attempt=job.attempt, settings=settings, storage=storage, parameters={}, tags={}
     )
-    wire.post("begin", [{"sequence": 1, "kind": "metrics", "time": time.time(), "step": 0, "values": {"train_loss": 0.0}}])
+    recorder.post(
+        "begin", [{"sequence": 1, "kind": "metrics", "time": time.time(), "step": 0, "values": {"train_loss": 0.0}}]
+    )
     deadline = time.monotonic() + BEGIN_S
-    while not job.folder.exists(MARK) and time.monotonic() < deadline:
+    while not job.folder.exists(MLFLOW_REFERENCE) and time.monotonic() < deadline:
         time.sleep(0.2)
-    return wire
+    return recorder
 
 
 def compare_loops(given: argparse.Namespace, flags: list[str], storage: Path) -> None:
     """The loops in this process, and in the other workers' at the same time, block by block."""
-    place = Place(rank=int(os.environ.get("RANK", 0)), world=given.workers, local_rank=int(os.environ.get("LOCAL_RANK", 0)))
+    place = WorkerInfo(
+        rank=int(os.environ.get("RANK", 0)), world=given.workers, local_rank=int(os.environ.get("LOCAL_RANK", 0))
+    )
     if place.world > 1:
         dist.init_process_group("gloo")
     if place.rank:
@@ -113,15 +117,15 @@ def compare_loops(given: argparse.Namespace, flags: list[str], storage: Path) ->
     found = machine(f"{place.world} worker(s), threads of each: {threads}")
     print(f"{machine_line(found)}\nblocks of {given.steps} steps, {LEFT_OUT} of them not counted; a log every {LOG_EVERY}")
     run_bare(job, place, given.steps)  # the first block of a process pays for allocations
-    wire = recording(job)
+    recorder = recording(job)
     ways = {
         "bare loop": partial(run_bare, job, place, given.steps),
         "ours, no observers": partial(run_ours, job, place),
-        "ours, observed": partial(run_ours, job, place, wire.post),
+        "ours, observed": partial(run_ours, job, place, recorder.post),
     }
     aims = {name: "at least 0.98" for name in ways if name != "bare loop"}
     rates = take_turns(ways, given.rounds)
-    wire.finish("finished", {})
+    recorder.finish("finished", {})
     evidence = {name: rates[name] for name in ways if name != "bare loop"}
     compared = [
         Comparison("steps a second", rates, peer="bare loop", aims=aims, form=".2f"),

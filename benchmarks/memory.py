@@ -32,7 +32,7 @@ from benchmarks.workers import make_job, read_job, settings, write_job
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.files import Folder
 from raystride.pipelines.memory.estimate import MemoryEstimate, estimate
-from raystride.pipelines.worker.job import Job, Place
+from raystride.pipelines.worker.job import Job, WorkerInfo
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "tensors")
 AIM = 0.15
@@ -118,7 +118,7 @@ def _job(config: Config, storage: Path, name: str) -> Job:
     return Job(config=config, run="job", attempt="a1", folder=folder, prepared=prepared, device="cpu", threads=1)
 
 
-def measure(job: Job, place: Place) -> dict[str, float]:
+def measure(job: Job, place: WorkerInfo) -> dict[str, float]:
     """Bytes that this worker holds, by part, in the second step of a job."""
     from raystride.pipelines.train.step import train_step
     from raystride.pipelines.worker.worker import build_training
@@ -131,7 +131,7 @@ def measure(job: Job, place: Place) -> dict[str, float]:
     if partitions := getattr(strategy, "_partitions", None):
         parameters, states = _zero(partitions, parameters)
     else:
-        states = [value for p in parameters for value in optimizer.held(p).values()]
+        states = [value for p in parameters for value in optimizer.state(p).values()]
     summed = strategy.gradients
     seen: list[torch.Tensor] = []
 
@@ -168,7 +168,7 @@ def _zero(partitions: Any, parameters: list[torch.nn.Parameter]) -> tuple[list[A
     from raystride.pipelines.strategies.partitions import _flats
 
     flats = _flats(partitions._zero)
-    held = [value for flat in flats for value in partitions._rule.held(flat).values()]
+    held = [value for flat in flats for value in partitions._rule.state(flat).values()]
     return [getattr(p, "ds_tensor", p) for p in parameters], [*flats, *held]
 
 
@@ -184,7 +184,7 @@ def predict(job: Job, workers: int) -> MemoryEstimate:
 def measure_on(workers: int, jobs: list[tuple[str, Job]], folder: Path) -> dict[str, dict[str, float] | str]:
     """Rank 0's measurements by name, each job in fresh processes if there are several workers; else in this one."""
     if workers == 1:
-        return {name: _measure_or_say(job, Place()) for name, job in jobs}
+        return {name: _measure_or_say(job, WorkerInfo()) for name, job in jobs}
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])
@@ -200,7 +200,7 @@ def measure_on(workers: int, jobs: list[tuple[str, Job]], folder: Path) -> dict[
     return {name: answer[file] for (name, _), file in zip(jobs, files, strict=True)}
 
 
-def _measure_or_say(job: Job, place: Place) -> dict[str, float] | str:
+def _measure_or_say(job: Job, place: WorkerInfo) -> dict[str, float] | str:
     """What is measured, or why nothing is: a strategy's library may be missing."""
     try:
         return measure(job, place)
@@ -211,7 +211,7 @@ def _measure_or_say(job: Job, place: Place) -> dict[str, float] | str:
 def run_rank(rank: int, world: int, port: str, files: list[str]) -> None:
     """What each of several processes runs; prints its measurements as JSON."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    place = Place(rank=rank, world=world, local_rank=rank)
+    place = WorkerInfo(rank=rank, world=world, local_rank=rank)
     print(json.dumps({file: _measure_or_say(read_job(file), place) for file in files}))
 
 

@@ -1,7 +1,7 @@
 """From the start of the process to the first optimiser step, in seconds: ours beside Ray's TorchTrainer as documented.
 
-Two workers on a local cluster that each run starts anew, data prepared before, nanoGPT's small model. Ours with its lean
-trainer, ours with the stock TorchTrainer (`--launch.lean false`), and inline, without Ray. Both sides count from the moment
+Two workers on a local cluster that each run starts anew, data prepared before, nanoGPT's small model. Ours with its fast
+start, ours with the stock TorchTrainer (`--launch.lean false`), and inline, without Ray. Both sides count from the moment
 at which the operating system started the process.
 
     python -m benchmarks.startup --rounds 4                    # about 5 minutes on two cores

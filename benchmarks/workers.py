@@ -22,7 +22,7 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.prepare import prepare
 from raystride.pipelines.record.sender import Entry
 from raystride.pipelines.tasks import build_task
-from raystride.pipelines.worker.job import Job, Place
+from raystride.pipelines.worker.job import Job, WorkerInfo
 
 
 def settings(*flags: str) -> Config:
@@ -73,7 +73,7 @@ def main(file: str, rank: int, world: int, port: str) -> None:
     from raystride.pipelines.worker.worker import run_worker
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    place = Place(rank=rank, world=world, local_rank=rank)
+    place = WorkerInfo(rank=rank, world=world, local_rank=rank)
     print(json.dumps(run_worker(read_job(file), place, sink, lambda: False)))
 
 

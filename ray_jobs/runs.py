@@ -25,7 +25,7 @@ from raystride.pipelines.launch.resume import read_earlier
 from raystride.pipelines.record.journal import join, read_entries
 from raystride.pipelines.record.links import UI_PORT, comparison_link, on_a_server, runs_link
 from raystride.pipelines.record.mlflow_follower import Follower
-from raystride.pipelines.record.mlflow_log import MARK, MlflowLog
+from raystride.pipelines.record.mlflow_log import MLFLOW_REFERENCE, MlflowLog
 from raystride.pipelines.report import closing_screen, loss_points, text_curve
 from raystride.pipelines.report.closing import figures
 
@@ -50,9 +50,9 @@ class Run:
         return "running" if self.owner else str(self.summary.get("status") or "interrupted")
 
     @property
-    def mark(self) -> dict[str, Any]:
+    def reference(self) -> dict[str, Any]:
         """Which MLflow run it is, and on which server; empty where MLflow has not heard of it."""
-        return dict(self.folder.read_json(MARK)) if self.folder.exists(MARK) else {}
+        return dict(self.folder.read_json(MLFLOW_REFERENCE)) if self.folder.exists(MLFLOW_REFERENCE) else {}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -101,14 +101,14 @@ def compare_runs(storage: Folder, given: argparse.Namespace) -> None:
         if len(set(cells)) > 1:
             table.add_row(label, *cells)
     _print(table)
-    marks = [run.mark for run in runs]
-    link = comparison_link(marks, given.port)
+    references = [run.reference for run in runs]
+    link = comparison_link(references, given.port)
     if link is None:
         print("mlflow   has no page that compares them: it lacks one of them, or they are on different servers")
         return
     print(f"mlflow   {link}")
-    print(f"         {runs_link(marks[0], given.port)}   (all runs)")
-    if not on_a_server(marks[0]):
+    print(f"         {runs_link(references[0], given.port)}   (all runs)")
+    if not on_a_server(references[0]):
         port = "" if given.port == UI_PORT else f" --port {given.port}"
         print(f"         while this runs: python -m raystride.pipelines.record.ui --storage {storage}{port}")
 
@@ -118,7 +118,7 @@ def show_run(storage: Folder, given: argparse.Namespace) -> None:
     run = find_run(storage, given.run)
     curve = text_curve(*loss_points(read_entries(run.folder)))
     sample = run.folder.read("sample.txt").decode(errors="replace") if run.folder.exists("sample.txt") else ""
-    summary = run.summary | {"status": run.status, "mlflow_run_id": run.mark.get("run_id")}
+    summary = run.summary | {"status": run.status, "mlflow_run_id": run.reference.get("run_id")}
     print(closing_screen(summary, run.folder, curve, sample))
 
 
@@ -153,7 +153,7 @@ def replay_run(storage: Folder, given: argparse.Namespace) -> int:
     run = find_run(storage, given.run)
     if run.owner:
         raise Refused(f"{run.name} is running, and replays by itself as soon as MLflow answers")
-    settings = Record(mlflow_uri=given.mlflow_uri or run.mark.get("uri"), experiment=given.experiment)
+    settings = Record(mlflow_uri=given.mlflow_uri or run.reference.get("uri"), experiment=given.experiment)
     log = MlflowLog.at(run.folder, run.name, settings, storage)
     if log is None:
         raise Refused(f"--mlflow-uri is not given, and {storage} holds no database: name the tracking server")
@@ -172,9 +172,9 @@ def replay_run(storage: Folder, given: argparse.Namespace) -> int:
 
 def run_names(storage: Folder) -> list[str]:
     """Names of the folders of a storage that hold a run."""
-    marks = ("config.yaml", "journal", "summary.json", "checkpoints", "owner.json")
+    names_of_a_run = ("config.yaml", "journal", "summary.json", "checkpoints", "owner.json")
     names = [name for name in storage.names() if not name.startswith(".")]
-    return [name for name in names if set((storage / name).names()) & set(marks)]
+    return [name for name in names if set((storage / name).names()) & set(names_of_a_run)]
 
 
 def find_run(storage: Folder, name: str) -> Run:

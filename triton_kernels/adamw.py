@@ -10,7 +10,7 @@ to the GPU again only when one has changed.
 
 Where `skip` is 1 nothing changes, which the host need not know: so a step that overflowed is left out.
 
-    adamw(parameters, gradients, exp_avgs, exp_avg_sqs, steps, rate=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
+    adamw(parameters, gradients, exp_avgs, exp_avg_sqs, steps, learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def adamw_reference(
     exp_avg_sqs: Tensors,
     steps: Tensors,
     *,
-    rate: float,
+    learning_rate: float,
     betas: tuple[float, float],
     eps: float,
     decay: float,
@@ -47,7 +47,7 @@ def adamw_reference(
     """PyTorch's own fused update."""
     torch.ops.aten._fused_adamw_(
         list(parameters), list(gradients), list(exp_avgs), list(exp_avg_sqs), [], list(steps),
-        lr=rate, beta1=betas[0], beta2=betas[1], weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
+        lr=learning_rate, beta1=betas[0], beta2=betas[1], weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
         found_inf=skip,
     )  # fmt: skip
 
@@ -123,7 +123,7 @@ def _adamw(
     exp_avgs: list[torch.Tensor],
     exp_avg_sqs: list[torch.Tensor],
     steps: list[torch.Tensor],
-    rate: float,
+    learning_rate: float,
     beta1: float,
     beta2: float,
     eps: float,
@@ -132,12 +132,13 @@ def _adamw(
 ) -> None:
     tables = _find_tables((parameters, gradients, exp_avgs, exp_avg_sqs))
     step = torch.stack(steps).double()
-    sizes, roots = (rate / (1 - beta1**step)).float(), (1 - beta2**step).sqrt().float()
+    sizes, roots = (learning_rate / (1 - beta1**step)).float(), (1 - beta2**step).sqrt().float()
     kind = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[parameters[0].dtype]
     launch(
         _adamw_kernel, (len(tables.pieces),),
         tables.addresses, tables.sizes, tables.pieces, sizes, roots, skip, len(parameters),
-        1 - rate * decay, beta2, 1 - beta1, 1 - beta2, eps, TYPE=kind, ALIGNED=tables.aligned, BLOCK=_BLOCK, num_warps=8,
+        1 - learning_rate * decay, beta2, 1 - beta1, 1 - beta2, eps,
+        TYPE=kind, ALIGNED=tables.aligned, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
 
 
@@ -148,7 +149,7 @@ def _(
     exp_avgs: list[torch.Tensor],
     exp_avg_sqs: list[torch.Tensor],
     steps: list[torch.Tensor],
-    rate: float,
+    learning_rate: float,
     beta1: float,
     beta2: float,
     eps: float,
@@ -165,7 +166,7 @@ def adamw(
     exp_avg_sqs: Tensors,
     steps: Tensors,
     *,
-    rate: float,
+    learning_rate: float,
     betas: tuple[float, float],
     eps: float,
     decay: float,
@@ -179,7 +180,7 @@ def adamw(
         exp_avgs: first moments m, likewise.
         exp_avg_sqs: second moments v, likewise.
         steps: for each parameter how many updates it has had with this one, fp32 scalars on its device.
-        rate: learning rate.
+        learning_rate: of this update.
         betas: decay of the moments, 0 to below 1.
         eps: added to the root of the second moment.
         decay: decoupled weight decay.
@@ -191,10 +192,15 @@ def adamw(
     if takes_triton("adamw", parameters[0], _refusal(groups)):
         tensors = [list(group) for group in (*groups, steps)]
         _adamw(
-            *tensors, rate, *betas, eps, decay, parameters[0].new_zeros((), dtype=torch.float32) if skip is None else skip
+            *tensors,
+            learning_rate,
+            *betas,
+            eps,
+            decay,
+            parameters[0].new_zeros((), dtype=torch.float32) if skip is None else skip,
         )
     else:
-        adamw_reference(*groups, steps, rate=rate, betas=betas, eps=eps, decay=decay, skip=skip)
+        adamw_reference(*groups, steps, learning_rate=learning_rate, betas=betas, eps=eps, decay=decay, skip=skip)
 
 
 def _refusal(groups: tuple[Tensors, ...]) -> str:

@@ -110,7 +110,7 @@ def _updated(update: Function, *tensors: torch.Tensor) -> torch.Tensor:
     """Parameters after a step of AdamW."""
     p, g, m, v = (x.detach().clone() for x in tensors)
     step = torch.ones((), device=p.device)
-    update([p], [g], [m], [v.abs()], [step], rate=1e-2, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
+    update([p], [g], [m], [v.abs()], [step], learning_rate=1e-2, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
     return p
 
 

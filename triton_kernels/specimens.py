@@ -145,7 +145,7 @@ def _linear_cross_entropy(dtype: torch.dtype, device: torch.device) -> None:
 
 def _adamw(dtype: torch.dtype, device: torch.device) -> None:
     p, g, m, v = ([torch.zeros(n, dtype=dtype, device=device) for n in (100, 10_000)] for _ in range(4))
-    adamw(p, g, m, v, [torch.ones((), device=device)] * 2, rate=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
+    adamw(p, g, m, v, [torch.ones((), device=device)] * 2, learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
 
 
 def _byte_pack(device: torch.device) -> None:

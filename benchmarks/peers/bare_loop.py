@@ -3,7 +3,7 @@
 What it lacks is what a training needs: no log, validation, checkpoint, wish to stop, resume or observer; only the loss is
 read every `log_every` steps. With several ranks gradients are averaged by PyTorch's DistributedDataParallel.
 
-    ends = bare_loop(job, Place(), steps=60)                  # times (s) at which steps ended
+    ends = bare_loop(job, WorkerInfo(), steps=60)                  # times (s) at which steps ended
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.peers.bare_loop JOB STEPS
 """
 
@@ -30,18 +30,18 @@ from raystride.pipelines.feed.stream import TokenStream
 from raystride.pipelines.prepare.manifest import Manifest
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.train.optimizer import build_optimizer, learning_rate
-from raystride.pipelines.worker.job import Job, Place
+from raystride.pipelines.worker.job import Job, WorkerInfo
 
 LEFT_OUT = 20
 """First steps that are not counted, when run as a program."""
 
 
-def bare_loop(job: Job, place: Place, steps: int) -> list[float]:
+def bare_loop(job: Job, place: WorkerInfo, steps: int) -> list[float]:
     """Trains from scratch; the times (s) at which steps ended."""
     return [time.perf_counter() for _ in bare_steps(job, place, steps)]
 
 
-def bare_steps(job: Job, place: Place, steps: int) -> Iterator[int]:
+def bare_steps(job: Job, place: WorkerInfo, steps: int) -> Iterator[int]:
     """Trains from scratch, a step each time that the next one is asked for."""
     config = job.config
     torch.set_num_threads(job.threads)
@@ -75,7 +75,7 @@ def main(file: str, steps: int) -> None:
     """A rank that torchrun started; rank 0 prints tokens a second and milliseconds a step (median) as JSON."""
     job = read_job(file)
     dist.init_process_group("gloo")
-    place = Place(rank=dist.get_rank(), world=dist.get_world_size(), local_rank=int(os.environ["LOCAL_RANK"]))
+    place = WorkerInfo(rank=dist.get_rank(), world=dist.get_world_size(), local_rank=int(os.environ["LOCAL_RANK"]))
     counted = np.diff(bare_loop(job, place, steps)[LEFT_OUT - 1 :])
     if place.rank == 0:
         tokens = job.config.train.batch * job.config.model.context

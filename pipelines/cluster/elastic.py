@@ -3,7 +3,7 @@
 Ray Train would grow a group as well, but it kills the workers where they are, and what they did since the newest checkpoint
 is done again. Here the driver looks for room, asks for a stop as a user does, and trains on from the very step.
 
-    summary = train_elastic(fit, share, wire, every_s=60.0)   # fit(most, number): trains on at most `most` workers
+    summary = train_elastic(fit, share, recorder, every_s=60.0)   # fit(most, number): trains on at most `most` workers
 """
 
 import itertools
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from raystride.pipelines.cluster.recorder_handle import Wire
+from raystride.pipelines.cluster.recorder_handle import RecorderHandle
 from raystride.pipelines.cluster.resources import Share
 
 LOOK_S = 1.0
@@ -25,19 +25,19 @@ Fit = Callable[[int, int], dict[str, Any]]
 """Trains on at most so many workers, as the start of this number, from 0; returns the summary, raises what that raises."""
 
 
-def train_elastic(fit: Fit, share: Share, wire: Wire, every_s: float) -> dict[str, Any]:
+def train_elastic(fit: Fit, share: Share, recorder: RecorderHandle, every_s: float) -> dict[str, Any]:
     """Trains, again on more workers whenever there is room, to the end or to a user's stop; the last summary.
 
     Each start may fail `launch.restarts` times anew.
     """
     most = share.workers
     for number in itertools.count():
-        growth = Growth(share, wire, every_s)
+        growth = Growth(share, recorder, every_s)
         try:
             summary = fit(most, number)
         finally:
             growth.end()
-        if not (growth.most and summary.get("ending") == "stopped" and wire.end_resize()):
+        if not (growth.most and summary.get("ending") == "stopped" and recorder.end_resize()):
             break
         most = growth.most
         tell_of_nodes()
@@ -47,16 +47,16 @@ def train_elastic(fit: Fit, share: Share, wire: Wire, every_s: float) -> dict[st
 class Growth:
     """Looks for room in the background while a group trains, and asks it to stop when there is some."""
 
-    def __init__(self, share: Share, wire: Wire, every_s: float) -> None:
+    def __init__(self, share: Share, recorder: RecorderHandle, every_s: float) -> None:
         self.most = 0
         """With how many workers to go on; 0: the group was not asked to stop."""
-        self._share, self._wire, self._every_s = share, wire, every_s
+        self._share, self._recorder, self._every_s = share, recorder, every_s
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="growth", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """Stops looking, and waits for a look that is under way: its wish would stop the next group."""
+        """Stops looking, and waits for a look that is under way: its request would stop the next group."""
         self._ended.set()
         self._thread.join()
 
@@ -75,12 +75,12 @@ class Growth:
 
     def _look(self) -> None:
         """Asks for the stop where there is room. None is looked for while no group trains: its own places seem free then."""
-        workers = self._wire.workers()
+        workers = self._recorder.workers()
         if workers and workers < self._share.workers:
             more = min(self._share.workers, workers + places(self._share.per_worker, free_by_node()))
             if more > workers:
                 self.most = more
-                self._wire.request_resize(f"room for {more} workers instead of {workers}: saving, to go on with them")
+                self._recorder.request_resize(f"room for {more} workers instead of {workers}: saving, to go on with them")
 
 
 def places(per_worker: Mapping[str, float], nodes: Iterable[Mapping[str, float]]) -> int:

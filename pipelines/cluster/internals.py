@@ -8,7 +8,7 @@ trainer is used. Here the workers import torch, and join the process group, by t
 This reaches into Ray's internals. Where they are not as expected, importing this module or making the trainer raises, and
 `trainer.make_trainer` takes the stock trainer; `tests/pipelines/cluster/test_internals.py` holds both to the same results.
 
-    LeanTrainer(train_function, scaling_config=..., run_config=...).fit()
+    FastStartTrainer(train_function, scaling_config=..., run_config=...).fit()
 """
 
 import os
@@ -80,7 +80,7 @@ class _Controller(TrainController):  # type: ignore[misc]
             os.environ.pop(name, None)
 
 
-class LeanTrainer(DataParallelTrainer):  # type: ignore[misc]
+class FastStartTrainer(DataParallelTrainer):  # type: ignore[misc]
     """Ray Train's data-parallel trainer with a controller, workers, failure handling, and nothing else."""
 
     def __init__(self, function: Any, **settings: Any) -> None:

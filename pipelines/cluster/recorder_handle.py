@@ -1,11 +1,11 @@
 """The recorder as an actor on the driver's node, and each end's view of it. The workers' signs of life pass through it too.
 
-It is also how a wish to stop reaches the workers: the driver tells the actor, rank 0 asks it twice a second, and the ranks
-agree on a step among themselves. A stop to go on with more workers is another wish than a user's, so that clearing the one
-never clears the other.
+It is also how a stop request reaches the workers: the driver tells the actor, rank 0 asks it twice a second, and the ranks
+agree on a step among themselves. A stop to go on with more workers is another request than a user's, so that clearing the
+one never clears the other.
 
-    wire = Wire.start(Recorder arguments ...)                 # in the driver
-    wire.post, wire.state(), wire.request_stop(), wire.finish("finished")
+    recorder = RecorderHandle.start(Recorder arguments ...)                 # in the driver
+    recorder.post, recorder.state(), recorder.request_stop(), recorder.finish("finished")
 """
 
 import os
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from raystride.pipelines.hang.heartbeat import Beat, Pulses
+from raystride.pipelines.hang.heartbeat import Heartbeat, HeartbeatTable
 from raystride.pipelines.record import Recorder
 from raystride.pipelines.record.sender import Entry
 
@@ -27,14 +27,14 @@ RECORDER_NICENESS = 10
 
 
 class RecorderActor(Recorder):
-    """A recorder that also passes on the wish to stop, and the workers' signs of life."""
+    """A recorder that also passes on the stop request, and the workers' signs of life."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         os.nice(RECORDER_NICENESS)
         super().__init__(*arguments, **settings)
         self._stop = self._resize = False
         self._workers, self._asked_at = 0, 0.0
-        self._pulses = Pulses()
+        self._heartbeats = HeartbeatTable()
 
     def request_stop(self) -> None:
         """Asks the training to save and end."""
@@ -46,13 +46,13 @@ class RecorderActor(Recorder):
         self._put_own("event", {"name": "phase", "text": text})
 
     def end_resize(self) -> bool:
-        """Takes that back; whether the training goes on, since no user wishes it to end."""
+        """Takes that back; whether the training goes on, since no user has asked for its end."""
         self._resize = False
         self._workers = 0  # of the group that ended; room beside it would stop the next one
         return not self._stop
 
     def stop_requested(self, workers: int) -> bool:
-        """Whether someone wishes a stop of any kind; rank 0 of so many workers asks."""
+        """Whether a stop of any kind is requested; rank 0 of so many workers asks."""
         self._workers, self._asked_at = workers, time.monotonic()
         return self._stop or self._resize
 
@@ -60,23 +60,23 @@ class RecorderActor(Recorder):
         """How many workers train now; 0 before the first group and between two."""
         return self._workers if time.monotonic() - self._asked_at < SILENT_S else 0
 
-    def beat(self, beat: Beat) -> None:
+    def heartbeat(self, heartbeat: Heartbeat) -> None:
         """Takes in a worker's sign of life."""
-        self._pulses.hear(beat)
+        self._heartbeats.hear(heartbeat)
 
-    def beats(self) -> dict[int, Beat]:
+    def heartbeats(self) -> dict[int, Heartbeat]:
         """The newest of each worker of the group, by rank; kept in memory alone."""
-        return self._pulses.beats()
+        return self._heartbeats.heartbeats()
 
 
 @dataclass(frozen=True)
-class Wire:
+class RecorderHandle:
     """A handle on the recorder, in this process or in an actor. Travels to workers."""
 
     actor: Any
 
     @classmethod
-    def start(cls, *arguments: Any, **settings: Any) -> "Wire":
+    def start(cls, *arguments: Any, **settings: Any) -> "RecorderHandle":
         """Makes the actor on this node; needs ray.init."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -114,13 +114,13 @@ class Wire:
         ray.get(self.actor.request_resize.remote(text), timeout=30)
 
     def end_resize(self) -> bool:
-        """Takes that back; whether the training goes on, since no user wishes it to end."""
+        """Takes that back; whether the training goes on, since no user has asked for its end."""
         import ray
 
         return bool(ray.get(self.actor.end_resize.remote(), timeout=30))
 
     def stop_requested(self, workers: int) -> bool:
-        """Whether someone wishes a stop of any kind; rank 0 of so many workers asks."""
+        """Whether a stop of any kind is requested; rank 0 of so many workers asks."""
         import ray
 
         return bool(ray.get(self.actor.stop_requested.remote(workers), timeout=30))
@@ -131,17 +131,17 @@ class Wire:
 
         return int(ray.get(self.actor.workers.remote(), timeout=30))
 
-    def beat(self, beat: Beat) -> None:
+    def heartbeat(self, heartbeat: Heartbeat) -> None:
         """Tells a worker's sign of life."""
         import ray
 
-        ray.get(self.actor.beat.remote(beat), timeout=30)
+        ray.get(self.actor.heartbeat.remote(heartbeat), timeout=30)
 
-    def beats(self) -> dict[int, Beat]:
+    def heartbeats(self) -> dict[int, Heartbeat]:
         """The newest of each worker of the group, by rank."""
         import ray
 
-        return dict(ray.get(self.actor.beats.remote(), timeout=30))
+        return dict(ray.get(self.actor.heartbeats.remote(), timeout=30))
 
     def outline(self, status: str, summary: dict[str, Any] | None) -> dict[str, Any]:
         """The summary as it would be if the run ended now."""

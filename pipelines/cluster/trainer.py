@@ -1,6 +1,6 @@
 """Workers by Ray Train: its TorchTrainer, or a leaner trainer that starts in about half the time on a local cluster.
 
-summary = train_on_ray(job, share, wire, lean=True)       # raises what fit() raises
+summary = train_on_ray(job, share, recorder, fast_start=True)       # raises what fit() raises
 """
 
 import os
@@ -11,52 +11,54 @@ from functools import partial
 from typing import Any
 
 from raystride.pipelines.cluster.elastic import NEVER_S, train_elastic
-from raystride.pipelines.cluster.recorder_handle import StopPoll, Wire
+from raystride.pipelines.cluster.recorder_handle import RecorderHandle, StopPoll
 from raystride.pipelines.cluster.resources import Share
-from raystride.pipelines.hang.heartbeat import Pulse
-from raystride.pipelines.hang.watch import HangWatch, beat_every_s
+from raystride.pipelines.hang.heartbeat import HeartbeatSender
+from raystride.pipelines.hang.watch import HangWatch, heartbeat_every_s
 from raystride.pipelines.profiling.nsight_commands import worker_executable
-from raystride.pipelines.worker.job import Job, Place
+from raystride.pipelines.worker.job import Job, WorkerInfo
 
 PLACES_WAIT_S = "3"
 """How long an elastic run waits for its workers' places before it looks again how many there are. A worker's death is known
 before that of its node, for some seconds: places there are asked for in vain, with Ray's default for a minute."""
 
 
-def train_on_ray(job: Job, share: Share, wire: Wire, *, lean: bool) -> dict[str, Any]:
+def train_on_ray(job: Job, share: Share, recorder: RecorderHandle, *, fast_start: bool) -> dict[str, Any]:
     """Runs the job on Ray workers; returns rank 0's summary. Raises ray.train.TrainingFailedError, and what Ray raises; Hung
     where the last group hung and was ended for it."""
-    watch = HangWatch(wire, job.folder, job.config.launch.hang_s)
+    watch = HangWatch(recorder, job.folder, job.config.launch.hang_s)
     try:
-        return _train(job, share, wire, lean=lean)
+        return _train(job, share, recorder, fast_start=fast_start)
     except Exception as error:
         raise watch.cause(error) from None
     finally:
         watch.end()
 
 
-def _train(job: Job, share: Share, wire: Wire, *, lean: bool) -> dict[str, Any]:
+def _train(job: Job, share: Share, recorder: RecorderHandle, *, fast_start: bool) -> dict[str, Any]:
     began = time.monotonic()
 
     def fit(most: int, number: int) -> dict[str, Any]:
         rest = _with_less_time(job, time.monotonic() - began) if number else job
-        result = make_trainer(worker_main, trainer_settings(rest, share, wire, most, number), lean=lean).fit()
+        result = make_trainer(
+            worker_main, trainer_settings(rest, share, recorder, most, number), fast_start=fast_start
+        ).fit()
         return dict(result.return_value or {})
 
     # Without checkpoints a stop would lose all, so such a run keeps the workers that it has.
     if share.least and job.config.checkpoint.every:
         os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", PLACES_WAIT_S)
-        return train_elastic(fit, share, wire, job.config.scaling.resize_every_s)
+        return train_elastic(fit, share, recorder, job.config.scaling.resize_every_s)
     return fit(share.workers, 0)
 
 
-def trainer_settings(job: Job, share: Share, wire: Wire, most: int, number: int) -> dict[str, Any]:
+def trainer_settings(job: Job, share: Share, recorder: RecorderHandle, most: int, number: int) -> dict[str, Any]:
     """What a trainer takes, for the job's start of this number (0, and one more each time that it grows)."""
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 
     under_nsys = {"py_executable": worker_executable(share.device)} if job.config.profile.tool == "nsys" else {}
     return {
-        "train_loop_config": {"job": job, "wire": wire},
+        "train_loop_config": {"job": job, "recorder": recorder},
         "scaling_config": ScalingConfig(
             num_workers=(share.least, most) if share.least else most,
             use_gpu=share.device == "cuda",
@@ -82,15 +84,15 @@ def _with_less_time(job: Job, seconds: float) -> Job:
     return replace(job, config=replace(job.config, train=replace(train, hours=left)))
 
 
-def make_trainer(function: Any, settings: dict[str, Any], *, lean: bool) -> Any:
-    """The lean trainer where it is asked for and Ray's internals are as it knows them, else the stock TorchTrainer."""
-    if lean:
+def make_trainer(function: Any, settings: dict[str, Any], *, fast_start: bool) -> Any:
+    """The fast-start trainer where it is asked for and Ray's internals are as it knows them, else the stock TorchTrainer."""
+    if fast_start:
         try:
-            from raystride.pipelines.cluster.internals import LeanTrainer
+            from raystride.pipelines.cluster.internals import FastStartTrainer
 
-            return LeanTrainer(function, **settings)
+            return FastStartTrainer(function, **settings)
         except (ImportError, AttributeError, TypeError):
-            pass  # another version of Ray: what the lean trainer leaves out is not where it was
+            pass  # another version of Ray: what the fast-start trainer leaves out is not where it was
     from ray.train.torch import TorchTrainer
 
     return TorchTrainer(function, **settings)
@@ -98,26 +100,30 @@ def make_trainer(function: Any, settings: dict[str, Any], *, lean: bool) -> Any:
 
 def worker_main(config: dict[str, Any]) -> dict[str, Any]:
     """What each worker process runs."""
-    marks = {"worker": time.time()}
+    milestones = {"worker": time.time()}
     import ray.train
 
     from raystride.pipelines.worker.worker import run_worker
 
-    context, wire = ray.train.get_context(), config["wire"]
+    context, recorder = ray.train.get_context(), config["recorder"]
     world, here = context.get_world_size(), context.get_local_world_size()
-    place = Place(
+    worker = WorkerInfo(
         rank=context.get_world_rank(),
         world=world,
         local_rank=context.get_local_rank(),
         nodes=-(-world // here),
         node=ray.util.get_node_ip_address(),
     )
-    # One rank's wish reaches all in the next step, so one rank asks.
-    stopping = StopPoll(partial(wire.stop_requested, world)) if place.rank == 0 else None
+    # One rank's request reaches all in the next step, so one rank asks.
+    stopping = StopPoll(partial(recorder.stop_requested, world)) if worker.rank == 0 else None
     hang_s = config["job"].config.launch.hang_s
-    pulse = Pulse(wire.beat, place, ray.get_runtime_context().get_node_id(), beat_every_s(hang_s)) if hang_s else None
+    heartbeats = (
+        HeartbeatSender(recorder.heartbeat, worker, ray.get_runtime_context().get_node_id(), heartbeat_every_s(hang_s))
+        if hang_s
+        else None
+    )
     try:
-        return run_worker(config["job"], place, wire.post, stopping or (lambda: False), marks)
+        return run_worker(config["job"], worker, recorder.post, stopping or (lambda: False), milestones)
     except BaseException as error:
         # Written into the error it outlives the way to another process.
         error.add_note("".join(traceback.format_exception(error)))
@@ -125,5 +131,5 @@ def worker_main(config: dict[str, Any]) -> dict[str, Any]:
     finally:
         if stopping:
             stopping.end()
-        if pulse:
-            pulse.end()
+        if heartbeats:
+            heartbeats.end()

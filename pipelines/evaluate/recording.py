@@ -14,7 +14,7 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.record import read_entries
 from raystride.pipelines.record.journal import Journal, join, plain
 from raystride.pipelines.record.mlflow_follower import Follower, replay_hint
-from raystride.pipelines.record.mlflow_log import MARK, MlflowLog
+from raystride.pipelines.record.mlflow_log import MLFLOW_REFERENCE, MlflowLog
 
 SENDER = "evaluation"
 
@@ -63,9 +63,9 @@ class Reopened:
 
 def reopen(run: Folder, record: Record, storage: Folder) -> Reopened | None:
     """The MLflow run of a training; None where MLflow is off."""
-    mark = run.read_json(MARK) if run.exists(MARK) else {}
+    reference = run.read_json(MLFLOW_REFERENCE) if run.exists(MLFLOW_REFERENCE) else {}
     # An address in the settings may have had a password, which the run's folder does not keep.
-    settings = replace(record, mlflow_uri=record.mlflow_uri or mark.get("uri"))
+    settings = replace(record, mlflow_uri=record.mlflow_uri or reference.get("uri"))
     log = MlflowLog.at(run, run.uri.rpartition("/")[2], settings, storage)
     ours = [float(entry["time"]) for entry in read_entries(run) if entry["sender"] != SENDER]
     status = _summary(run).get("status") or "stopped"

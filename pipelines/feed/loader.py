@@ -94,7 +94,7 @@ class Loader:
     world: int = 1
     micro_batch_slots: int = 0
     """Neighbouring slots in a micro-batch; 0: all of this worker's."""
-    even: bool = False
+    equal_micro_batches: bool = False
     """Whether every worker gets equally many micro-batches, empty ones where it has no more."""
     left_out: frozenset[tuple[int, int]] = frozenset()
     """(step, slot) of slots that are passed over."""
@@ -167,7 +167,7 @@ class Loader:
             samples = self.plan.order.at(positions)
             total += digest(positions // self.plan.order.samples, samples)
             batches.append(self._batch(slot, samples))
-        if self.even:
+        if self.equal_micro_batches:
             most = -(-self.plan.slots // self.world)  # slots of the worker that has most
             group = self.micro_batch_slots or most
             if missing := -(-most // group) - len(batches):
@@ -189,17 +189,24 @@ def empty_batch(samples: Samples, slot: int, count: int) -> MicroBatch:
 
 
 def validation_batches(
-    samples: Samples, *, wanted: int, size: int, rank: int, world: int, device: torch.device, even: bool = False
+    samples: Samples,
+    *,
+    wanted: int,
+    size: int,
+    rank: int,
+    world: int,
+    device: torch.device,
+    equal_micro_batches: bool = False,
 ) -> Iterator[MicroBatch]:
     """This worker's part of `wanted` samples spread evenly over a split, in batches of at most `size`.
 
     The batches are the same for any number of workers, only dealt out differently; `slot` numbers them over all workers.
-    `even`: every worker gets equally many, empty ones where there are no more.
+    `equal_micro_batches`: every worker gets equally many, empty ones where there are no more.
     """
     placement = Placement(device, samples.task)
     chosen = np.arange(wanted, dtype=np.int64) * samples.count // max(1, wanted)
     batches = -(-wanted // size)
     for number in range(rank, batches, world):
         yield placement.place(MicroBatch(number, *samples.batch(chosen[number * size : (number + 1) * size])))
-    if even and batches % world and rank >= batches % world:
+    if equal_micro_batches and batches % world and rank >= batches % world:
         yield placement.place(empty_batch(samples, 0, size))

@@ -1,18 +1,18 @@
-"""Judges from the workers' beats whether a group hangs, and who holds it up.
+"""Judges from the workers' heartbeats whether a group hangs, and who holds it up.
 
 Workers of a group wait for each other, so a group hangs when none of them has moved for long. A worker that is not even
 heard of (stopped, swapped out, its node away) is the one; else the one that has not come to where the others wait. Time is
 that of whoever looks, and only as much of it as was watched: no clocks are compared, and a sleeping laptop is no hang.
 
-    judge = Judge("auto", every_s=5.0)
-    hang = judge.look(wire.beats(), time.monotonic())         # None, or Hang(culprits=(1,), silent=True, ...)
+    detector = HangDetector("auto", every_s=5.0)
+    hang = detector.look(recorder.heartbeats(), time.monotonic())         # None, or Hang(culprits=(1,), silent=True, ...)
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from raystride.pipelines.hang.heartbeat import ENDED, Beat, another_group
+from raystride.pipelines.hang.heartbeat import ENDED, Heartbeat, another_group
 from raystride.pipelines.hang.process import Process
 
 HangS = Literal["auto"] | int
@@ -35,15 +35,15 @@ class Hang:
     """The ranks that the others wait for; empty where none stands out."""
     silent: bool
     """Whether these are not even heard of."""
-    beats: Mapping[int, Beat]
+    heartbeats: Mapping[int, Heartbeat]
     """The newest of each worker."""
     seconds: float
     """For which nobody has moved, or nothing was heard of the silent ones."""
     limit_s: float
 
 
-class Judge:
-    """Looks at the beats every so many seconds, and remembers what it saw."""
+class HangDetector:
+    """Looks at the heartbeats every so many seconds, and remembers what it saw."""
 
     def __init__(self, hang_s: HangS, every_s: float) -> None:
         self._hang_s, self._most_s = hang_s, 2 * every_s
@@ -51,7 +51,7 @@ class Judge:
         self._begin()
 
     def _begin(self) -> None:
-        self._known: dict[int, Beat] = {}
+        self._known: dict[int, Heartbeat] = {}
         self._silent_s: dict[int, float] = {}
         self._still_s = self._longest_s = 0.0
         self._warm = 0
@@ -62,25 +62,25 @@ class Judge:
         limit = max(AUTO_S, AUTO_FACTOR * self._longest_s) if self._hang_s == "auto" else float(self._hang_s)
         return limit if self._warm >= WARM_LOOKS else max(limit, FIRST_S)
 
-    def look(self, beats: Mapping[int, Beat], now: float) -> Hang | None:
-        """Takes in the newest beats at `now`, on any steady clock; a hang, where it is one."""
+    def look(self, heartbeats: Mapping[int, Heartbeat], now: float) -> Hang | None:
+        """Takes in the newest heartbeats at `now`, on any steady clock; a hang, where it is one."""
         # What was not watched does not count: this process may have slept, or waited for the recorder.
         passed = 0.0 if self._looked is None else min(now - self._looked, self._most_s)
         self._looked = now
-        if any(another_group(self._known, beat) for beat in beats.values()):
+        if any(another_group(self._known, heartbeat) for heartbeat in heartbeats.values()):
             self._begin()
-        self._listen(beats, passed)
-        if any(beat.inside == ENDED for beat in self._known.values()):
+        self._listen(heartbeats, passed)
+        if any(heartbeat.inside == ENDED for heartbeat in self._known.values()):
             return None
         return self._verdict()
 
-    def _listen(self, beats: Mapping[int, Beat], passed: float) -> None:
-        judged = any(beat.inside in JUDGED for beat in self._known.values())
-        before, self._known = self._known, {**self._known, **beats}
-        for rank, beat in self._known.items():
-            heard = rank not in before or before[rank].number != beat.number
+    def _listen(self, heartbeats: Mapping[int, Heartbeat], passed: float) -> None:
+        judged = any(heartbeat.inside in JUDGED for heartbeat in self._known.values())
+        before, self._known = self._known, {**self._known, **heartbeats}
+        for rank, heartbeat in self._known.items():
+            heard = rank not in before or before[rank].number != heartbeat.number
             self._silent_s[rank] = 0.0 if heard else self._silent_s[rank] + passed
-        pairs = [(before[rank], beat) for rank, beat in self._known.items() if rank in before]
+        pairs = [(before[rank], heartbeat) for rank, heartbeat in self._known.items() if rank in before]
         self._warm += any(old.stepped != new.stepped for old, new in pairs)
         if len(pairs) == len(self._known) and all(old.moved == new.moved for old, new in pairs):
             self._still_s += passed
@@ -94,10 +94,10 @@ class Judge:
         silent = tuple(sorted(rank for rank, seconds in self._silent_s.items() if seconds > limit / 2))
         if silent and self._still_s > limit / 2:
             heard_s = max(self._silent_s[rank] for rank in silent)
-            return Hang(culprits=silent, silent=True, beats=self._known, seconds=heard_s, limit_s=limit)
-        if self._still_s > limit and any(beat.inside in JUDGED for beat in self._known.values()):
-            culprits = _apart({rank: beat.inside for rank, beat in self._known.items()})
-            return Hang(culprits=culprits, silent=False, beats=self._known, seconds=self._still_s, limit_s=limit)
+            return Hang(culprits=silent, silent=True, heartbeats=self._known, seconds=heard_s, limit_s=limit)
+        if self._still_s > limit and any(heartbeat.inside in JUDGED for heartbeat in self._known.values()):
+            culprits = _apart({rank: heartbeat.inside for rank, heartbeat in self._known.items()})
+            return Hang(culprits=culprits, silent=False, heartbeats=self._known, seconds=self._still_s, limit_s=limit)
         return None
 
 
@@ -118,7 +118,7 @@ class Hung(RuntimeError):
     def __init__(self, text: str, hang: Hang, frames: list[str]) -> None:
         super().__init__(text)
         self.frames = frames
-        self.processes = frozenset(beat.process for beat in hang.beats.values())
+        self.processes = frozenset(heartbeat.process for heartbeat in hang.heartbeats.values())
         self.worker_failures = dict.fromkeys(hang.culprits[:1], self)
         """As Ray's errors have them, so that the screen names the rank."""
 
@@ -126,10 +126,10 @@ class Hung(RuntimeError):
 def describe(hang: Hang) -> str:
     """Who holds up whom, where, and for how long, in a line."""
     if not hang.culprits:
-        everywhere = ", ".join(sorted({beat.inside or "no phase" for beat in hang.beats.values()}))
-        who = f"all {len(hang.beats)} workers have stood still ({everywhere}) and none stands out"
+        everywhere = ", ".join(sorted({heartbeat.inside or "no phase" for heartbeat in hang.heartbeats.values()}))
+        who = f"all {len(hang.heartbeats)} workers have stood still ({everywhere}) and none stands out"
     else:
-        first = hang.beats[hang.culprits[0]]
+        first = hang.heartbeats[hang.culprits[0]]
         inside = first.inside or "no phase"
         state = f"has not been heard of, last in {inside}," if hang.silent else f"has stood still in {inside}"
         others = f" (and ranks {', '.join(map(str, hang.culprits[1:]))})" if hang.culprits[1:] else ""

@@ -1,10 +1,10 @@
 """Signs of life: what each worker tells of itself beside its training, and the table of them that the recorder keeps.
 
-A beat says where the worker is and whether it has moved since the last one. A thread that does nothing else tells it, and it
-is kept in memory alone. Seconds throughout.
+A heartbeat says where the worker is and whether it has moved since the last one. A thread that does nothing else tells it,
+and it is kept in memory alone. Seconds throughout.
 
-    pulse = Pulse(wire.beat, place, node_id, every_s=5.0)     # in the worker
-    pulses.hear(beat); pulses.beats()                         # in the recorder's process: {0: Beat(...), 1: Beat(...)}
+    heartbeats = HeartbeatSender(recorder.heartbeat, worker, node_id, every_s=5.0)     # in the worker
+    table.hear(heartbeat); table.heartbeats()             # in the recorder's process: {0: Heartbeat(...), 1: ...}
 """
 
 import threading
@@ -14,19 +14,19 @@ from dataclasses import dataclass, replace
 
 from raystride.pipelines.hang.process import Process
 from raystride.pipelines.phases import PHASES, innermost, phase
-from raystride.pipelines.worker.job import Place
+from raystride.pipelines.worker.job import WorkerInfo
 
 ENDED = "ended"
 """Where a worker is that trains no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beat:
+class Heartbeat:
     """What a worker tells of itself at one moment."""
 
     process: Process
     number: int
-    """Of this worker's beats: another one than before says that it lives."""
+    """Of this worker's heartbeats: another one than before says that it lives."""
     inside: str
     """The innermost open phase; empty between phases, `ENDED` after the training."""
     moved: float
@@ -35,7 +35,7 @@ class Beat:
     """Seconds in steps that have ended."""
 
     @classmethod
-    def now(cls, process: Process, number: int) -> "Beat":
+    def now(cls, process: Process, number: int) -> "Heartbeat":
         """Of this process."""
         last = innermost()
         inside, began = last.name, last.began
@@ -45,15 +45,15 @@ class Beat:
         )
 
 
-class Pulse:
+class HeartbeatSender:
     """Beats from its making to `end`, which tells that the worker ends by itself."""
 
-    def __init__(self, tell: Callable[[Beat], object], place: Place, node_id: str, every_s: float) -> None:
+    def __init__(self, tell: Callable[[Heartbeat], object], worker: WorkerInfo, node_id: str, every_s: float) -> None:
         self._tell, self._every_s = tell, every_s
-        self._process = Process.this(place, node_id)
+        self._process = Process.this(worker, node_id)
         self._number = 0
         self._ended = threading.Event()
-        threading.Thread(target=self._run, name="pulse", daemon=True).start()
+        threading.Thread(target=self._run, name="heartbeats", daemon=True).start()
 
     def end(self) -> None:
         """Stops beating."""
@@ -63,37 +63,37 @@ class Pulse:
         while True:
             ended = self._ended.is_set()
             self._number += 1
-            beat = Beat.now(self._process, self._number)
-            with suppress(Exception):  # the recorder may be starting again: the next beat will do
-                self._tell(replace(beat, inside=ENDED) if ended else beat)
+            heartbeat = Heartbeat.now(self._process, self._number)
+            with suppress(Exception):  # the recorder may be starting again: the next heartbeat will do
+                self._tell(replace(heartbeat, inside=ENDED) if ended else heartbeat)
             if ended:
                 return
             self._ended.wait(self._every_s)
 
 
-class Pulses:
-    """The newest beat of each worker of the group that trains now."""
+class HeartbeatTable:
+    """The newest heartbeat of each worker of the group that trains now."""
 
     def __init__(self) -> None:
-        self._beats: dict[int, Beat] = {}
+        self._beats: dict[int, Heartbeat] = {}
         self._lock = threading.Lock()
 
-    def hear(self, beat: Beat) -> None:
+    def hear(self, heartbeat: Heartbeat) -> None:
         """Takes one in. The first of another group ends what is known of the one before."""
         with self._lock:
-            if another_group(self._beats, beat):
+            if another_group(self._beats, heartbeat):
                 self._beats = {}
-            self._beats[beat.process.rank] = beat
+            self._beats[heartbeat.process.rank] = heartbeat
 
-    def beats(self) -> dict[int, Beat]:
-        """The newest beats by rank."""
+    def heartbeats(self) -> dict[int, Heartbeat]:
+        """The newest heartbeats by rank."""
         with self._lock:
             return dict(self._beats)
 
 
-def another_group(known: dict[int, Beat], beat: Beat) -> bool:
-    """Whether a beat is of other processes than those known: its rank has another one, or they are of another number."""
-    before = known.get(beat.process.rank)
-    if before and before.process != beat.process:
+def another_group(known: dict[int, Heartbeat], heartbeat: Heartbeat) -> bool:
+    """Whether a heartbeat is of other processes than those known: its rank has another, or they are of another number."""
+    before = known.get(heartbeat.process.rank)
+    if before and before.process != heartbeat.process:
         return True
-    return any(each.process.world != beat.process.world for each in known.values())
+    return any(each.process.world != heartbeat.process.world for each in known.values())

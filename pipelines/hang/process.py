@@ -1,13 +1,13 @@
 """A process, told from a later one that has its number: numbers are used again, the moment of the start is not.
 
 process_start(os.getpid())                                # 1763790000.12, seconds since 1970
-process = Process.this(Place(rank=0), node_id="")
+process = Process.this(WorkerInfo(rank=0), node_id="")
 """
 
 import os
 from dataclasses import dataclass
 
-from raystride.pipelines.worker.job import Place
+from raystride.pipelines.worker.job import WorkerInfo
 
 
 def process_start(pid: int) -> float | None:
@@ -35,7 +35,7 @@ class Process:
     started: float
 
     @classmethod
-    def this(cls, place: Place, node_id: str) -> "Process":
+    def this(cls, worker: WorkerInfo, node_id: str) -> "Process":
         """The one that calls."""
         started = process_start(os.getpid()) or 0.0
-        return cls(rank=place.rank, world=place.world, node=place.node, node_id=node_id, pid=os.getpid(), started=started)
+        return cls(rank=worker.rank, world=worker.world, node=worker.node, node_id=node_id, pid=os.getpid(), started=started)

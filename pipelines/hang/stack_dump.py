@@ -3,7 +3,7 @@
 A stopped process runs no thread of its own, so py-spy, which comes with Ray, reads its stack out of its memory. Where it may
 not look, what the system says of the process is all that is known, and the text says so.
 
-    found = examine([process])                                # on the node of the process: {rank: Standing(alive, text)}
+    found = examine([process])                                # on the node of the process: {rank: StackDump(alive, text)}
     end([process])                                            # SIGKILL, which a stopped process obeys too
 """
 
@@ -29,7 +29,7 @@ FRAMES = (
 
 
 @dataclass(frozen=True)
-class Standing:
+class StackDump:
     """What was found of a process."""
 
     alive: bool
@@ -43,7 +43,7 @@ class Standing:
         return [f"{call['file']}:{call['line']} in {call['name']}" for call in reversed(calls)]
 
 
-def examine(processes: Iterable[Process]) -> dict[int, Standing]:
+def examine(processes: Iterable[Process]) -> dict[int, StackDump]:
     """What there is to know of processes on this node, by rank."""
     return {each.rank: _examine(each) for each in processes}
 
@@ -60,10 +60,10 @@ def _same(process: Process) -> bool:
     return process_start(process.pid) == process.started
 
 
-def _examine(process: Process) -> Standing:
+def _examine(process: Process) -> StackDump:
     if not _same(process):
-        return Standing(alive=False, text="the process is gone\n")
-    return Standing(alive=True, text=f"{_system(process.pid)}\n{_stacks(process.pid)}")
+        return StackDump(alive=False, text="the process is gone\n")
+    return StackDump(alive=True, text=f"{_system(process.pid)}\n{_stacks(process.pid)}")
 
 
 def _stacks(pid: int) -> str:

@@ -1,6 +1,6 @@
 """Ends a group of Ray workers that hangs, so that Ray Train starts it again (`launch.restarts`) or the run fails.
 
-watch = HangWatch(wire, job.folder, job.config.launch.hang_s)
+watch = HangWatch(recorder, job.folder, job.config.launch.hang_s)
 try:
     fit()
 except TrainingFailedError as error:
@@ -17,10 +17,10 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from raystride.pipelines.files import Folder
-from raystride.pipelines.hang.detector import Hang, HangS, Hung, Judge, describe
-from raystride.pipelines.hang.heartbeat import Beat
+from raystride.pipelines.hang.detector import Hang, HangDetector, HangS, Hung, describe
+from raystride.pipelines.hang.heartbeat import Heartbeat
 from raystride.pipelines.hang.process import Process
-from raystride.pipelines.hang.stack_dump import Standing, end, examine
+from raystride.pipelines.hang.stack_dump import StackDump, end, examine
 from raystride.pipelines.record.sender import Entry, Post, Sender
 
 MOST_EVERY_S = 5.0
@@ -33,7 +33,7 @@ MOST_WAITING = 8
 class Heard(Protocol):
     """What the watch asks the recorder."""
 
-    def beats(self) -> dict[int, Beat]:
+    def heartbeats(self) -> dict[int, Heartbeat]:
         """The newest sign of life of each worker, by rank."""
         ...
 
@@ -42,16 +42,16 @@ class Heard(Protocol):
         ...
 
 
-def beat_every_s(hang_s: HangS) -> float:
-    """Seconds between two beats of a worker, and between two looks at them."""
+def heartbeat_every_s(hang_s: HangS) -> float:
+    """Seconds between two heartbeats of a worker, and between two looks at them."""
     return MOST_EVERY_S if hang_s == "auto" else min(MOST_EVERY_S, hang_s / 20)
 
 
 class HangWatch:
     """Watches in the background, until `end`. With `hang_s` 0 it does nothing."""
 
-    def __init__(self, wire: Heard, folder: Folder, hang_s: HangS) -> None:
-        self._wire, self._folder, self._hang_s = wire, folder, hang_s
+    def __init__(self, recorder: Heard, folder: Folder, hang_s: HangS) -> None:
+        self._recorder, self._folder, self._hang_s = recorder, folder, hang_s
         self._hung: Hung | None = None
         self._ended = threading.Event()
         if hang_s:
@@ -66,29 +66,29 @@ class HangWatch:
         return self._hung or error
 
     def _run(self) -> None:
-        every_s = beat_every_s(self._hang_s)
-        judge = Judge(self._hang_s, every_s)
+        every_s = heartbeat_every_s(self._hang_s)
+        detector = HangDetector(self._hang_s, every_s)
         while not self._ended.wait(every_s):
             with suppress(Exception):  # the recorder may be starting again, or a node be lost: the next look will do
-                beats = self._wire.beats()
-                if self._hung and any(beat.process not in self._hung.processes for beat in beats.values()):
+                heartbeats = self._recorder.heartbeats()
+                if self._hung and any(heartbeat.process not in self._hung.processes for heartbeat in heartbeats.values()):
                     self._hung = None  # another group trains: what may end it is something else
-                if hang := judge.look(beats, time.monotonic()):
-                    judge = Judge(self._hang_s, every_s)
+                if hang := detector.look(heartbeats, time.monotonic()):
+                    detector = HangDetector(self._hang_s, every_s)
                     self._end_group(hang)
 
     def _end_group(self, hang: Hang) -> None:
         """Keeps where the workers stand, says who held them up, and kills them all: they would wait for each other."""
-        processes = [beat.process for beat in hang.beats.values()]
+        processes = [heartbeat.process for heartbeat in hang.heartbeats.values()]
         waiting = [each for each in processes if each.rank not in hang.culprits]
         found = _on_nodes(examine, [each for each in processes if each.rank in hang.culprits] + waiting[:MOST_WAITING])
-        if not any(standing.alive for standing in found.values()):
+        if not any(dump.alive for dump in found.values()):
             return  # they have ended by themselves, and another group has not begun
-        self._hung = keep(hang, found, self._folder, self._wire.post)
+        self._hung = keep(hang, found, self._folder, self._recorder.post)
         _on_nodes(end, processes)
 
 
-def keep(hang: Hang, found: dict[int, Standing], folder: Folder, post: Post) -> Hung:
+def keep(hang: Hang, found: dict[int, StackDump], folder: Folder, post: Post) -> Hung:
     """Writes what was found into the run's folder and tells the record; the error that says all this."""
     name = f"profiles/hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
     kept = f"where all stood: {name}"
@@ -105,13 +105,14 @@ def keep(hang: Hang, found: dict[int, Standing], folder: Folder, post: Post) -> 
     return Hung(text, hang, culprit.frames() if culprit else [])
 
 
-def report(hang: Hang, found: dict[int, Standing]) -> str:
+def report(hang: Hang, found: dict[int, StackDump]) -> str:
     """The text of the file: the verdict, then what each worker's process is at, those first that the others wait for."""
     parts = [f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {describe(hang)}\n"]
-    for rank in sorted(hang.beats, key=lambda rank: (rank not in hang.culprits, rank)):
-        beat = hang.beats[rank]
+    for rank in sorted(hang.heartbeats, key=lambda rank: (rank not in hang.culprits, rank)):
+        heartbeat = hang.heartbeats[rank]
         role = "held up the others" if rank in hang.culprits else "waited"
-        head = f"rank {rank} on {beat.process.node}, pid {beat.process.pid}, in {beat.inside or 'no phase'}: {role}"
+        where = f"rank {rank} on {heartbeat.process.node}, pid {heartbeat.process.pid}"
+        head = f"{where}, in {heartbeat.inside or 'no phase'}: {role}"
         parts.append(f"{head}\n{found[rank].text if rank in found else 'not examined, or its node did not answer'}")
     return "\n".join(parts)
 

@@ -46,7 +46,7 @@ from raystride.pipelines.prepare.manifest import Manifest
 from raystride.pipelines.prepare.prepare import Prepared, prepare
 from raystride.pipelines.record import describe_environment
 from raystride.pipelines.record.links import job_link, on_a_server, run_link
-from raystride.pipelines.record.mlflow_log import MARK
+from raystride.pipelines.record.mlflow_log import MLFLOW_REFERENCE
 from raystride.pipelines.record.tensorboard_log import check_tensorboard
 from raystride.pipelines.report import closing_screen
 from raystride.pipelines.sources.faults import DataError
@@ -114,7 +114,7 @@ def train(config: Config, storage: Folder, watcher: Watcher | None = None, tags:
     assert config.run
     if (code := under_profiler(config, storage)) is not None:
         return code
-    marks = {"driver": time.time()}
+    milestones = {"driver": time.time()}
     folder = storage / config.run
     print(f"run {config.run} in {storage}", flush=True)
     earlier = read_earlier(folder)
@@ -125,12 +125,12 @@ def train(config: Config, storage: Folder, watcher: Watcher | None = None, tags:
     if earlier:
         refuse_changes(earlier, config)
         if reached := completed(earlier, config):
-            _say_complete(folder, config, reached, earlier)
+            _print_complete(folder, config, reached, earlier)
             return DONE
     attempt = new_attempt()
     inline = config.launch.mode == "inline"
     with Ownership.take(folder, attempt), nullcontext() if inline else cluster(config.launch) as dashboard:
-        marks["cluster"] = time.time()
+        milestones["cluster"] = time.time()
         there, share = _resources(config)
         if problems := list(failing(_preflight(config, storage, there, share))):
             raise CannotRun("this cluster cannot run it:\n" + "\n".join(problems))
@@ -138,7 +138,7 @@ def train(config: Config, storage: Folder, watcher: Watcher | None = None, tags:
         _check_samples(config, prepared)
         if earlier:
             refuse_changes(earlier, config, prepared.manifest.fingerprint)
-        marks["data"] = time.time()
+        milestones["data"] = time.time()
         environment = describe_environment() | {"attempt": attempt, "data": prepared.manifest.fingerprint}
         facts = _facts(environment, share)
         if config.train.exact:
@@ -154,11 +154,11 @@ def train(config: Config, storage: Folder, watcher: Watcher | None = None, tags:
             device=share.device,
             threads=share.threads,
             facts=facts,
-            started_at=marks["driver"] if watcher else process_start(os.getpid()) or marks["driver"],
-            marks=marks,
+            started_at=milestones["driver"] if watcher else process_start(os.getpid()) or milestones["driver"],
+            milestones=milestones,
         )
         all_tags = _tags(environment, config, share) | _ray_tags(dashboard) | dict(tags or {})
-        _say_pages(folder, all_tags)
+        _print_pages(folder, all_tags)
         return _conduct(job, share, storage, all_tags, watcher)
 
 
@@ -203,7 +203,7 @@ def _preflight(config: Config, storage: Folder, there: Resources, share: Share) 
     return preflight(config, share, there, storage, config.tokenizer.vocabulary_size, probe)
 
 
-def _say_complete(folder: Folder, config: Config, reached: str, earlier: Earlier) -> None:
+def _print_complete(folder: Folder, config: Config, reached: str, earlier: Earlier) -> None:
     print(f"this run is complete ({reached}). To train it further, give more steps or epochs, for instance")
     print(f"  --run {config.run} --train.steps {2 * max(1, (earlier.summary or {}).get('steps') or config.train.steps)}")
     print("and to train another one, another name (--run NAME) or other settings")
@@ -239,7 +239,7 @@ def _check_samples(config: Config, prepared: Prepared) -> None:
 
 def _conduct(job: Job, share: Share, storage: Folder, tags: dict[str, str], watcher: Watcher | None) -> int:
     """Runs the workers beside the progress line, closes the record, and prints the last screen."""
-    from raystride.pipelines.launch.inline import InlineWire, train_inline
+    from raystride.pipelines.launch.inline import InlineRecorder, train_inline
 
     arguments: dict[str, Any] = {
         "run_folder": job.folder,
@@ -252,14 +252,14 @@ def _conduct(job: Job, share: Share, storage: Folder, tags: dict[str, str], watc
         "total_steps": _total_steps(job),
     }
     if job.config.launch.mode == "inline":
-        inline = InlineWire(**arguments)
+        inline = InlineRecorder(**arguments)
         return conduct(job, inline, partial(train_inline, job, inline), watcher)
-    from raystride.pipelines.cluster.recorder_handle import Wire
+    from raystride.pipelines.cluster.recorder_handle import RecorderHandle
     from raystride.pipelines.cluster.trainer import train_on_ray
 
-    wire = Wire.start(**arguments)
-    lean = job.config.launch.lean and not joined(job.config.launch) and not share.least
-    return conduct(job, wire, partial(train_on_ray, job, share, wire, lean=lean), watcher)
+    recorder = RecorderHandle.start(**arguments)
+    fast_start = job.config.launch.lean and not joined(job.config.launch) and not share.least
+    return conduct(job, recorder, partial(train_on_ray, job, share, recorder, fast_start=fast_start), watcher)
 
 
 def _total_steps(job: Job) -> int | None:
@@ -302,14 +302,14 @@ def _ray_tags(dashboard: str | None) -> dict[str, str]:
     return {"raystride.ray_job_id": job, "raystride.ray_job": job_link(dashboard, job)}
 
 
-def _say_pages(folder: Folder, tags: dict[str, str]) -> None:
+def _print_pages(folder: Folder, tags: dict[str, str]) -> None:
     """Prints where the run is to be seen, which the log of a submitted job then begins with."""
     if page := tags.get("raystride.ray_job"):
         print(f"ray      {page}")
     with suppress(FileNotFoundError, ValueError):
-        mark = folder.read_json(MARK)
-        if on_a_server(mark):
-            print(f"mlflow   {run_link(mark)}")
+        reference = folder.read_json(MLFLOW_REFERENCE)
+        if on_a_server(reference):
+            print(f"mlflow   {run_link(reference)}")
 
 
 def _submission_id() -> str | None:

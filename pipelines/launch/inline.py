@@ -3,7 +3,7 @@
 The recorder gets a process of its own where it logs to MLflow, whose import and first tables would hold up the loop's first
 steps for seconds.
 
-    summary = train_inline(job, InlineWire(run_folder=..., run="my-run", ...))
+    summary = train_inline(job, InlineRecorder(run_folder=..., run="my-run", ...))
 """
 
 import os
@@ -18,23 +18,23 @@ from multiprocessing.managers import BaseManager
 from typing import Any
 
 from raystride.pipelines.cluster.recorder_handle import RECORDER_NICENESS
-from raystride.pipelines.hang.detector import Judge
-from raystride.pipelines.hang.heartbeat import Beat
+from raystride.pipelines.hang.detector import HangDetector
+from raystride.pipelines.hang.heartbeat import Heartbeat
 from raystride.pipelines.hang.process import Process
-from raystride.pipelines.hang.stack_dump import Standing
-from raystride.pipelines.hang.watch import beat_every_s, keep
+from raystride.pipelines.hang.stack_dump import StackDump
+from raystride.pipelines.hang.watch import heartbeat_every_s, keep
 from raystride.pipelines.profiling.stalls import stacks
 from raystride.pipelines.record import Recorder
 from raystride.pipelines.record.sender import Entry
-from raystride.pipelines.worker.job import Job, Place
+from raystride.pipelines.worker.job import Job, WorkerInfo
 from raystride.triton_kernels.processes import end_with_parent
 
 RESTARTS = 3
 """Recorders that follow one whose process died."""
 
 
-class InlineWire:
-    """The recorder of an inline run, with the calls of `wire.Wire`; it starts beside the training, and again if it dies."""
+class InlineRecorder:
+    """The recorder of an inline run, called as `RecorderHandle` is; it starts beside the training, and again if it dies."""
 
     def __init__(self, **arguments: Any) -> None:
         self._arguments = arguments
@@ -110,25 +110,25 @@ def _step_back() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def train_inline(job: Job, wire: InlineWire) -> dict[str, Any]:
+def train_inline(job: Job, recorder: InlineRecorder) -> dict[str, Any]:
     """Trains as the only worker; returns its summary. Raises what the training raises, and Hung where it hangs."""
     from raystride.pipelines.worker.worker import run_worker
 
-    train = partial(run_worker, job, Place(), wire.post, wire.stop_requested)
+    train = partial(run_worker, job, WorkerInfo(), recorder.post, recorder.stop_requested)
     hang_s = job.config.launch.hang_s
-    return train() if hang_s in ("auto", 0) else _leave_if_it_hangs(train, job, wire)
+    return train() if hang_s in ("auto", 0) else _leave_if_it_hangs(train, job, recorder)
 
 
-def _leave_if_it_hangs(train: Callable[[], dict[str, Any]], job: Job, wire: InlineWire) -> dict[str, Any]:
+def _leave_if_it_hangs(train: Callable[[], dict[str, Any]], job: Job, recorder: InlineRecorder) -> dict[str, Any]:
     """Trains in a thread, which is left alone with whatever it waits for where it hangs."""
     outcome: Future[dict[str, Any]] = Future()
     threading.Thread(target=_settle, args=(outcome, train), name="worker", daemon=True).start()
-    every_s = beat_every_s(job.config.launch.hang_s)
-    judge, process, looks = Judge(job.config.launch.hang_s, every_s), Process.this(Place(), ""), 0
+    every_s = heartbeat_every_s(job.config.launch.hang_s)
+    detector, process, looks = HangDetector(job.config.launch.hang_s, every_s), Process.this(WorkerInfo(), ""), 0
     while not wait([outcome], every_s).done:
         looks += 1
-        if hang := judge.look({0: Beat.now(process, looks)}, time.monotonic()):
-            raise keep(hang, {0: Standing(alive=True, text=stacks())}, job.folder, wire.post)
+        if hang := detector.look({0: Heartbeat.now(process, looks)}, time.monotonic()):
+            raise keep(hang, {0: StackDump(alive=True, text=stacks())}, job.folder, recorder.post)
     return outcome.result()
 
 

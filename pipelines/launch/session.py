@@ -1,6 +1,6 @@
 """A training under way, as the driver sees it: progress, signals, and the end with its record and last screen.
 
-code = conduct(job, wire, partial(train_on_ray, job, share, wire, lean=True))
+code = conduct(job, recorder, partial(train_on_ray, job, share, recorder, fast_start=True))
 """
 
 import faulthandler
@@ -33,7 +33,7 @@ Train = Callable[[], dict[str, Any]]
 
 
 class Recording(Protocol):
-    """The recorder, in this process or another; see `wire.Wire`, `inline.InlineWire`."""
+    """The recorder, in this process or another; see `recorder_handle.RecorderHandle`, `inline.InlineRecorder`."""
 
     def state(self) -> dict[str, Any]:
         """The newest figures, for the progress line."""
@@ -62,20 +62,20 @@ class Watcher:
         """Is told what ended the training."""
 
 
-def conduct(job: Job, wire: Recording, train: Train, watcher: Watcher | None = None) -> int:
+def conduct(job: Job, recorder: Recording, train: Train, watcher: Watcher | None = None) -> int:
     """Trains beside the progress line, closes the record, prints the last screen; returns the exit code."""
     watcher = watcher or Watcher()
-    outcome = _watch(train, wire, f"starting on {job.device} ...", watcher)
+    outcome = _watch(train, recorder, f"starting on {job.device} ...", watcher)
     if isinstance(outcome, BaseException):
         watcher.on_failure(outcome)
-    code = _end(job, wire, outcome)
+    code = _end(job, recorder, outcome)
     if isinstance(outcome, Hung) and job.config.launch.mode == "inline":
         # What the training waits for may hold up Python's end too. This watchdog is no thread of Python's, and exits with 1.
         faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
     return code
 
 
-def _watch(train: Train, wire: Recording, phase: str, watcher: Watcher) -> dict[str, Any] | BaseException:
+def _watch(train: Train, recorder: Recording, phase: str, watcher: Watcher) -> dict[str, Any] | BaseException:
     """Trains in a thread while this one draws progress and listens to signals; the summary, or what was raised."""
     outcome: list[dict[str, Any] | BaseException] = []
 
@@ -86,7 +86,7 @@ def _watch(train: Train, wire: Recording, phase: str, watcher: Watcher) -> dict[
             outcome.append(error)
 
     thread = threading.Thread(target=body, name="training", daemon=True)
-    with _stop_signals(wire.request_stop) as told, Progress() as progress:
+    with _stop_signals(recorder.request_stop) as told, Progress() as progress:
         progress.update({"phase": phase})
         thread.start()
         said, linked = False, ""
@@ -96,7 +96,7 @@ def _watch(train: Train, wire: Recording, phase: str, watcher: Watcher) -> dict[
             except KeyboardInterrupt as error:
                 return error
             try:
-                state = wire.state()
+                state = recorder.state()
             except Exception:  # the recorder may be starting again; the training does not depend on it
                 continue
             progress.update(state | {"phase": state.get("phase") or (phase if not state.get("step") else None)})
@@ -106,7 +106,7 @@ def _watch(train: Train, wire: Recording, phase: str, watcher: Watcher) -> dict[
                 said = True
                 progress.note("stopping: all workers save and end at the same step (once more to end at once)")
             try:
-                watcher.on_state(state, wire.request_stop)
+                watcher.on_state(state, recorder.request_stop)
             except Exception as error:
                 return error
         progress.close()
@@ -115,7 +115,7 @@ def _watch(train: Train, wire: Recording, phase: str, watcher: Watcher) -> dict[
 
 @contextmanager
 def _stop_signals(request_stop: Callable[[], None]) -> Iterator[list[str]]:
-    """Turns Ctrl-C and SIGTERM into a wish to stop; a second one ends the process as usual. Yields what was received.
+    """Turns Ctrl-C and SIGTERM into a stop request; a second one ends the process as usual. Yields what was received.
 
     Set after ray.init, which puts its own handlers in place.
     """
@@ -138,7 +138,7 @@ def _stop_signals(request_stop: Callable[[], None]) -> Iterator[list[str]]:
             signal.signal(number, handler)
 
 
-def _end(job: Job, wire: Recording, outcome: dict[str, Any] | BaseException) -> int:
+def _end(job: Job, recorder: Recording, outcome: dict[str, Any] | BaseException) -> int:
     """Draws the curve and the page, closes the record, prints the last screen; returns the exit code.
 
     The record is for people: whatever closing it meets is said, and never hides how the training ended.
@@ -148,20 +148,20 @@ def _end(job: Job, wire: Recording, outcome: dict[str, Any] | BaseException) -> 
     status = "failed" if given is None else "stopped" if given.get("ending") == "stopped" else "finished"
     entries: list[dict[str, Any]] = []
     try:
-        outline = wire.outline(status, given)  # the recorder answers, so what it acknowledged is on disk
+        outline = recorder.outline(status, given)  # the recorder answers, so what it acknowledged is on disk
         entries = read_entries(job.folder)
         _put_picture(job.folder, entries)
         write_page(job.folder, entries, outline)
     except Exception as problem:
         print(f"warning: the curve or the page could not be drawn ({problem})", file=sys.stderr)
     try:
-        summary = wire.finish(status, given)
+        summary = recorder.finish(status, given)
     except Exception as problem:
         print(f"warning: the record could not be closed ({problem}); `runs.py replay {job.run}` does it", file=sys.stderr)
         summary = {"status": status} | (given or {})
     state: dict[str, Any] = {}
     with suppress(Exception):
-        state = wire.state()
+        state = recorder.state()
     for warning in state.get("warnings", []):
         if not (error and str(error) in warning):  # it is on the screen below
             print(f"warning: {warning}", file=sys.stderr)

@@ -2,7 +2,7 @@
 
 Whoever passes a milestone (the driver, then each worker) notes the time; the observer turns the times into durations.
 
-    observers = [FirstStep(job.started_at, job.marks | {"torch": time.time()}), ...]
+    observers = [FirstStep(job.started_at, job.milestones | {"torch": time.time()}), ...]
 """
 
 import time
@@ -14,28 +14,28 @@ from raystride.pipelines.observers.observer import Observer
 class FirstStep(Observer):
     """Adds `seconds_to_first_step` and `start/<milestone>_s`, seconds since the milestone before, to the first figures."""
 
-    def __init__(self, started_at: float, marks: dict[str, float]) -> None:
+    def __init__(self, started_at: float, milestones: dict[str, float]) -> None:
         self._started_at = started_at
-        self._marks = dict(marks)
+        self._milestones = dict(milestones)
         self._told = False
 
     def on_start(self, run: object) -> None:
-        self._marks["build"] = time.time()
+        self._milestones["build"] = time.time()
 
     def on_step(self, step: int) -> None:
-        if "first_step" not in self._marks:
-            self._marks["first_step"] = time.time()
+        if "first_step" not in self._milestones:
+            self._milestones["first_step"] = time.time()
 
     def on_log(self, step: int, measured: dict[str, float]) -> None:
         if self._told:
             return
         self._told = True
         before = self._started_at
-        for name, reached in sorted(self._marks.items(), key=lambda mark: mark[1]):
+        for name, reached in sorted(self._milestones.items(), key=lambda mark: mark[1]):
             measured[f"start/{name}_s"] = reached - before
             before = reached
         measured["seconds_to_first_step"] = before - self._started_at
 
     def on_end(self, summary: dict[str, Any]) -> None:
-        if "first_step" in self._marks:
-            summary["seconds_to_first_step"] = self._marks["first_step"] - self._started_at
+        if "first_step" in self._milestones:
+            summary["seconds_to_first_step"] = self._milestones["first_step"] - self._started_at

@@ -139,7 +139,7 @@ class Profiled(Observer):
                 found = tool.close(scratch, stem)
                 title = f"{TITLES[self._settings.tool]}: {self._run.run}, rank {self._run.rank}, steps {steps}"
                 (scratch / f"{stem}.html").write_text(page(title, heading("Where the host's time goes"), where, *found))
-                self._say("profile", f"steps {steps} on rank {self._run.rank}: {PLACE}/{stem}.html")
+                self._tell("profile", f"steps {steps} on rank {self._run.rank}: {PLACE}/{stem}.html")
             except Exception as error:
                 self._warn_of(error)
             self._keep(scratch)
@@ -160,9 +160,9 @@ class Profiled(Observer):
         self._warn(f"there is no profile by {self._settings.tool} on rank {self._run.rank}: {kind}{error}")
 
     def _warn(self, text: str) -> None:
-        self._say("warning", text)
+        self._tell("warning", text)
 
-    def _say(self, name: str, text: str) -> None:
+    def _tell(self, name: str, text: str) -> None:
         self._sender.put("event", {"name": name, "text": text})
 
 

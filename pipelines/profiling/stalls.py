@@ -70,24 +70,21 @@ class StallWatch(Background):
             if began and began != self._seen_at and lasted > (limit := self.limit()):
                 self._seen_at = began
                 try:
-                    self._tell(lasted, limit)
+                    self._keep_stacks(lasted, limit)
                 except OSError as error:  # a storage that is away must not end the watch
-                    self._say(f"rank {self._run.rank} stands still, and its stacks could not be written: {error}")
+                    self._sender.warn(f"rank {self._run.rank} stands still, and its stacks could not be written: {error}")
 
-    def _tell(self, lasted: float, limit: float) -> None:
+    def _keep_stacks(self, lasted: float, limit: float) -> None:
         name = f"profiles/stacks-rank{self._run.rank}.txt"
         inside = innermost().name
         head = f"{strftime('%Y-%m-%d %H:%M:%S')}  {lasted:.0f} s in {inside}, after {self._steps} steps of this attempt\n\n"
         self._dumps.append(head + stacks())
         self._folder.put(name, "\n".join(self._dumps))
         self._sender.put("artifact", {"name": name})
-        self._say(
+        self._sender.warn(
             f"rank {self._run.rank} on {self._run.node} has been in {inside} for {lasted:.0f} s, where a whole step "
             f"may take {limit:.0f} s: {name} says where its threads stand"
         )
-
-    def _say(self, text: str) -> None:
-        self._sender.warn(text)
 
 
 def stacks() -> str:

@@ -2,7 +2,7 @@
 
     observers -> Sender.put -> [process border] -> Recorder.receive -> journal segment -> acknowledged -> Sender forgets
                                                                             |
-                                                          Follower -> MLflow, then the mark in mlflow.json
+                                                          Follower -> MLflow, then the reference in mlflow.json
                                                           TensorboardLog -> one event file an attempt
 
 One writer: the recorder alone touches the run's journal and MLflow, so no worker holds credentials and SQLite has one

@@ -1,8 +1,8 @@
 """Addresses of the pages that show runs: in MLflow a run, the table of all, several compared; in Ray's dashboard a job.
 
-A mark is what a run's `mlflow.json` holds. A run in a tracking server has its page there; for one in a database the address
-is that of MLflow's UI as `python -m raystride.pipelines.record.ui` starts it: on loopback, at port 5000 unless it was given
-another.
+A reference is what a run's `mlflow.json` holds: which run it is in MLflow. One in a tracking server has its page there; for
+one in a database the address is that of MLflow's UI as `python -m raystride.pipelines.record.ui` starts it: on loopback, at
+port 5000 unless it was given another.
 
     run_link({"uri": "http://host:5000", "experiment_id": "1", "run_id": "9c"})   # http://host:5000/#/experiments/1/runs/9c?...
     comparison_link([one, other])                                # http://host:5000/#/compare-runs?runs=[...]&experiments=[...]
@@ -47,31 +47,31 @@ def view() -> str:
     return json.dumps(shown | {"orderByKey": "attributes.start_time", "orderByAsc": False})
 
 
-def run_link(mark: Mapping[str, Any], port: int = UI_PORT) -> str | None:
+def run_link(reference: Mapping[str, Any], port: int = UI_PORT) -> str | None:
     """The run's page; None where MLflow does not have it (yet)."""
-    if "run_id" not in mark:
+    if "run_id" not in reference:
         return None
-    return f"{_server(mark, port)}/#/experiments/{mark['experiment_id']}/runs/{mark['run_id']}?{SIDE}"
+    return f"{_server(reference, port)}/#/experiments/{reference['experiment_id']}/runs/{reference['run_id']}?{SIDE}"
 
 
-def runs_link(mark: Mapping[str, Any], port: int = UI_PORT) -> str:
+def runs_link(reference: Mapping[str, Any], port: int = UI_PORT) -> str:
     """The table of all runs of the run's experiment, with the columns of `view`."""
-    return f"{_server(mark, port)}/#/experiments/{mark['experiment_id']}/runs?viewStateShareKey={VIEW}&{SIDE}"
+    return f"{_server(reference, port)}/#/experiments/{reference['experiment_id']}/runs?viewStateShareKey={VIEW}&{SIDE}"
 
 
-def comparison_link(marks: Iterable[Mapping[str, Any]], port: int = UI_PORT) -> str | None:
+def comparison_link(references: Iterable[Mapping[str, Any]], port: int = UI_PORT) -> str | None:
     """The page that compares runs, such as a sweep's; None for fewer than two, or where no single server has them all."""
-    known = [mark for mark in marks if "run_id" in mark]
-    if len(known) < 2 or len({mark["uri"] for mark in known}) > 1:
+    known = [reference for reference in references if "run_id" in reference]
+    if len(known) < 2 or len({reference["uri"] for reference in known}) > 1:
         return None
-    runs = _listed(mark["run_id"] for mark in known)
-    experiments = _listed(dict.fromkeys(mark["experiment_id"] for mark in known))
+    runs = _listed(reference["run_id"] for reference in known)
+    experiments = _listed(dict.fromkeys(reference["experiment_id"] for reference in known))
     return f"{_server(known[0], port)}/#/compare-runs?runs={runs}&experiments={experiments}&{SIDE}"
 
 
-def on_a_server(mark: Mapping[str, Any]) -> bool:
+def on_a_server(reference: Mapping[str, Any]) -> bool:
     """Whether the run is in a tracking server, which has pages without our starting a UI."""
-    return str(mark.get("uri", "")).startswith("http")
+    return str(reference.get("uri", "")).startswith("http")
 
 
 def job_link(dashboard: str, job: str) -> str:
@@ -79,12 +79,12 @@ def job_link(dashboard: str, job: str) -> str:
     return f"{dashboard.rstrip('/')}/#/jobs/{quote(job)}"
 
 
-def _server(mark: Mapping[str, Any], port: int) -> str:
-    return str(mark["uri"]).rstrip("/") if on_a_server(mark) else f"http://127.0.0.1:{port}"
+def _server(reference: Mapping[str, Any], port: int) -> str:
+    return str(reference["uri"]).rstrip("/") if on_a_server(reference) else f"http://127.0.0.1:{port}"
 
 
 def _listed(texts: Iterable[str]) -> str:
-    """A JSON list of texts for an address, whose quotation marks terminals would otherwise end the link at."""
+    """A JSON list of texts for an address, whose quotation references terminals would otherwise end the link at."""
     return json.dumps(list(texts), separators=(",", ":")).replace('"', "%22")
 
 

@@ -1,8 +1,8 @@
 """Has MLflow follow a run's journal, at its own pace: a tracking server that is away or hangs holds up nothing else.
 
-The journal is the truth; the mark in `mlflow.json` says how far MLflow has it. So going on after a crash, catching up after
-an outage and `runs.py replay` are one and the same: log every segment above the mark. MLflow is imported when the first
-measurement is in the journal, since its import (3 s of processor time) would otherwise slow the start of the training.
+The journal is the truth; `mlflow.json` says how far MLflow has it. So going on after a crash, catching up after an outage
+and `runs.py replay` are one and the same: log every segment above that mark. MLflow is imported when the first measurement
+is in the journal, since its import (3 s of processor time) would otherwise slow the start of the training.
 
     follower = Follower(run_folder, log, warn=print)
     follower.add(segment, entries); follower.finish("finished", timeout_s=20.0)
@@ -77,9 +77,9 @@ class Follower:
         return self._done.wait(timeout_s)
 
     def catch_up(self) -> None:
-        """Logs every segment above the mark, here and now. Raises what MLflow or the storage raises."""
+        """Logs every segment above the reference, here and now. Raises what MLflow or the storage raises."""
         self._log.connect()
-        logged = self._log.mark["logged"]
+        logged = self._log.reference["logged"]
         missing = [segment for segment in segments(self._folder) if segment.number > logged.get(segment.attempt, 0)]
         for start in range(0, len(missing), SEGMENTS_A_CALL):
             self._log_segments(missing[start : start + SEGMENTS_A_CALL])

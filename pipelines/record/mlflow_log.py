@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Run
 
-MARK = "mlflow.json"
+MLFLOW_REFERENCE = "mlflow.json"
 ARTIFACTS = ("config.yaml", "environment.json", "summary.json", "curve.png", "report.html", "sample.txt", "log.txt")
 """Files of a run's folder that are logged at its end, where they are there."""
 METRICS_A_CALL = 1000  # MLflow's own limits: metrics, parameters and tags of one call, and the length of their texts
@@ -57,11 +57,11 @@ class MlflowLog:
         self._folder, self._run, self.uri = folder, run, uri
         self._experiment = settings.experiment
         self._client: MlflowClient | None = None
-        self.mark: dict[str, Any] = {"logged": {}}
+        self.reference: dict[str, Any] = {"logged": {}}
         try:
-            kept = folder.read_json(MARK)
+            kept = folder.read_json(MLFLOW_REFERENCE)
             if kept.get("uri") == public(uri):
-                self.mark = kept
+                self.reference = kept
         except (FileNotFoundError, ValueError):
             pass
 
@@ -77,7 +77,7 @@ class MlflowLog:
     @property
     def run_id(self) -> str | None:
         """The MLflow run's id, None before it was made."""
-        return self.mark.get("run_id")
+        return self.reference.get("run_id")
 
     @property
     def public_uri(self) -> str:
@@ -87,7 +87,7 @@ class MlflowLog:
     @property
     def link(self) -> str | None:
         """The run's page on its server; None where it is in a database, whose pages need `raystride.pipelines.record.ui`."""
-        return run_link(self.mark) if on_a_server(self.mark) else None
+        return run_link(self.reference) if on_a_server(self.reference) else None
 
     def connect(self) -> "tuple[MlflowClient, str]":
         """The client and the run's id. The first call makes or reopens the run; after a failure it may be called again."""
@@ -127,7 +127,7 @@ class MlflowLog:
 
     def note(self, logged: list[Segment]) -> None:
         """Keeps in the run's folder that MLflow has these segments, each attempt's in order."""
-        self.mark["logged"] |= {segment.attempt: segment.number for segment in logged}
+        self.reference["logged"] |= {segment.attempt: segment.number for segment in logged}
         self._keep_mark()
 
     def finish(self, status: str, ended_at: float) -> None:
@@ -146,21 +146,21 @@ class MlflowLog:
         with schema_lock(self.uri):
             client = MlflowClient(self.uri)
             run = self._find_run(client) or self._make_run(client)
-        self.mark |= {"run_id": run.info.run_id, "experiment_id": run.info.experiment_id}
+        self.reference |= {"run_id": run.info.run_id, "experiment_id": run.info.experiment_id}
         self._keep_mark()
         client.update_run(run.info.run_id, status="RUNNING")
         return client
 
     def _keep_mark(self) -> None:
-        self._folder.put_json(MARK, self.mark)
+        self._folder.put_json(MLFLOW_REFERENCE, self.reference)
 
     def _find_run(self, client: "MlflowClient") -> "Run | None":
         """The run of an earlier attempt, or one made just before a crash could note its id; None where MLflow lost it."""
         from mlflow.exceptions import MlflowException
 
-        if "run_id" in self.mark:
+        if "run_id" in self.reference:
             try:
-                run = client.get_run(self.mark["run_id"])
+                run = client.get_run(self.reference["run_id"])
             except MlflowException as error:
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                     raise
@@ -168,19 +168,21 @@ class MlflowLog:
             if run.info.lifecycle_stage == "deleted":
                 client.restore_run(run.info.run_id)
             return run
-        if "experiment_id" not in self.mark:
+        if "experiment_id" not in self.reference:
             return None
-        found = client.search_runs([self.mark["experiment_id"]], f"tags.`{RUN_TAG}` = '{self.mark['token']}'", max_results=1)
+        found = client.search_runs(
+            [self.reference["experiment_id"]], f"tags.`{RUN_TAG}` = '{self.reference['token']}'", max_results=1
+        )
         return found[0] if found else None
 
     def _make_run(self, client: "MlflowClient") -> "Run":
         experiment = self._experiment_id(client)
         # Noted before the run is made, so that a crash between the two leaves no second run.
-        self.mark = {"token": secrets.token_hex(16), "uri": public(self.uri), "experiment_id": experiment, "logged": {}}
+        self.reference = {"token": secrets.token_hex(16), "uri": public(self.uri), "experiment_id": experiment, "logged": {}}
         self._keep_mark()
         client.set_experiment_tag(experiment, VIEW_TAG, view())
         start = round(self._began() * 1000)
-        return client.create_run(experiment, start, tags={RUN_TAG: self.mark["token"]}, run_name=self._run)
+        return client.create_run(experiment, start, tags={RUN_TAG: self.reference["token"]}, run_name=self._run)
 
     def _began(self) -> float:
         """When the run began, in seconds since 1970, by its journal: MLflow may first hear of it much later."""

@@ -1,4 +1,4 @@
-"""A process's end of the wire to the recorder: takes entries in microseconds, delivers each until it is acknowledged.
+"""A process's way to the recorder: takes entries in microseconds, delivers each until it is acknowledged.
 
 An entry is a dict: `sequence` (1, 2, ... by this sender), `kind`, `time` (seconds since 1970), `step` (or None), `values`.
 A thread posts what waits about every half second. What is acknowledged is on the recorder's disk; all else is kept and

@@ -17,7 +17,7 @@ import urllib.request
 
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record.links import UI_PORT, run_link, runs_link
-from raystride.pipelines.record.mlflow_log import ENVIRONMENT, MARK, artifact_place, database
+from raystride.pipelines.record.mlflow_log import ENVIRONMENT, MLFLOW_REFERENCE, artifact_place, database
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
@@ -105,16 +105,16 @@ def stop_server(server: "subprocess.Popen[bytes]") -> None:
 
 def newest_run(storage: Folder, port: int) -> str:
     """Lines that name the run recorded last with its page, and the table of all."""
-    marks = []
+    references = []
     for run in storage.names():
         path = (storage / run).local
-        if path and (path / MARK).exists():
-            marks.append(((path / MARK).stat().st_mtime, run))
-    if not marks:
+        if path and (path / MLFLOW_REFERENCE).exists():
+            references.append(((path / MLFLOW_REFERENCE).stat().st_mtime, run))
+    if not references:
         return f"MLflow shows the runs: http://127.0.0.1:{port}"
-    run = max(marks)[1]
-    mark = (storage / run).read_json(MARK)
-    return f"MLflow shows the newest run, {run}: {run_link(mark, port)}\nand all runs: {runs_link(mark, port)}"
+    run = max(references)[1]
+    reference = (storage / run).read_json(MLFLOW_REFERENCE)
+    return f"MLflow shows the newest run, {run}: {run_link(reference, port)}\nand all runs: {runs_link(reference, port)}"
 
 
 if __name__ == "__main__":

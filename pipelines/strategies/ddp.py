@@ -17,7 +17,7 @@ from raystride.pipelines.strategies.strategy import Optimizer, give_first_worker
 class DataParallel:
     """Gradients summed over all workers in fixed buckets; several workers need an initialised process group."""
 
-    even = False
+    equal_micro_batches = False
 
     def __init__(
         self, device: torch.device, rank: int, world: int, buckets: Callable[[Iterable[nn.Parameter]], Buckets]

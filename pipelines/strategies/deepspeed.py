@@ -82,8 +82,8 @@ class ZeRO(Sharded):
     def settle(self) -> None:
         """DeepSpeed drops what it gathers as soon as it is used."""
 
-    def _update(self, rate: float, skip: torch.Tensor | None) -> None:
-        self._base.rate, self._base.skip = rate, skip
+    def _update(self, learning_rate: float, skip: torch.Tensor | None) -> None:
+        self._base.learning_rate, self._base.skip = learning_rate, skip
         self._engine.step()
 
 
@@ -93,12 +93,12 @@ class _Base(torch.optim.Optimizer):
     def __init__(self, rule: Rule) -> None:
         super().__init__([{"params": group, "decay": decay} for group, decay in rule.groups if group], {"lr": 0.0})
         self._rule = rule
-        self.rate, self.skip = 0.0, cast(torch.Tensor | None, None)
+        self.learning_rate, self.skip = 0.0, cast(torch.Tensor | None, None)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Updates what lies in the groups at this moment: DeepSpeed calls this once for each partition."""
         self._rule.groups = [(group["params"], group["decay"]) for group in self.param_groups]
-        self._rule.update(self.rate, self.skip)
+        self._rule.update(self.learning_rate, self.skip)
 
 
 class _Entry(nn.Module):

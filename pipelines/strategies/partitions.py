@@ -5,7 +5,7 @@ every parameter (stage 3). A parameter's place says which part of it lies where 
 and the rows of a DTensor values go by a sum of whole tensors, to which each worker brings its part; one parameter at a time.
 
     optimizer = Partitions(engine.optimizer, rule, rank, world, device, update)
-    optimizer.held(parameter)["master"]                       # a DTensor of the parameter's whole shape
+    optimizer.state(parameter)["master"]                       # a DTensor of the parameter's whole shape
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,21 +27,21 @@ class Rule(Protocol):
     groups: list[tuple[list[nn.Parameter], float]]
     """Parameters and their decay."""
 
-    def update(self, rate: float, skip: torch.Tensor | None = None) -> None:
+    def update(self, learning_rate: float, skip: torch.Tensor | None = None) -> None:
         """Updates the groups' parameters by their gradients; where `skip` is 1, nothing."""
         ...
 
-    def held(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    def state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """What it remembers of a parameter."""
         ...
 
-    def take(self, parameter: nn.Parameter, held: dict[str, torch.Tensor]) -> None:
+    def load_state(self, parameter: nn.Parameter, held: dict[str, torch.Tensor]) -> None:
         """Goes on with what was held."""
         ...
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerInfo:
     """Where this worker's part of a parameter lies."""
 
     flat: nn.Parameter
@@ -82,26 +82,26 @@ class Partitions:
             return [flat.grad for flat in _flats(self._zero) if flat.grad is not None]
         return [part for parts in self._zero.averaged_gradients.values() if parts is not None for part in parts]
 
-    def update(self, rate: float, skip: torch.Tensor | None = None) -> None:
+    def update(self, learning_rate: float, skip: torch.Tensor | None = None) -> None:
         """See Updater."""
-        self._update(rate, skip)
+        self._update(learning_rate, skip)
 
-    def held(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    def state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """See Updater. All workers call it together."""
         place = self._places[parameter]
         held: dict[str, torch.Tensor] = {"master": self._rows(parameter, place, place.flat.detach())}
-        for key, value in self._rule.held(place.flat).items():
+        for key, value in self._rule.state(place.flat).items():
             held[key] = self._rows(parameter, place, value) if value.dim() else value
         return held
 
-    def blank(self, parameter: nn.Parameter, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def empty_state(self, parameter: nn.Parameter, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """See Updater."""
         if list(size) == list(whole_shape(parameter)):
             return zeros(tuple(size), dtype=dtype, device_mesh=self._mesh, placements=[Shard(0)])
         return torch.zeros(size, dtype=dtype)
 
     @torch.no_grad()
-    def take(self, parameter: nn.Parameter, held: dict[str, torch.Tensor]) -> None:
+    def load_state(self, parameter: nn.Parameter, held: dict[str, torch.Tensor]) -> None:
         """See Updater. All workers call it together."""
         place = self._places[parameter]
         state: dict[str, torch.Tensor] = {}
@@ -109,13 +109,13 @@ class Partitions:
             if key == "master":
                 self._put(parameter, place, value)
             elif value.dim():
-                state[key] = self._rule.held(place.flat).get(key, torch.zeros_like(place.flat, requires_grad=False))
+                state[key] = self._rule.state(place.flat).get(key, torch.zeros_like(place.flat, requires_grad=False))
                 _part(state[key], place).copy_(_whole(value).reshape(-1)[place.first :][: place.count])
             else:
                 state[key] = value.to(place.flat.device)
-        self._rule.take(place.flat, state)
+        self._rule.load_state(place.flat, state)
 
-    def _put(self, parameter: nn.Parameter, place: Place, value: torch.Tensor) -> None:
+    def _put(self, parameter: nn.Parameter, place: WorkerInfo, value: torch.Tensor) -> None:
         """Sets a parameter: in fp32, and where the model computes with it."""
         whole = _whole(value)
         part = whole.reshape(-1)[place.first :][: place.count]
@@ -127,7 +127,7 @@ class Partitions:
         if parameter.numel():  # a small one, which DeepSpeed keeps whole
             parameter.copy_(whole)
 
-    def _rows(self, parameter: nn.Parameter, place: Place, flat: torch.Tensor) -> DTensor:
+    def _rows(self, parameter: nn.Parameter, place: WorkerInfo, flat: torch.Tensor) -> DTensor:
         """This worker's rows of what the workers' partitions hold of a parameter."""
         whole = torch.zeros(whole_shape(parameter), dtype=flat.dtype, device=self._device)
         whole.view(-1)[place.first :][: place.count].copy_(_part(flat, place))
@@ -145,7 +145,7 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _part(flat: torch.Tensor, place: Place) -> torch.Tensor:
+def _part(flat: torch.Tensor, place: WorkerInfo) -> torch.Tensor:
     return flat[place.start : place.start + place.count]
 
 
@@ -155,20 +155,20 @@ def _flats(zero: Any) -> list[nn.Parameter]:
     return next(list(getattr(zero, name)) for name in names if hasattr(zero, name))
 
 
-def _places(zero: Any, rank: int) -> Iterator[tuple[nn.Parameter, Place]]:
+def _places(zero: Any, rank: int) -> Iterator[tuple[nn.Parameter, WorkerInfo]]:
     flats = _flats(zero)
     if hasattr(zero, "fp16_groups"):
         for parameter in (parameter for group in zero.fp16_groups for parameter in group):
             number, start, count = zero.grad_position[zero.get_param_id(parameter)]
             first = count * rank
-            yield parameter, Place(flats[number], start, first, max(0, min(count, parameter.ds_numel - first)))
+            yield parameter, WorkerInfo(flats[number], start, first, max(0, min(count, parameter.ds_numel - first)))
         return
     groups = zero.bit16_groups if hasattr(zero, "bit16_groups") else zero.bf16_groups
     for flat, group in zip(flats, groups, strict=True):
         for parameter in group:
             there = parameter._hp_mapping
             if there is None:
-                yield parameter, Place(flat, 0, 0, 0)
+                yield parameter, WorkerInfo(flat, 0, 0, 0)
             else:
                 address = there.hp_fragment_address
-                yield parameter, Place(flat, address.start, there.lp_fragment_address.start, address.numel)
+                yield parameter, WorkerInfo(flat, address.start, there.lp_fragment_address.start, address.numel)

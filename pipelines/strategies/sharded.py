@@ -15,7 +15,7 @@ METHODS = ("hidden", "logits", "encode", "decode")
 class Sharded:
     """Gradients are summed, in shards, when the last backward returns; the numbers beside them go by a sum of their own."""
 
-    even = True
+    equal_micro_batches = True
 
     def __init__(self, device: torch.device, rank: int, world: int) -> None:
         self.device, self.rank, self.world = device, rank, world

@@ -25,7 +25,7 @@ class Strategy(Protocol):
     device: torch.device
     rank: int
     world: int
-    even: bool
+    equal_micro_batches: bool
     """Whether a micro-batch exchanges something, so that all workers must run equally many, in training and validation."""
 
     def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> tuple[nn.Module, Optimizer]:
@@ -69,7 +69,7 @@ class Single:
 
     rank = 0
     world = 1
-    even = False
+    equal_micro_batches = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -178,11 +178,11 @@ def _conclude(
         tracking.artifact("recommended.yaml")
     folder.put_json("summary.json", outcome.summary | {"mlflow_run_id": tracking.run_id, "unfinished": unfinished})
     tracking.end("finished" if outcome.best and not unfinished else "stopped" if unfinished else "failed")
-    _say(folder, outcome, tracking, unfinished)
+    _print_closing(folder, outcome, tracking, unfinished)
     return DONE if outcome.best else FAILED
 
 
-def _say(folder: Folder, outcome: Answer, tracking: Tracking, unfinished: int) -> None:
+def _print_closing(folder: Folder, outcome: Answer, tracking: Tracking, unfinished: int) -> None:
     storage = folder.uri.rpartition("/")[0]
     print(outcome.text)
     if unfinished:

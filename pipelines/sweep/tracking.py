@@ -18,7 +18,7 @@ from raystride.pipelines.config.sweep import SweepConfig
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record.links import comparison_link
 from raystride.pipelines.record.mlflow_follower import Follower
-from raystride.pipelines.record.mlflow_log import MARK, MlflowLog
+from raystride.pipelines.record.mlflow_log import MLFLOW_REFERENCE, MlflowLog
 from raystride.pipelines.sweep.result import Result
 
 SUMMARY = "summary.json"
@@ -49,7 +49,7 @@ class Tracking:
         folder = self._storage / result.run
         if not folder.exists("journal") or not self._try(lambda: self._log_trial(result, folder, number)):
             return result
-        return replace(result, mlflow_run_id=folder.read_json(MARK).get("run_id"))
+        return replace(result, mlflow_run_id=folder.read_json(MLFLOW_REFERENCE).get("run_id"))
 
     def end(self, status: str) -> None:
         """Logs the sweep's files, and ends its run with `status`, a key of `record.STATUSES`."""
@@ -63,7 +63,7 @@ class Tracking:
     def comparison(self, results: list[Result]) -> str | None:
         """The page that shows the trials side by side."""
         folders = [self._storage / result.run for result in results]
-        return comparison_link(folder.read_json(MARK) for folder in folders if folder.exists(MARK))
+        return comparison_link(folder.read_json(MLFLOW_REFERENCE) for folder in folders if folder.exists(MLFLOW_REFERENCE))
 
     def _introduce(self) -> None:
         """Tells once what is swept."""

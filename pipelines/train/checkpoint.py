@@ -26,7 +26,7 @@ from raystride.pipelines.train.optimizer import Updater
 from raystride.pipelines.train.staging import Staging
 from raystride.pipelines.train.state import TrainState
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 CLAIM = "attempt"
 """A file beside the checkpoints that says who may commit one."""
 LINGER_S = 30.0
@@ -74,10 +74,10 @@ class Checkpoints:
         *,
         keep: int,
         group: dist.ProcessGroup | None = None,
-        say: Say = print,
+        log: Log = print,
         extra: dict[str, bytes] | None = None,
     ) -> None:
-        self.folder, self.attempt, self.keep, self.group, self.say = folder, attempt, keep, group, say
+        self.folder, self.attempt, self.keep, self.group, self.log = folder, attempt, keep, group, log
         self.extra = extra or {}
         """Small files, by name, that every checkpoint holds: the tokenizer, the settings."""
         self.rank = dist.get_rank() if group else 0
@@ -132,7 +132,7 @@ class Checkpoints:
             error, self._error = self._error, None
             raise error
 
-    def linger(self) -> None:
+    def wait_after_error(self) -> None:
         """After an error: a save that is under way may still end, but not hold up the process for ever.
 
         Where a worker was lost, two that remain could wait for each other: one in its save, the other in a step. Whoever
@@ -203,7 +203,7 @@ class Checkpoints:
             if problem is None:
                 yield Found(manifest["step"], self.folder / name, manifest, self.rank, self.world)
             elif self.rank == 0:
-                self.say(f"warning: checkpoint {name} is passed over: {problem}")
+                self.log(f"warning: checkpoint {name} is passed over: {problem}")
 
     def at_hint(self, hint: str) -> Found | None:
         """The checkpoint that `best` or `last` names, None where there is none or it is damaged."""
@@ -241,7 +241,7 @@ class Checkpoints:
         load(wanted, CheckpointReader(found.folder, found.manifest), self.group)
         if optimizer is not None:
             for name, parameter in model.named_parameters():
-                optimizer.take(parameter, _held(name, wanted, optimizer))
+                optimizer.load_state(parameter, _held(name, wanted, optimizer))
 
 
 def step_name(step: int) -> str:
@@ -264,7 +264,7 @@ def named_tensors(model: nn.Module, optimizer: Updater) -> dict[str, torch.Tenso
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
-        held = dict(optimizer.held(parameter))
+        held = dict(optimizer.state(parameter))
         tensors[f"model.{name}"] = held.pop("master", parameter.detach())
         tensors |= {f"optimizer.{name}.{key}": value for key, value in held.items()}
     return tensors
@@ -277,10 +277,10 @@ def _wanted(
     if optimizer is None:
         return {f"model.{name}": parameter.detach()}
     size = stored[f"model.{name}"]["size"]
-    value = optimizer.blank(parameter, size, torch.float32) if optimizer.masters else parameter.detach()
+    value = optimizer.empty_state(parameter, size, torch.float32) if optimizer.masters else parameter.detach()
     wanted = {f"model.{name}": value}
     for key in (key for key in stored if key.startswith(f"optimizer.{name}.")):
-        wanted[key] = optimizer.blank(parameter, stored[key]["size"], getattr(torch, stored[key]["dtype"]))
+        wanted[key] = optimizer.empty_state(parameter, stored[key]["size"], getattr(torch, stored[key]["dtype"]))
     return wanted
 
 

@@ -20,7 +20,7 @@ def parameters_sha256(model: nn.Module, optimizer: Updater | None = None) -> str
     for name, parameter in sorted(model.named_parameters()):
         held: torch.Tensor = parameter.detach()
         if optimizer is not None:
-            held = optimizer.held(parameter).get("master", held)
+            held = optimizer.state(parameter).get("master", held)
         if hasattr(held, "full_tensor"):
             held = held.full_tensor()
         dtype = str(held.dtype).removeprefix("torch.")

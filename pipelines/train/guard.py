@@ -1,10 +1,10 @@
 """What follows from a bad step: which layer, samples and step it was, and whether the run ends, goes on, or goes back.
 
-The judge's verdict on a step comes to the host one step later, with what the workers agree on, so nothing waits for it; the
+The check's verdict on a step comes to the host one step later, with what the workers agree on, so nothing waits for it; the
 bad step itself has changed nothing. Before a validation or a save the verdict is asked for at once.
 
-    guard = Guard(config.guard, state, find_blame, say)
-    guard.heed(step=17, verdict=NOT_FINITE)                   # raises Diverged, or GoBack, or returns
+    guard = Guard(config.guard, state, diagnose, log)
+    guard.handle(step=17, verdict=NOT_FINITE)                   # raises Diverged, or GoBack, or returns
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +38,7 @@ class GoBack(Exception):
 
 
 @dataclass(frozen=True)
-class Blame:
+class Diagnosis:
     """Where a step went wrong."""
 
     layer: str | None
@@ -55,7 +55,7 @@ class Blame:
         return f"{first}; slot(s) {slots}, sample(s) {numbers}"
 
 
-FindBlame = Callable[[int, bool], Blame]
+Diagnose = Callable[[int, bool], Diagnosis]
 """(step, whether it is a spike) -> where. All workers call it together."""
 
 
@@ -65,33 +65,33 @@ class Guard:
 
     settings: GuardSettings
     state: TrainState
-    find_blame: FindBlame
-    say: Callable[[str], None]
+    diagnose: Diagnose
+    log: Callable[[str], None]
 
-    def heed(self, step: int, verdict: float) -> None:
+    def handle(self, step: int, verdict: float) -> None:
         """Acts on the verdict on step number `step`, once. Raises Diverged or GoBack; all workers do the same."""
         if verdict not in (NOT_FINITE, SPIKE) or step in self.state.dropped:
             return
         spike = verdict == SPIKE
-        blame = self.find_blame(step, spike)
+        diagnosis = self.diagnose(step, spike)
         what = "the loss is a spike" if spike else "the loss or the gradient is not a finite number"
-        text = f"step {step + 1}: {what}, {blame}"
+        text = f"step {step + 1}: {what}, {diagnosis}"
         policy, done = self.settings.policy, len(self.state.dropped) + self.state.rewinds
         if policy == "stop":
             raise Diverged(f"{text}. {REMEDIES}, or set guard.policy skip or rewind")
         if done >= self.settings.most:
             raise Diverged(f"{text}, after {done} bad steps that guard.most {self.settings.most} allows. {REMEDIES}")
         if policy == "rewind":
-            self.say(f"warning: {text}; going back to the newest checkpoint, and on without these slots")
-            raise GoBack(blame.slots)
+            self.log(f"warning: {text}; going back to the newest checkpoint, and on without these slots")
+            raise GoBack(diagnosis.slots)
         self.state.dropped.append(step)
-        self.say(f"warning: {text}; this step changes nothing")
+        self.log(f"warning: {text}; this step changes nothing")
 
 
 REMEDIES = "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps, set train.clip_norm, look at the samples"
 
 
-def find_blame(strategy: Strategy, model: nn.Module, loader: Loader, rules: StepRules, step: int, spike: bool) -> Blame:
+def diagnose(strategy: Strategy, model: nn.Module, loader: Loader, rules: StepRules, step: int, spike: bool) -> Diagnosis:
     """Where step number `step` went wrong. All workers call it together."""
     plan, names = loader.plan, [name for name, _ in model.named_modules()]
     layers = torch.zeros(len(names), device=strategy.device)
@@ -117,7 +117,7 @@ def find_blame(strategy: Strategy, model: nn.Module, loader: Loader, rules: Step
             left_out.append(LeftOut(step, slot, int(positions[0]), len(positions)))
             samples += plan.order.at(positions).tolist()
     named = layers.nonzero().flatten().tolist()
-    return Blame(names[named[0]] if named else None, left_out, samples)
+    return Diagnosis(names[named[0]] if named else None, left_out, samples)
 
 
 @contextmanager

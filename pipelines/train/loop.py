@@ -1,6 +1,6 @@
 """The one train loop. Whatever is not the gradient watches from outside (`observers`), and may be absent.
 
-Every rank runs it and decides alike, because all that it decides by (step, metrics, the wish to stop) is the same on every
+Every rank runs it and decides alike, because all that it decides by (step, metrics, the stop request) is the same on every
 rank: summed with the gradients, or over all workers.
 
     training = Training(config=config, task=task, strategy=strategy, model=model, ...)
@@ -22,7 +22,7 @@ from raystride.pipelines.feed.loader import Loader, Step
 from raystride.pipelines.phases import phase
 from raystride.pipelines.strategies.strategy import Strategy
 from raystride.pipelines.train.checkpoint import Checkpoints
-from raystride.pipelines.train.guard import Blame, Diverged, GoBack, Guard
+from raystride.pipelines.train.guard import Diagnosis, Diverged, GoBack, Guard
 from raystride.pipelines.train.optimizer import Updater, learning_rate
 from raystride.pipelines.train.state import LeftOut, TrainState
 from raystride.pipelines.train.step import (
@@ -76,7 +76,7 @@ class Training:
     watchers: Sequence[Watcher] = ()
     stopping: Callable[[], bool] = lambda: False
     """Whether someone asked this worker to end."""
-    say: Callable[[str], None] = print
+    log: Callable[[str], None] = print
     """Takes what people should read."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The newest validation's."""
@@ -96,7 +96,7 @@ class Training:
         self._totals = self._logged = [0.0, 0.0]
         self._waited = self.loader.waited
         self._seconds_before, self._tokens_before = self.state.seconds, self.state.tokens_seen
-        self._guard = Guard(self.config.guard, self.state, self._find_blame, self.say)
+        self._guard = Guard(self.config.guard, self.state, self._diagnose, self.log)
 
     def run(self) -> tuple[Ending, dict[str, float]]:
         """Trains to the end, saves, and says why it ended. Raises Diverged, and whatever a step or a save raises."""
@@ -105,7 +105,7 @@ class Training:
             self._finish(ending)
         except BaseException:
             if self.checkpoints:
-                self.checkpoints.linger()
+                self.checkpoints.wait_after_error()
             raise
         return ending, self.metrics
 
@@ -125,9 +125,11 @@ class Training:
         until = self.state.step if exhausted else self.total_steps
         step, result = None, None
         for step in self.loader.steps(self.state.step, until):
-            self._rate = self._learning_rate(step.number)
+            self._learning_rate = self._learning_rate_at(step.number)
             with phase("step"):
-                result = train_step(self.strategy, self.model, self.optimizer, step, self.rules, self._rate, self._wishes())
+                result = train_step(
+                    self.strategy, self.model, self.optimizer, step, self.rules, self._learning_rate, self._stop_requests()
+                )
             self._after(step, result)
             if reason := self._reason_to_end(step, result):
                 return reason
@@ -151,12 +153,12 @@ class Training:
 
     def _heed_now(self, step: Step, result: StepResult) -> None:
         """Acts on the verdict on this very step, before something is made of its parameters."""
-        self._guard.heed(step.number, float(result.measured[VERDICT]))
+        self._guard.handle(step.number, float(result.measured[VERDICT]))
 
-    def _find_blame(self, step: int, spike: bool) -> Blame:
-        from raystride.pipelines.train.guard import find_blame
+    def _diagnose(self, step: int, spike: bool) -> Diagnosis:
+        from raystride.pipelines.train.guard import diagnose
 
-        return find_blame(self.strategy, self.model, self.loader, self.rules, step, spike)
+        return diagnose(self.strategy, self.model, self.loader, self.rules, step, spike)
 
     def _go_back(self, slots: list[LeftOut]) -> None:
         """Loads the newest checkpoint, from where the loop comes again without these slots. Raises Diverged without one."""
@@ -176,20 +178,20 @@ class Training:
     def _due(self, every: int) -> bool:
         return every > 0 and self.state.step % every == 0
 
-    def _learning_rate(self, step: int) -> float:
+    def _learning_rate_at(self, step: int) -> float:
         total = self.total_steps if math.isfinite(self.total_steps) else 0
         return learning_rate(self.config.optimizer, step, int(total), self.config.model.width)
 
-    def _wishes(self) -> tuple[float, float]:
+    def _stop_requests(self) -> tuple[float, float]:
         """Whether this worker wants to end: because someone asked, because its time is over."""
         hours = self.config.train.hours
         late = hours > 0 and time.perf_counter() - self._began > 3600 * hours
         return float(self.stopping()), float(late)
 
     def _reason_to_end(self, step: Step, result: StepResult) -> Ending | None:
-        """The same answer on every rank: the wishes that were summed in the step before, or too many bad validations."""
+        """The same answer on every rank: the stop requests summed in the step before, or too many bad validations."""
         agreed = self._agreement.previous(result.measured)
-        self._guard.heed(step.number - 1, agreed[VERDICT])
+        self._guard.handle(step.number - 1, agreed[VERDICT])
         reason = None
         if agreed[STOP]:
             reason = Ending.STOPPED
@@ -224,7 +226,7 @@ class Training:
         loss = self._interval_loss()
         now = time.perf_counter()
         measured = {
-            "learning_rate": self._rate,
+            "learning_rate": self._learning_rate,
             "gradient_norm": float(result.gradient_norm),
             "epoch": self.state.position / self.loader.plan.order.samples,
             "tokens_seen": float(self.state.tokens_seen),
@@ -263,7 +265,7 @@ class Training:
         began = time.perf_counter()
         self._collect()
         self.state.loss_scale = self.rules.scale.read() if self.rules.scale else None
-        self.state.loss_seen = self.rules.judge.read() if self.config.guard.spike else None
+        self.state.loss_seen = self.rules.check.read() if self.config.guard.spike else None
         with phase("checkpoint"):
             self.checkpoints.save(self.model, self.optimizer, self.state, self.header, best=best)
         self._saved_at = self.state.step

@@ -29,19 +29,19 @@ class Updater(Protocol):
     masters: bool
     """Whether it holds the full value of each parameter itself, as `master`."""
 
-    def update(self, rate: float, skip: torch.Tensor | None = None) -> None:
+    def update(self, learning_rate: float, skip: torch.Tensor | None = None) -> None:
         """Changes the parameters that have a gradient, at this learning rate; where `skip` (fp32 scalar) is 1, nothing."""
         ...
 
-    def held(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    def state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """All that it remembers of a parameter, by name; nothing before the first update. In shards if the parameter is."""
         ...
 
-    def blank(self, parameter: nn.Parameter, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def empty_state(self, parameter: nn.Parameter, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Zeros into which a checkpoint can be read: a scalar, or of a parameter's size and in shards as it is."""
         ...
 
-    def take(self, parameter: nn.Parameter, held: dict[str, torch.Tensor]) -> None:
+    def load_state(self, parameter: nn.Parameter, held: dict[str, torch.Tensor]) -> None:
         """Goes on with what an optimiser held of a parameter; a `master` becomes the parameter's value, too."""
         ...
 
@@ -70,14 +70,16 @@ class FusedUpdater:
         self._begun: set[nn.Parameter] = set()
 
     @torch.no_grad()
-    def update(self, rate: float, skip: torch.Tensor | None = None) -> None:
+    def update(self, learning_rate: float, skip: torch.Tensor | None = None) -> None:
         """Updates every group; see Updater."""
         for parameters, decay in self.groups:
             trained = [p for p in parameters if p.grad is not None]
             if trained:
-                self._update_group(trained, decay, rate, skip)
+                self._update_group(trained, decay, learning_rate, skip)
 
-    def _update_group(self, trained: list[nn.Parameter], decay: float, rate: float, skip: torch.Tensor | None) -> None:
+    def _update_group(
+        self, trained: list[nn.Parameter], decay: float, learning_rate: float, skip: torch.Tensor | None
+    ) -> None:
         states = [self._state[p] if p in self._begun else self._begin(p) for p in trained]
         parameters = [local(p) for p in trained]
         held_in_less = parameters[0].dtype != torch.float32
@@ -89,7 +91,7 @@ class FusedUpdater:
         if skip is not None:
             skip = skip.to(values[0].device)
         gradients = [local(p.grad) for p in trained if p.grad is not None]
-        self._step(_Part(values, gradients, states, decay), rate, skip)
+        self._step(_Part(values, gradients, states, decay), learning_rate, skip)
         if held_in_less and self._stochastic:
             for parameter, value in zip(parameters, values, strict=True):
                 parameter.copy_(round_stochastically(value))
@@ -104,18 +106,18 @@ class FusedUpdater:
         self._begun.add(parameter)
         return self._state[parameter]
 
-    def held(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    def state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """See Updater."""
         return self._state.get(parameter, {})
 
-    def blank(self, parameter: nn.Parameter, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def empty_state(self, parameter: nn.Parameter, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """See Updater."""
         if list(size) == list(parameter.shape):
             return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         return torch.zeros(size, dtype=dtype, device=parameter.device)
 
     @torch.no_grad()
-    def take(self, parameter: nn.Parameter, held: dict[str, torch.Tensor]) -> None:
+    def load_state(self, parameter: nn.Parameter, held: dict[str, torch.Tensor]) -> None:
         """See Updater."""
         if "master" in held:
             parameter.copy_(held["master"])
@@ -126,7 +128,7 @@ class FusedUpdater:
         """The state of a parameter before its first update."""
         raise NotImplementedError
 
-    def _step(self, part: _Part, rate: float, skip: torch.Tensor | None) -> None:
+    def _step(self, part: _Part, learning_rate: float, skip: torch.Tensor | None) -> None:
         raise NotImplementedError
 
 
@@ -144,7 +146,7 @@ class AdamW(FusedUpdater):
             "exp_avg_sq": torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False),
         }
 
-    def _step(self, part: _Part, rate: float, skip: torch.Tensor | None) -> None:
+    def _step(self, part: _Part, learning_rate: float, skip: torch.Tensor | None) -> None:
         """p <- p - rate (m / (sqrt(v) + eps) + decay p), with bias-corrected moments m and v of the gradient."""
         steps = [state["step"] for state in part.states]
         torch._foreach_add_(steps, 1 if skip is None else 1 - skip)
@@ -154,7 +156,7 @@ class AdamW(FusedUpdater):
             [local(state["exp_avg"]) for state in part.states],
             [local(state["exp_avg_sq"]) for state in part.states],
             steps,
-            rate=rate,
+            learning_rate=learning_rate,
             betas=self._betas,
             eps=self._eps,
             decay=part.decay,
@@ -174,7 +176,7 @@ class SGD(FusedUpdater):
             return {}
         return {"momentum_buffer": torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)}
 
-    def _step(self, part: _Part, rate: float, skip: torch.Tensor | None) -> None:
+    def _step(self, part: _Part, learning_rate: float, skip: torch.Tensor | None) -> None:
         """p <- p - rate b, with b <- momentum b + g + decay p."""
         torch.ops.aten._fused_sgd_(
             part.values,
@@ -182,7 +184,7 @@ class SGD(FusedUpdater):
             [local(state["momentum_buffer"]) for state in part.states] if self._momentum else [],
             weight_decay=part.decay,
             momentum=self._momentum,
-            lr=rate,
+            lr=learning_rate,
             dampening=0.0,
             nesterov=False,
             maximize=False,

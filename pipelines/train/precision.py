@@ -39,7 +39,7 @@ class Precision:
         return torch.bfloat16 if self.kind == "pure_bf16" else torch.float32
 
     @property
-    def rate(self) -> str:
+    def peak_rate(self) -> str:
         """As what its products count in a table of peak rates, where float16 and bfloat16 have the same."""
         return self.kind if self.kind in ("fp32", "tf32") else "bf16"
 

@@ -3,7 +3,7 @@
 Read are `config.json`, `model.safetensors` or the files that `model.safetensors.index.json` names, and `tokenizer.json`, to
 see that the run's ids mean the same. Nothing is unpickled.
 
-    start_from(model, Folder("/models/llama"), tokenizer=job.prepared / "tokenizer", say=print)
+    start_from(model, Folder("/models/llama"), tokenizer=job.prepared / "tokenizer", log=print)
 """
 
 import tempfile
@@ -26,7 +26,7 @@ PROBE = "The quick brown fox, at 12:30: naïve café!\n\tdef square(x): return x
 """A text to which two tokenizers that are not the same hardly give the same ids."""
 
 
-def start_from(model: nn.Module, folder: Folder, tokenizer: Folder, say: Callable[[str], None]) -> None:
+def start_from(model: nn.Module, folder: Folder, tokenizer: Folder, log: Callable[[str], None]) -> None:
     """Gives a fresh model the weights of a folder; `tokenizer` is that of the run's data.
 
     Raises SettingError where the folder cannot be read, or holds another model or another tokenizer.
@@ -47,7 +47,7 @@ def start_from(model: nn.Module, folder: Folder, tokenizer: Folder, say: Callabl
         except (ValueError, FileNotFoundError, SafetensorError) as error:
             raise _error(folder, str(error)) from error
     spare = description.get("vocab_size", 0) - model.vocabulary_size
-    say(f"weights from {folder}" + (f", but for {spare} ids that its tokenizer does not have" if spare > 0 else ""))
+    log(f"weights from {folder}" + (f", but for {spare} ids that its tokenizer does not have" if spare > 0 else ""))
 
 
 class _Tensors(Mapping[str, torch.Tensor]):

@@ -55,7 +55,7 @@ class TrainState:
     loss_scale: tuple[float, int] | None = None
     """Under fp16, the loss scale and the good steps since it changed."""
     loss_seen: list[float] | None = None
-    """What the judge knows of losses so far; see `Judge.read`."""
+    """What the check knows of losses so far; see `StepCheck.read`."""
     parent_step: int = 0
     """Step of the checkpoint that the next one follows ..."""
     parent_position: int = 0

@@ -6,7 +6,7 @@ clipping coefficient. So the gradient is the exact mean over the targets of all 
 
 A step whose loss or gradient is not what it should be changes nothing; its verdict stays on the device with the rest.
 
-    result = train_step(strategy, model, optimizer, step, rules, rate=1e-3)
+    result = train_step(strategy, model, optimizer, step, rules, learning_rate=1e-3)
     result.measured[LOSS] / result.measured[TARGETS]          # the step's mean loss; stays on the device
 """
 
@@ -27,7 +27,7 @@ from raystride.pipelines.train.precision import LEAST_SCALE, LossScale, Precisio
 from raystride.pipelines.train.state import TrainState
 
 LOSS, TARGETS, STOP, OUT_OF_TIME, VERDICT = range(5)
-"""Where in the measured vector (fp32, 5) the loss sum, the targets, the numbers of workers that ask to end, and the judge's
+"""Where in the measured vector (fp32, 5) the loss sum, the targets, the numbers of workers that ask to end, and the check's
 verdict are. The first four travel with the gradients. Of a step that changed nothing, loss and targets are 0."""
 
 
@@ -36,7 +36,7 @@ FINE, NOT_FINITE, SPIKE, OVERFLOW = range(4)
 loss scale will cure. After all but the first, parameters stay as they were."""
 
 
-class Judge:
+class StepCheck:
     """Finds steps whose loss or gradient is not finite, and losses far above their running mean.
 
     Mean and variance of the loss run exponentially over `window` steps, good ones alone; before so many there is no spike.
@@ -84,7 +84,7 @@ class StepRules:
     """Targets of a full step, about; of language modelling, slots x slot size x context."""
     clip_norm: float
     """Largest norm of the gradient; 0: none."""
-    judge: Judge
+    check: StepCheck
     """Says which steps may change the parameters."""
     precision: Precision = field(default_factory=Precision)
     """How numbers are held and multiplied."""
@@ -101,7 +101,7 @@ def build_rules(config: Config, samples: Samples, state: TrainState, device: tor
         seed=config.seed,
         nominal_targets=max(1, round(train.batch * (samples.task.targets_per_sample or samples.tokens))),
         clip_norm=train.clip_norm,
-        judge=Judge(device, guard.spike, guard.window, state.loss_seen),
+        check=StepCheck(device, guard.spike, guard.window, state.loss_seen),
         precision=Precision(train.precision),
         scale=LossScale(device, *(state.loss_scale or ())) if train.precision == "fp16" else None,
         random_updates=train.stochastic_rounding,
@@ -124,7 +124,7 @@ def train_step(
     optimizer: Updater,
     step: Step,
     rules: StepRules,
-    rate: float,
+    learning_rate: float,
     stop: tuple[float, float] = (0.0, 0.0),
 ) -> StepResult:
     """Runs a step at a learning rate. `stop`: whether this worker wants to end (by signal, by the clock)."""
@@ -147,11 +147,11 @@ def train_step(
     with phase("reduce"):
         measured = strategy.reduce(measured)
     with phase("update"):
-        return _finish(strategy, optimizer, measured, step, rules, rate)
+        return _finish(strategy, optimizer, measured, step, rules, learning_rate)
 
 
 def _finish(
-    strategy: Strategy, optimizer: Updater, measured: torch.Tensor, step: Step, rules: StepRules, rate: float
+    strategy: Strategy, optimizer: Updater, measured: torch.Tensor, step: Step, rules: StepRules, learning_rate: float
 ) -> StepResult:
     """Scales and clips the summed gradients, judges the step, and updates."""
     targets = measured[TARGETS].clamp(min=1)
@@ -159,12 +159,12 @@ def _finish(
     if rules.scale:
         factor = factor / rules.scale.value
     norm = strategy.norm() * factor
-    verdict = rules.judge(measured[LOSS] / targets, norm, rules.scale.value if rules.scale else None)
+    verdict = rules.check(measured[LOSS] / targets, norm, rules.scale.value if rules.scale else None)
     bad = verdict != FINE
     clip_gradients(strategy.gradients(), norm, factor, rules.clip_norm)
     if rules.random_updates:
         seed_dropout(strategy.device, micro_batch_seed(rules.seed, step.number, -1))
-    optimizer.update(rate, bad.float())
+    optimizer.update(learning_rate, bad.float())
     if rules.scale:
         rules.scale.update((verdict == OVERFLOW).float())
     # The vector lies in a bucket that the next step clears, so the loop gets a copy.

@@ -29,7 +29,9 @@ def validate(
     # Not inference mode: what a strategy gathers for a forward it may keep for the next backward.
     with torch.no_grad(), precision.autocast(strategy.device), as_compiled():
         for batch in batches:
-            loss_sum, counted, *others = task.measure(model, batch.inputs, batch.targets, together=strategy.even)
+            loss_sum, counted, *others = task.measure(
+                model, batch.inputs, batch.targets, together=strategy.equal_micro_batches
+            )
             if not batch.empty:
                 sums[batch.slot, 0] = loss_sum
                 sums[batch.slot, 1] = counted

@@ -1,7 +1,7 @@
 """What a worker is told: everything that the driver resolved, in one object that travels to every rank.
 
 job = Job(config=config, run="my-run", attempt="20261121-101500-3f2a", ...)
-summary = run_worker(job, Place(rank=0, world=2), post, stopping)
+summary = run_worker(job, WorkerInfo(rank=0, world=2), post, stopping)
 """
 
 import time
@@ -34,12 +34,12 @@ class Job:
     """What every checkpoint's manifest says of where it was made: versions, commit."""
     started_at: float = field(default_factory=time.time)
     """When the job's process began, in seconds since 1970."""
-    marks: dict[str, float] = field(default_factory=dict)
+    milestones: dict[str, float] = field(default_factory=dict)
     """What had been reached at which time (seconds since 1970) on the way to the first step; see `FirstStep`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class WorkerInfo:
     """Which worker of how many, and where."""
 
     rank: int = 0

@@ -1,6 +1,6 @@
 """One worker from its job to its summary: the build lines, in the order in which things depend on each other.
 
-summary = run_worker(job, Place(rank=0, world=1), recorder.receive, stopping=lambda: False)
+summary = run_worker(job, WorkerInfo(rank=0, world=1), recorder.receive, stopping=lambda: False)
 """
 
 import json
@@ -52,7 +52,7 @@ from raystride.pipelines.train.pretrained import start_from
 from raystride.pipelines.train.state import TrainState
 from raystride.pipelines.train.step import build_rules
 from raystride.pipelines.train.validation import validate
-from raystride.pipelines.worker.job import Job, Place
+from raystride.pipelines.worker.job import Job, WorkerInfo
 from raystride.triton_kernels.dispatch import use_kernels
 
 WARNING = "warning: "
@@ -60,30 +60,30 @@ WARNING = "warning: "
 
 
 def run_worker(
-    job: Job, place: Place, post: Post, stopping: Callable[[], bool], marks: dict[str, float] | None = None
+    job: Job, worker: WorkerInfo, post: Post, stopping: Callable[[], bool], milestones: dict[str, float] | None = None
 ) -> dict[str, Any]:
     """Trains this rank's part; returns the summary of the run as this rank knows it. Raises what the training raises.
 
-    `marks` are the milestones of this worker's start so far, in seconds since 1970.
+    `milestones` are the milestones of this worker's start so far, in seconds since 1970.
     """
-    sender = Sender(post, f"rank{place.rank}")
-    observers = build_observers(job, sender, job.marks | (marks or {}) | {"torch": time.time()})
-    say = partial(_say, sender, place)
+    sender = Sender(post, f"rank{worker.rank}")
+    observers = build_observers(job, sender, job.milestones | (milestones or {}) | {"torch": time.time()})
+    log = partial(_log, sender, worker)
     owns_group = not dist.is_initialized()
     try:
-        training = build_training(job, place, observers, stopping, say)
-        say(f"training on {place.world} worker(s) from step {training.state.step}")
+        training = build_training(job, worker, observers, stopping, log)
+        log(f"training on {worker.world} worker(s) from step {training.state.step}")
         for metric, signature in training.loader.samples.task.signatures.items():
-            say(f"{metric} {signature}")
-        facts = _facts(job, place, training)
+            log(f"{metric} {signature}")
+        facts = _facts(job, worker, training)
         for observer in observers:
             observer.on_start(facts)
         resumed_from = training.state.step or None
         ending, metrics = training.run()
         summary = _summary(job, training, ending, metrics) | {"resumed_from": resumed_from}
         summary |= {"parameters": facts.parameters, "flops_per_token": facts.flops_per_token}
-        if ending is not Ending.STOPPED and (place.rank == 0 or training.strategy.even):
-            _write_sample(job, place, training)
+        if ending is not Ending.STOPPED and (worker.rank == 0 or training.strategy.equal_micro_batches):
+            _write_sample(job, worker, training)
         for observer in observers:
             observer.on_end(summary)
         if owns_group and dist.is_initialized():
@@ -97,14 +97,14 @@ def run_worker(
         sender.close()
 
 
-def build_observers(job: Job, sender: Sender, marks: dict[str, float]) -> list[Observer]:
-    """All that watches a training, in the order in which it is told; `marks` are the milestones of this worker's start."""
+def build_observers(job: Job, sender: Sender, milestones: dict[str, float]) -> list[Observer]:
+    """All that watches a training, in the order in which it is told; `milestones` are those of this worker's start."""
     speed, every_s = Throughput(), job.config.record.system_every_s
     return [
         Profiled(job.config.profile, job.folder, sender, speed.on_pause),  # first: its own seconds are no training
         speed,
         PhaseShares(),
-        FirstStep(job.started_at, marks),
+        FirstStep(job.started_at, milestones),
         Stragglers(sender),
         StallWatch(job.config.profile.stall_factor, job.folder, sender),
         HostMonitor(sender, every_s),
@@ -116,11 +116,11 @@ def build_observers(job: Job, sender: Sender, marks: dict[str, float]) -> list[O
 
 
 def build_training(
-    job: Job, place: Place, observers: list[Observer], stopping: Callable[[], bool], say: Callable[[str], None]
+    job: Job, worker: WorkerInfo, observers: list[Observer], stopping: Callable[[], bool], log: Callable[[str], None]
 ) -> Training:
     """Everything that a training needs, at the position of the newest checkpoint."""
-    config, world, rank = job.config, place.world, place.rank
-    device = _use_device(job, place)
+    config, world, rank = job.config, worker.world, worker.rank
+    device = _use_device(job, worker)
     use_kernels(config.model.kernels)
     manifest = Manifest.load(job.prepared)
     task = build_task(config, manifest.facts, Tokenizers(job.prepared, manifest.tokenizers))
@@ -129,19 +129,19 @@ def build_training(
     precision = Precision(config.train.precision)
     precision.use_products()
     if shortfall := precision.shortfall(device):
-        say(shortfall)
+        log(shortfall)
     model = task.build_model()
-    checkpoints = _checkpoints(job, place, manifest, say)
+    checkpoints = _checkpoints(job, worker, manifest, log)
     found = checkpoints.newest()
     if config.model.init_from and not found:
-        start_from(model, Folder(config.model.init_from), job.prepared / "tokenizer", say)
-    precision.convert(model, sharded=strategy.even)
+        start_from(model, Folder(config.model.init_from), job.prepared / "tokenizer", log)
+    precision.convert(model, sharded=strategy.equal_micro_batches)
     make_optimizer = partial(build_optimizer, config.optimizer, stochastic=config.train.stochastic_rounding)
     model, optimizer = strategy.prepare(recompute(model, config.train), make_optimizer)
 
     if found:
         checkpoints.load(found, model, optimizer)
-        say(f"resumed from step {found.step}")
+        log(f"resumed from step {found.step}")
     state = found.state if found else TrainState()
 
     cache = node_cache(config)
@@ -154,7 +154,7 @@ def build_training(
         rank=rank,
         world=world,
         micro_batch_slots=config.train.together,
-        even=strategy.even,
+        equal_micro_batches=strategy.equal_micro_batches,
         left_out=frozenset((each.step, each.slot) for each in state.left_out),
         prefetch=config.data.prefetch,
         device=device,
@@ -172,11 +172,11 @@ def build_training(
         header={"run": job.run, **job.facts, "data": manifest.fingerprint, "order": asdict(loader.plan.order)},
         watchers=observers,
         stopping=stopping,
-        say=say,
+        log=log,
     )
 
 
-def _use_device(job: Job, place: Place) -> torch.device:
+def _use_device(job: Job, worker: WorkerInfo) -> torch.device:
     """Sets threads, determinism and device of this process, and joins the process group where there are several workers."""
     if job.device == "cuda":
         if job.config.train.deterministic:
@@ -185,16 +185,16 @@ def _use_device(job: Job, place: Place) -> torch.device:
             torch.use_deterministic_algorithms(True)
             # The default would fill every fresh tensor with NaN, which only finds bugs and costs a pass over memory.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+        device = torch.device("cuda", worker.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
         torch.set_num_threads(job.threads)
-    if not dist.is_initialized() and (place.world > 1 or job.config.scaling.strategy in SHARDED):
+    if not dist.is_initialized() and (worker.world > 1 or job.config.scaling.strategy in SHARDED):
         backend = "cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo"
-        store = dist.HashStore() if place.world == 1 else None  # type: ignore[attr-defined]
+        store = dist.HashStore() if worker.world == 1 else None  # type: ignore[attr-defined]
         limit = timedelta(minutes=30)
-        dist.init_process_group(backend, rank=place.rank, world_size=place.world, timeout=limit, store=store)
+        dist.init_process_group(backend, rank=worker.rank, world_size=worker.world, timeout=limit, store=store)
     return device
 
 
@@ -209,16 +209,16 @@ def _leave_group() -> None:
     dist.destroy_process_group()
 
 
-def _checkpoints(job: Job, place: Place, manifest: Manifest, say: Callable[[str], None]) -> Checkpoints:
-    group = dist.new_group(backend="gloo") if place.world > 1 else None
+def _checkpoints(job: Job, worker: WorkerInfo, manifest: Manifest, log: Callable[[str], None]) -> Checkpoints:
+    group = dist.new_group(backend="gloo") if worker.world > 1 else None
     extra: dict[str, bytes] = {}
-    if place.rank == 0:  # what it takes to use the model: its tokenizers, and what the task knows of the data
+    if worker.rank == 0:  # what it takes to use the model: its tokenizers, and what the task knows of the data
         for tokenizer in manifest.tokenizers:
             folder = job.prepared / tokenizer
             extra |= {f"{tokenizer}/{name}": folder.read(name) for name in folder.names()}
         extra["facts.json"] = json.dumps(manifest.facts | {"tokenizers": manifest.tokenizers}).encode()
     settings = job.config.checkpoint
-    checkpoints = Checkpoints(job.folder / "checkpoints", job.attempt, keep=settings.keep, group=group, say=say, extra=extra)
+    checkpoints = Checkpoints(job.folder / "checkpoints", job.attempt, keep=settings.keep, group=group, log=log, extra=extra)
     if settings.every:
         checkpoints.claim()
     return checkpoints
@@ -240,26 +240,26 @@ def _validation(
             rank=strategy.rank,
             world=strategy.world,
             device=strategy.device,
-            even=strategy.even,
+            equal_micro_batches=strategy.equal_micro_batches,
         )
         return validate(strategy, model, precision, samples.task, batches, -(-wanted // size))
 
     return measure
 
 
-def _facts(job: Job, place: Place, training: Training) -> RunFacts:
+def _facts(job: Job, worker: WorkerInfo, training: Training) -> RunFacts:
     """What observers are told of this worker."""
     model, samples = training.model, training.loader.samples
     return RunFacts(
         run=job.run,
         attempt=job.attempt,
-        rank=place.rank,
-        world=place.world,
-        local_rank=place.local_rank,
-        node=place.node,
-        nodes=place.nodes,
+        rank=worker.rank,
+        world=worker.world,
+        local_rank=worker.local_rank,
+        node=worker.node,
+        nodes=worker.nodes,
         device=torch.cuda.get_device_name() if job.device == "cuda" else "cpu",
-        precision=training.rules.precision.rate,
+        precision=training.rules.precision.peak_rate,
         tokens_per_step=samples.tokens * job.config.train.batch,
         flops_per_token=samples.task.flops_per_token(model, samples.tokens / samples.examples),
         parameters=sum(math.prod(whole_shape(p)) for p in model.parameters()),
@@ -283,7 +283,7 @@ def _summary(job: Job, training: Training, ending: Ending, metrics: dict[str, fl
     }
 
 
-def _write_sample(job: Job, place: Place, training: Training) -> None:
+def _write_sample(job: Job, worker: WorkerInfo, training: Training) -> None:
     """Writes what the trained model says after the prompt into the run's folder; workers with shards compute it together."""
     from raystride.model.transformer import Decoder
     from raystride.pipelines.evaluate.writing import write_text
@@ -294,12 +294,12 @@ def _write_sample(job: Job, place: Place, training: Training) -> None:
     with training.rules.precision.autocast(training.strategy.device), as_compiled():
         text = "".join(write_text(model, training.loader.samples.task, settings))
     training.strategy.settle()
-    if place.rank == 0:
+    if worker.rank == 0:
         job.folder.put("sample.txt", settings.prompt + text + "\n")
 
 
-def _say(sender: Sender, place: Place, text: str) -> None:
-    if place.rank:
+def _log(sender: Sender, worker: WorkerInfo, text: str) -> None:
+    if worker.rank:
         return
     if text.startswith(WARNING):
         sender.warn(text.removeprefix(WARNING))

@@ -26,7 +26,7 @@ from typing import Any, Literal
 import psutil
 
 from raystride.pipelines.config import Checkpoint, Scaling, Train, Validation
-from raystride.pipelines.worker.job import Job, Place
+from raystride.pipelines.worker.job import Job, WorkerInfo
 from tests.faults.schedules import CONTEXT, exact_job
 
 LIMIT_S = 120.0
@@ -131,7 +131,7 @@ def _worker(job: Job, rank: int, world: int, port: int, steps: Any, place: Path,
 
     try:
         summary = run_worker(
-            job, Place(rank=rank, world=world, local_rank=rank), lambda _, entries: entries[-1]["sequence"], stopping
+            job, WorkerInfo(rank=rank, world=world, local_rank=rank), lambda _, entries: entries[-1]["sequence"], stopping
         )
     except BaseException:
         (place / f"error.{rank}").write_text(traceback.format_exc())

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from raystride.pipelines.config import Checkpoint, Config, Model, Optimizer, Train, Validation
-from raystride.pipelines.worker.job import Job, Place
+from raystride.pipelines.worker.job import Job, WorkerInfo
 from tests.distributed import CONTEXT
 from tests.processes import make_job
 from tests.tiny import tiny
@@ -83,7 +83,7 @@ def exact_job(text: Path, storage: Path, run: str, **changes: Any) -> Job:
 
 
 def run_schedule(job: Job, schedule: Sequence[Attempt], scratch: Path) -> Outcome:
-    """Runs the attempts one after the other until one comes to its end; without any, one worker that is left in peace."""
+    """Runs the attempts one after the other until one comes to its end; without any, one worker that is undisturbed."""
     resumed = 0
     for number, attempt in enumerate([*schedule, Attempt(1)]):
         summary = _attempt(replace(job, attempt=f"a{number}"), attempt, scratch)
@@ -137,7 +137,7 @@ def _worker(job: Job, rank: int, world: int, port: int, steps: Any, stop: Any, p
         return bool(stop.value)
 
     try:
-        place_of = Place(rank=rank, world=world, local_rank=rank)
+        place_of = WorkerInfo(rank=rank, world=world, local_rank=rank)
         summary = run_worker(job, place_of, lambda _, entries: entries[-1]["sequence"], stopping)
     except BaseException:
         (place / f"error-{rank}").write_text(traceback.format_exc())

@@ -1,4 +1,4 @@
-"""A run that is killed and started again ends with the same bits as one that was left in peace."""
+"""A run that is killed and started again ends with the same bits as one that was undisturbed."""
 
 import time
 from dataclasses import replace

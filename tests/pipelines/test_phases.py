@@ -96,8 +96,8 @@ def test_a_training_passes_every_phase(tmp_path: Path) -> None:
 
 
 def _train_here(config: object, storage: Path) -> None:
-    from raystride.pipelines.worker.job import Place
+    from raystride.pipelines.worker.job import WorkerInfo
     from raystride.pipelines.worker.worker import run_worker
 
     job = make_job(config, storage, "mine")  # type: ignore[arg-type]
-    run_worker(job, Place(), lambda _, entries: entries[-1]["sequence"], lambda: False)
+    run_worker(job, WorkerInfo(), lambda _, entries: entries[-1]["sequence"], lambda: False)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from raystride.triton_kernels.adamw import adamw
 from raystride.triton_kernels.dispatch import kernels_ran, use_kernels
 
-SETTINGS = {"rate": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "decay": 0.1}
+SETTINGS = {"learning_rate": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "decay": 0.1}
 
 
 def _group(sizes: list[int], dtype: torch.dtype = torch.float32) -> list[list[torch.Tensor]]:
@@ -23,9 +23,9 @@ def _steps_by_torch(p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, g: torch.
     beta1, beta2 = SETTINGS["betas"]
     m += (g - m) * torch.tensor(1 - beta1)
     v.mul_(beta2).add_(g * torch.tensor(1 - beta2) * g)
-    size, root = torch.tensor(SETTINGS["rate"] / (1 - beta1**step)), torch.tensor((1 - beta2**step) ** 0.5)
+    size, root = torch.tensor(SETTINGS["learning_rate"] / (1 - beta1**step)), torch.tensor((1 - beta2**step) ** 0.5)
     deviation = v.double().sqrt().float()  # PyTorch's fp32 root on CPUs is off by one unit for 0.6 % of numbers
-    p.mul_(1 - SETTINGS["rate"] * SETTINGS["decay"]).sub_(size * (m / (deviation / root + SETTINGS["eps"])))
+    p.mul_(1 - SETTINGS["learning_rate"] * SETTINGS["decay"]).sub_(size * (m / (deviation / root + SETTINGS["eps"])))
 
 
 @given(sizes=st.lists(st.one_of(st.sampled_from([0, 1, 4095, 4096, 4097]), st.integers(0, 9000)), min_size=1, max_size=5))

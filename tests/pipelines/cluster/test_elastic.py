@@ -1,4 +1,4 @@
-"""When a run grows and when it ends, with a wire and starts that are made up; tests/faults has the real ones."""
+"""When a run grows and when it ends, with a recorder and starts that are made up; tests/faults has the real ones."""
 
 import time
 from typing import Any
@@ -13,7 +13,7 @@ SHARE = Share(workers=4, device="cpu", threads=2, least=1)
 
 
 class MadeUp:
-    """A wire whose group has `now` workers, and the starts that were made on it."""
+    """A recorder whose group has `now` workers, and the starts that were made on it."""
 
     def __init__(self, now: int, *, stop_after: int = 99) -> None:
         self.now, self.stop_after = now, stop_after

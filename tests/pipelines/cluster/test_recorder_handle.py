@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from raystride.pipelines.cluster import recorder_handle
-from raystride.pipelines.cluster.recorder_handle import StopPoll, Wire
+from raystride.pipelines.cluster.recorder_handle import RecorderHandle, StopPoll
 from raystride.pipelines.config import Record
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record import read_entries
@@ -17,9 +17,9 @@ from raystride.pipelines.record.sender import Sender
 
 
 @pytest.fixture
-def started(tmp_path: Path, ray_cluster: None) -> Wire:
+def started(tmp_path: Path, ray_cluster: None) -> RecorderHandle:
     """A recorder without MLflow on the test's cluster."""
-    return Wire.start(
+    return RecorderHandle.start(
         run_folder=Folder(str(tmp_path / "run")),
         run="run",
         attempt="a1",
@@ -38,13 +38,13 @@ def _wait(true: Callable[[], object], what: str) -> None:
         time.sleep(0.02)
 
 
-def _send(started: Wire, sender: str) -> None:
+def _send(started: RecorderHandle, sender: str) -> None:
     sending = Sender(started.post, sender)
     sending.put("metrics", {"train_loss": 1.5}, step=2)
     sending.close()
 
 
-def test_entries_arrive_and_show_in_the_state(started: Wire, tmp_path: Path) -> None:
+def test_entries_arrive_and_show_in_the_state(started: RecorderHandle, tmp_path: Path) -> None:
     _send(started, "rank0")
     state = started.state()
     assert (state["step"], state["steps"], state["loss"]) == (2, 10, 1.5)
@@ -54,14 +54,14 @@ def test_entries_arrive_and_show_in_the_state(started: Wire, tmp_path: Path) -> 
     assert [entry["values"] for entry in entries] == [{"train_loss": 1.5}]
 
 
-def test_a_worker_process_posts_through_the_same_wire(started: Wire) -> None:
+def test_a_worker_process_posts_through_the_same_wire(started: RecorderHandle) -> None:
     import ray
 
     ray.get(ray.remote(num_cpus=0)(_send).remote(started, "rank7"))
     assert started.state()["loss"] == 1.5
 
 
-def test_a_killed_recorder_comes_back_with_what_was_recorded(started: Wire) -> None:
+def test_a_killed_recorder_comes_back_with_what_was_recorded(started: RecorderHandle) -> None:
     import ray
 
     _send(started, "rank0")
@@ -71,7 +71,7 @@ def test_a_killed_recorder_comes_back_with_what_was_recorded(started: Wire) -> N
     assert started.finish("finished", {"steps": 2})["train_loss"] == 1.5
 
 
-def test_the_wish_to_stop_reaches_who_asks(started: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stop_request_reaches_who_asks(started: RecorderHandle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder_handle, "ASK_S", 0.01)
     assert started.workers() == 0
     poll = StopPoll(partial(started.stop_requested, 2))
@@ -82,7 +82,7 @@ def test_the_wish_to_stop_reaches_who_asks(started: Wire, monkeypatch: pytest.Mo
     assert started.workers() == 2
 
 
-def test_a_stop_to_grow_ends_and_a_users_does_not(started: Wire) -> None:
+def test_a_stop_to_grow_ends_and_a_users_does_not(started: RecorderHandle) -> None:
     import ray
 
     started.request_resize("room for 2 workers")

@@ -9,7 +9,7 @@ import pytest
 from raystride.pipelines.config import Checkpoint, Config, Data, Model, Sample, Tokenizer, Train, Validation
 from raystride.pipelines.config.parse import to_yaml
 from raystride.pipelines.files import Folder
-from raystride.pipelines.worker.job import Place
+from raystride.pipelines.worker.job import WorkerInfo
 from raystride.pipelines.worker.worker import build_training
 from tests.processes import make_job
 from tests.tiny import tiny
@@ -37,7 +37,7 @@ def train(config: Config, storage: Path, run: str) -> None:
     """Trains a run of this name, as the driver would have it trained."""
     job = make_job(config, storage, run)
     job.folder.put("config.yaml", to_yaml(job.config))
-    build_training(job, Place(), [], lambda: False, lambda _: None).run()
+    build_training(job, WorkerInfo(), [], lambda: False, lambda _: None).run()
 
 
 @pytest.fixture(scope="session")

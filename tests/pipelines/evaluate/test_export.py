@@ -21,7 +21,7 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tokenizers import train_tokenizer
 from raystride.pipelines.train.loop import Training
-from raystride.pipelines.worker.job import Place
+from raystride.pipelines.worker.job import WorkerInfo
 from raystride.pipelines.worker.worker import build_training
 from tests.processes import make_job
 from tests.ray_jobs.jobs import finish_job, start_script
@@ -182,7 +182,7 @@ def _source(kind: str, folder: Path) -> Any:
 
 def _training(config: Config, storage: Path, run: str = "run") -> tuple[Training, list[str]]:
     said: list[str] = []
-    return build_training(make_job(config, storage, run), Place(), [], lambda: False, said.append), said
+    return build_training(make_job(config, storage, run), WorkerInfo(), [], lambda: False, said.append), said
 
 
 @pytest.mark.parametrize("kind", SOURCES)

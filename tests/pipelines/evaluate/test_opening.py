@@ -12,7 +12,7 @@ from raystride.pipelines.config.parse import to_yaml
 from raystride.pipelines.evaluate.opening import open_run
 from raystride.pipelines.files import Folder
 from raystride.pipelines.train.fingerprint import parameters_sha256
-from raystride.pipelines.worker.job import Place
+from raystride.pipelines.worker.job import WorkerInfo
 from raystride.pipelines.worker.worker import build_training
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
@@ -30,7 +30,7 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     for name, every in (("trained", 2), ("unsaved", 0)):
         job = make_job(replace(config, checkpoint=Checkpoint(every=every)), path, name)
         job.folder.put("config.yaml", to_yaml(job.config))
-        training = build_training(job, Place(), [], lambda: False, lambda _: None)
+        training = build_training(job, WorkerInfo(), [], lambda: False, lambda _: None)
         training.run()
         job.folder.put_json("trained.json", parameters_sha256(training.model))
     return Folder(str(path))

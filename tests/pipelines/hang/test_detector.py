@@ -1,4 +1,4 @@
-"""Who is judged to hang, from beats as workers tell them; time is a number here, since the judge takes it from outside."""
+"""Who hangs, from heartbeats as workers tell them; time is a number here, since the detector takes it from outside."""
 
 import pytest
 from hypothesis import given
@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from raystride.pipelines.config import Launch, SettingError
 from raystride.pipelines.hang import detector
-from raystride.pipelines.hang.detector import Hang, Judge, describe
-from raystride.pipelines.hang.heartbeat import ENDED, Beat, Pulses
+from raystride.pipelines.hang.detector import Hang, HangDetector, describe
+from raystride.pipelines.hang.heartbeat import ENDED, Heartbeat, HeartbeatTable
 from raystride.pipelines.hang.process import Process
 
 EVERY_S = 1.0
@@ -19,16 +19,16 @@ def process(rank: int, world: int = 2, pid: int = 0) -> Process:
 
 
 class Group:
-    """Workers that beat, and a judge that looks once a second."""
+    """Workers that heartbeat, and a detector that looks once a second."""
 
     def __init__(self, hang_s: detector.HangS = 20, world: int = 2) -> None:
-        self.judge = Judge(hang_s, EVERY_S)
+        self.detector = HangDetector(hang_s, EVERY_S)
         self.world = world
         self.insides = dict.fromkeys(range(world), "step")
         self.heard = set(range(world))
-        """The ranks whose beats arrive."""
+        """The ranks whose heartbeats arrive."""
         self.now = self.moved = 0.0
-        self._beats: dict[int, Beat] = {}
+        self._beats: dict[int, Heartbeat] = {}
         self._number = 0
 
     def look(self, moving: bool, seconds: float = EVERY_S) -> Hang | None:
@@ -37,14 +37,14 @@ class Group:
         self._number += 1
         self.moved += moving
         for rank in self.heard:
-            self._beats[rank] = Beat(
+            self._beats[rank] = Heartbeat(
                 process=process(rank, self.world),
                 number=self._number,
                 inside=self.insides[rank],
                 moved=self.moved,
                 stepped=self.moved,
             )
-        return self.judge.look(self._beats, self.now)
+        return self.detector.look(self._beats, self.now)
 
     def warm_up(self) -> "Group":
         """The first steps."""
@@ -113,10 +113,10 @@ def test_the_first_steps_have_half_an_hour() -> None:
 
 def test_a_pause_that_ended_by_itself_lengthens_the_automatic_limit() -> None:
     group = Group("auto").warm_up()
-    assert group.judge.limit_s == detector.AUTO_S
+    assert group.detector.limit_s == detector.AUTO_S
     assert group.stand(500)[1] is None
     group.look(moving=True)
-    assert group.judge.limit_s == 3 * 500
+    assert group.detector.limit_s == 3 * 500
 
 
 def test_what_was_not_watched_does_not_count() -> None:
@@ -126,14 +126,14 @@ def test_what_was_not_watched_does_not_count() -> None:
 
 
 def test_another_group_begins_anew() -> None:
-    pulses = Pulses()
+    table = HeartbeatTable()
     for rank in range(2):
-        pulses.hear(Beat(process=process(rank), number=1, inside="step", moved=1.0, stepped=1.0))
-    assert set(pulses.beats()) == {0, 1}
-    pulses.hear(Beat(process=process(0, pid=7), number=1, inside="", moved=0.0, stepped=0.0))
-    assert set(pulses.beats()) == {0}, "the worker was started again, and so were the others"
-    pulses.hear(Beat(process=process(0, world=1, pid=7), number=1, inside="", moved=0.0, stepped=0.0))
-    assert set(pulses.beats()) == {0}
+        table.hear(Heartbeat(process=process(rank), number=1, inside="step", moved=1.0, stepped=1.0))
+    assert set(table.heartbeats()) == {0, 1}
+    table.hear(Heartbeat(process=process(0, pid=7), number=1, inside="", moved=0.0, stepped=0.0))
+    assert set(table.heartbeats()) == {0}, "the worker was started again, and so were the others"
+    table.hear(Heartbeat(process=process(0, world=1, pid=7), number=1, inside="", moved=0.0, stepped=0.0))
+    assert set(table.heartbeats()) == {0}
 
 
 @given(st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, 2), max_size=3)), max_size=200))

@@ -18,7 +18,7 @@ from raystride.pipelines.record import Recorder, Sender, read_entries
 from raystride.pipelines.record.sender import Entry
 from raystride.pipelines.record.state import Ranks
 from raystride.pipelines.report import closing_screen
-from raystride.pipelines.worker.job import Job, Place
+from raystride.pipelines.worker.job import Job, WorkerInfo
 from tests.distributed import run_distributed
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
@@ -40,7 +40,7 @@ def train_slowed(rank: int, world: int, job: Job, slow: int, seconds: float) -> 
         torch.nn.modules.module.register_module_forward_pre_hook(
             lambda module, _: time.sleep(seconds) if type(module).__name__ == "Decoder" else None
         )
-    run_worker(job, Place(rank=rank, world=world, local_rank=rank, node=f"node{rank}"), post, lambda: False)
+    run_worker(job, WorkerInfo(rank=rank, world=world, local_rank=rank, node=f"node{rank}"), post, lambda: False)
     return posted
 
 

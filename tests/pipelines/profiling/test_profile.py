@@ -10,7 +10,7 @@ import pytest
 
 from raystride.pipelines.config import Config, Profile, SettingError, Train, Validation
 from raystride.pipelines.record.sender import Entry
-from raystride.pipelines.worker.job import Place
+from raystride.pipelines.worker.job import WorkerInfo
 from raystride.pipelines.worker.worker import run_worker
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
@@ -27,7 +27,7 @@ def train(tmp_path: Path, profile: Profile, run: str = "mine", **changes: Any) -
     config = tiny(
         write_text(tmp_path), train=Train(steps=6, slots=2, slot_size=1), validation=Validation(every=0, samples=2)
     )
-    run_worker(make_job(replace(config, profile=profile, **changes), tmp_path, run), Place(), post, lambda: False)
+    run_worker(make_job(replace(config, profile=profile, **changes), tmp_path, run), WorkerInfo(), post, lambda: False)
     return tmp_path / run / "profiles", posted
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from raystride.pipelines.config import Checkpoint, Model, Optimizer, Train, Validation
 from raystride.pipelines.observers.observer import Observer
-from raystride.pipelines.worker.job import Job, Place
+from raystride.pipelines.worker.job import Job, WorkerInfo
 from tests.distributed import run_distributed
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
@@ -71,7 +71,7 @@ def _run(rank: int, world: int, job: Job, prepare: Any) -> Course:
     from raystride.pipelines.worker.worker import build_training
 
     course = Course()
-    training = build_training(job, Place(rank=rank, world=world), [course], lambda: False, course.said.append)
+    training = build_training(job, WorkerInfo(rank=rank, world=world), [course], lambda: False, course.said.append)
     if prepare:
         prepare(training)
     training.run()

@@ -41,7 +41,7 @@ def _sections() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def calm(folder: Path) -> Course:
-    """A single worker in fp32 that is left in peace."""
+    """A single worker in fp32 that is undisturbed."""
     return run_course(course_job(folder, "calm", train=_train(LEGS * LEG, "fp32"), **_sections()), 1)
 
 

@@ -69,7 +69,7 @@ def test_what_is_recomputed_and_gathered_again_changes_nothing(folder: Path) -> 
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_resumed_run_has_the_bits_of_one_that_was_left_in_peace(folder: Path, stage: int) -> None:
+def test_a_resumed_run_has_the_bits_of_one_that_was_left_undisturbed(folder: Path, stage: int) -> None:
     schedule = Optimizer(learning_rate=1e-2, warmup_steps=2, decay_steps=SHORT.steps)
     calm = _course(folder, f"calm-{stage}", stage, 2, train=SHORT, optimizer=schedule)
     sections = {"optimizer": schedule, "scaling": _zero(stage), "checkpoint": Checkpoint(every=CUT)}

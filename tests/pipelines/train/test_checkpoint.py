@@ -45,7 +45,7 @@ def _save(folder: Path, step: int, best: bool = False, attempt: str = "a1", keep
 
 
 def _checkpoints(folder: Path | str, said: list[str] | None = None) -> Checkpoints:
-    return Checkpoints(Folder.at(str(folder)), "a2", keep=2, say=(said if said is not None else []).append)
+    return Checkpoints(Folder.at(str(folder)), "a2", keep=2, log=(said if said is not None else []).append)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])

@@ -11,7 +11,7 @@ from raystride.pipelines.config import Checkpoint, Guard, Model, Optimizer, Scal
 from raystride.pipelines.record.audit import audit
 from raystride.pipelines.tasks.task import Inputs
 from raystride.pipelines.train.loop import Training
-from raystride.pipelines.train.step import FINE, NOT_FINITE, OVERFLOW, SPIKE, Judge
+from raystride.pipelines.train.step import FINE, NOT_FINITE, OVERFLOW, SPIKE, StepCheck
 from raystride.pipelines.worker.job import Job
 from tests.pipelines.strategies.course import course_job, run_course
 
@@ -149,30 +149,30 @@ def test_too_many_bad_steps_end_the_run(folder: Path) -> None:
 
 
 def test_verdicts() -> None:
-    judge, one = Judge(torch.device("cpu"), spike=5.0, window=10), torch.tensor(1.0)
+    check, one = StepCheck(torch.device("cpu"), spike=5.0, window=10), torch.tensor(1.0)
     nan, infinite = torch.tensor(float("nan")), torch.tensor(float("inf"))
-    assert judge(nan, one) == judge(one, infinite) == judge(infinite, one) == NOT_FINITE
-    assert judge(one, infinite, torch.tensor(8.0)) == OVERFLOW
-    assert judge(nan, infinite, torch.tensor(8.0)) == NOT_FINITE
-    assert judge(one, infinite, torch.tensor(1.0)) == NOT_FINITE
+    assert check(nan, one) == check(one, infinite) == check(infinite, one) == NOT_FINITE
+    assert check(one, infinite, torch.tensor(8.0)) == OVERFLOW
+    assert check(nan, infinite, torch.tensor(8.0)) == NOT_FINITE
+    assert check(one, infinite, torch.tensor(1.0)) == NOT_FINITE
     generator = torch.Generator().manual_seed(0)
     for _ in range(30):
-        assert judge(2 + 0.1 * torch.randn((), generator=generator), one) == FINE
-    mean, variance, steps = judge.read()
+        assert check(2 + 0.1 * torch.randn((), generator=generator), one) == FINE
+    mean, variance, steps = check.read()
     assert (mean, steps) == (pytest.approx(2.0, abs=0.2), 30)
     assert variance == pytest.approx(0.01, rel=0.9)
-    assert judge(torch.tensor(3.0), one) == SPIKE
-    assert judge.read() == [mean, variance, steps]
-    again = Judge(torch.device("cpu"), 5.0, 10, judge.read())
+    assert check(torch.tensor(3.0), one) == SPIKE
+    assert check.read() == [mean, variance, steps]
+    again = StepCheck(torch.device("cpu"), 5.0, 10, check.read())
     assert again(torch.tensor(2.2), one) == FINE
     assert again(torch.tensor(3.0), one) == SPIKE
 
 
 def test_the_running_mean_is_the_plain_one_at_first() -> None:
-    judge, values = Judge(torch.device("cpu"), spike=1e9, window=100), torch.rand(20)
+    check, values = StepCheck(torch.device("cpu"), spike=1e9, window=100), torch.rand(20)
     for value in values:
-        judge(value, torch.tensor(1.0))
-    mean, variance, _ = judge.read()
+        check(value, torch.tensor(1.0))
+    mean, variance, _ = check.read()
     assert mean == pytest.approx(float(values.mean()), rel=1e-5)
     assert variance == pytest.approx(float(values.var(unbiased=False)), rel=1e-4)
 

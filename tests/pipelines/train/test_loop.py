@@ -12,7 +12,7 @@ from raystride.pipelines.observers.observer import Observer
 from raystride.pipelines.train.fingerprint import parameters_sha256
 from raystride.pipelines.train.guard import Diverged
 from raystride.pipelines.train.loop import Ending, Training
-from raystride.pipelines.worker.job import Job, Place
+from raystride.pipelines.worker.job import Job, WorkerInfo
 from raystride.pipelines.worker.worker import build_training
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
@@ -51,7 +51,7 @@ def _training(
     folder: Path, config: Config, run: str, notes: Notes | None = None, stopping: Callable[[], bool] = lambda: False
 ) -> Training:
     job: Job = make_job(config, folder, run)
-    return build_training(job, Place(), [notes] if notes else [], stopping, lambda _: None)
+    return build_training(job, WorkerInfo(), [notes] if notes else [], stopping, lambda _: None)
 
 
 def test_the_loss_falls_and_everything_due_happens(folder: Path) -> None:

@@ -46,7 +46,7 @@ def test_it_learns_and_is_the_same_on_two_workers_and_in_shards(folder: Path, pr
 
 
 @pytest.mark.parametrize("train", [{"precision": "fp16"}, {"precision": "pure_bf16"}, {"stochastic_rounding": True}])
-def test_a_resumed_run_has_the_bits_of_one_that_was_left_in_peace(folder: Path, train: dict[str, object]) -> None:
+def test_a_resumed_run_has_the_bits_of_one_that_was_left_undisturbed(folder: Path, train: dict[str, object]) -> None:
     settings = replace(TRAIN, **{"precision": "pure_bf16"} | train)  # type: ignore[arg-type]
     name = "-".join(map(str, train.values()))
     schedule = Optimizer(learning_rate=1e-2, warmup_steps=2, decay_steps=12)

@@ -18,7 +18,7 @@ from raystride.pipelines.train.step import (
     STOP,
     TARGETS,
     Agreement,
-    Judge,
+    StepCheck,
     StepRules,
     clip_gradients,
     micro_batch_seed,
@@ -54,7 +54,7 @@ def _train(rank: int, world: int, rows_by_rank: list[list[range]], clip_norm: fl
     strategy = build_strategy(config, device=torch.device("cpu"), rank=rank, world=world)
     torch.manual_seed(3)
     model, optimizer = strategy.prepare(Decoder(SHAPE, 11), _sgd)
-    rules = StepRules(seed=0, nominal_targets=6 * CONTEXT, clip_norm=clip_norm, judge=Judge(strategy.device))
+    rules = StepRules(seed=0, nominal_targets=6 * CONTEXT, clip_norm=clip_norm, check=StepCheck(strategy.device))
     result = train_step(strategy, model, optimizer, _step(rows_by_rank[rank]), rules, 1.0, (float(rank == world - 1), 0.0))
     parameters = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     return {"parameters": parameters, "measured": result.measured, "norm": result.gradient_norm}
@@ -118,7 +118,7 @@ def test_a_step_without_any_target_changes_nothing_but_the_count() -> None:
     model, optimizer = strategy.prepare(Decoder(SHAPE, 11), _sgd)
     before = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     step = Step(0, 0, 2, [MicroBatch(0, (IDS[:2, :-1],), torch.full((2, CONTEXT), -100))], 0)
-    result = train_step(strategy, model, optimizer, step, StepRules(0, 12, 1.0, Judge(strategy.device)), 1.0)
+    result = train_step(strategy, model, optimizer, step, StepRules(0, 12, 1.0, StepCheck(strategy.device)), 1.0)
     assert result.measured[TARGETS] == 0
     assert torch.equal(before, torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
 
