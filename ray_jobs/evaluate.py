@@ -46,7 +46,7 @@ class Evaluate(Answering):
 
 def evaluate(parsed: Parsed[Evaluate]) -> int:
     """Opens the run and scores it; returns the exit code."""
-    from raystride.pipelines.launch.driver import guarded
+    from raystride.pipelines.launch.exit_codes import guarded
 
     return guarded(lambda: _evaluate(parsed.settings))
 

@@ -57,7 +57,7 @@ class Predict(Answering):
 
 def predict(parsed: Parsed[Predict]) -> int:
     """Opens the run and answers; returns the exit code."""
-    from raystride.pipelines.launch.driver import guarded
+    from raystride.pipelines.launch.exit_codes import guarded
 
     return guarded(lambda: _predict(parsed.settings))
 

@@ -17,9 +17,10 @@ from raystride.pipelines.config import SettingError
 from raystride.pipelines.config.parse import Parsed, to_yaml
 from raystride.pipelines.config.sweep import SweepConfig
 from raystride.pipelines.files import Folder
-from raystride.pipelines.launch.driver import guarded, locate
+from raystride.pipelines.launch.exit_codes import DONE, FAILED, guarded
 from raystride.pipelines.launch.owner import Ownership, new_attempt
-from raystride.pipelines.launch.session import DONE, FAILED
+from raystride.pipelines.launch.place import locate
+from raystride.pipelines.plugins import Carried
 from raystride.pipelines.prepare.prepare import prepare
 from raystride.pipelines.scaling_model.described import ClusterDescription, ClusterError
 from raystride.pipelines.sources.faults import DataError
@@ -83,7 +84,7 @@ def _measure_missing(
         return
     with cluster(base.launch):
         _prepare_all(base, storage, missing)
-        plan = Plan(base, storage, price_of(base, described), Resources.of_cluster())
+        plan = Plan(base, storage, price_of(base, described), Resources.of_cluster(), Carried.here())
         with Board(base.sweep.space, left) as board:
             measure(plan, missing, list(known.values()), left, partial(_on_end, folder, tracking, board))
 
