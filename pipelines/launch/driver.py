@@ -168,7 +168,7 @@ def _prepare(config: Config, storage: Folder) -> int:
         prepared = prepare_data(config, storage, Screen())
     print(f"results  {prepared.folder}")
     print("mlflow   not logged there")
-    print(f"next     python ray_jobs/train.py with the same settings and --storage {storage}")
+    print(f"next     raystride train with the same settings and --storage {storage}")
     return DONE
 
 
@@ -183,11 +183,7 @@ def _check(config: Config, storage: Folder) -> int:
     passed = all(check.passed for check in checks)
     print(f"results  {storage}")
     print("mlflow   not logged there")
-    print(
-        "next     python ray_jobs/train.py with the same settings"
-        if passed
-        else "next     mend what failed, and check again"
-    )
+    print("next     raystride train with the same settings" if passed else "next     mend what failed, and check again")
     return DONE if passed else CANNOT_RUN
 
 

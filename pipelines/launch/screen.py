@@ -38,6 +38,9 @@ class Shown(Protocol):
 class Screen:
     """Lines on standard output, warnings and failures on standard error."""
 
+    seen = True
+    """Whether anybody sees it."""
+
     def line(self, text: str) -> None:
         """Says something."""
         print(text, flush=True)
@@ -57,6 +60,8 @@ class Screen:
 
 class Quiet(Screen):
     """For programs: warnings go to the logger `raystride`, failures are raised, all else is in what a call returns."""
+
+    seen = False
 
     def line(self, text: str) -> None:
         """Nothing."""

@@ -1,6 +1,6 @@
 """Data sets that every machine has: each task can be tried at once, with nothing to download.
 
-    python ray_jobs/train.py --task classification --data.source packages
+    raystride train --task classification --data.source packages
 
 packages      12 lines of the standard library → which of 20 packages they come from; about 6,500
 docstrings    a function of the standard library without its docstring → the docstring's first line; about 6,000

@@ -13,7 +13,7 @@ from importlib import import_module
 from itertools import islice
 from typing import Any
 
-from raystride.pipelines.plugins import SOURCES, Documents
+from raystride.pipelines.plugins import SOURCES, Documents, installed_plugins, load_plugins
 from raystride.pipelines.sources.faults import DataError, Fault, Faulty
 from raystride.pipelines.sources.fields import Columns, document, named
 from raystride.pipelines.sources.pieces import File, Piece, Slice
@@ -31,6 +31,8 @@ def registered_sources() -> Mapping[str, tuple[Documents, str]]:
 def open_registered(source: str, split: str, columns: Columns) -> "RegisteredReader":
     """The reader of a source. Raises DataError where no such source is registered."""
     known = registered_sources()
+    if source not in known:
+        load_plugins(installed_plugins())
     if source not in known:
         raise DataError(
             f"data.source {source!r} is not registered by a module in plugins; registered are: {', '.join(sorted(known))}"

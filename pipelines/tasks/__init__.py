@@ -27,6 +27,8 @@ def build_task(config: Config, facts: Facts | None = None, encoders: Encoders | 
     if config.task in TASKS:
         chosen: type[Task] = getattr(import_module(f"raystride.pipelines.tasks.{config.task}"), TASKS[config.task])
         return chosen(config, facts, encoders)
+    if config.task not in plugins.TASKS:
+        plugins.load_plugins(plugins.installed_plugins())
     if config.task in plugins.TASKS:
         return plugins.TASKS[config.task](config, facts, encoders)
     if plugins.SCRIPT in config.plugins:
