@@ -3,7 +3,7 @@
 # make test-processors  the same three times, as on other processors: either product, and neither AVX-512 nor AMX
 # make install  make .venv and install Raystride and its tools into it
 # make ui       the MLflow UI over the runs in runs/
-# make pictures the README's pictures, from two trainings and a browser: some five minutes
+# make pictures the pictures of docs/, from two trainings and a browser: some five minutes
 # make sanitize compute-sanitizer over the kernels, where there is an NVIDIA GPU
 # make lint     ruff and mypy, as in continuous integration
 
