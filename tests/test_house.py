@@ -170,6 +170,19 @@ def test_every_path_that_a_page_names_is_there(page: Path) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "deploy" / "monitoring" / "README.md"], ids=_id)
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
+    assert not [link for link in links if "://" not in link and not (page.parent / link).exists()]
+
+
+def test_the_readme_is_for_newcomers() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert text.count("\n") <= 150
+    installed, activated = text.index("make train"), text.index("source .venv/bin/activate")
+    assert installed < activated < text.index("raystride train"), "what needs the environment stands after its activation"
+
+
 def _map() -> set[str]:
     """Every path on the map of docs/house.md. A line names files, or a room, below what is less indented than itself."""
     tree = re.search(r"```\n(.*?)```", (ROOT / "docs" / "house.md").read_text(), re.DOTALL)

@@ -32,7 +32,7 @@ TIDY = ".assistant-fab-label, :has(> .assistant-fab-label) {display: none !impor
 
 def main(arguments: list[str] | None = None) -> int:
     """Makes the pictures; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tests.browser.pictures", description="Makes the documentation's pictures.")
+    parser = argparse.ArgumentParser(prog="python -m tests.browser.pictures", description="Makes the pictures of docs/.")
     parser.add_argument("--storage", type=Path, help="folder of runs (default: two are trained)")
     parser.add_argument("--sweep", type=Path, help="folder of a sweep, whose report.html is photographed, too")
     given = parser.parse_args(arguments)
