@@ -15,7 +15,7 @@ import pickle
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from ray import tune
 from raystride.pipelines.cluster.resources import Resources, resolve
 from raystride.pipelines.config.sweep import SweepConfig
 from raystride.pipelines.files import Folder
+from raystride.pipelines.plugins import Carried
 from raystride.pipelines.sweep.choice import score, token_score
 from raystride.pipelines.sweep.result import Result, Window, keep, result_at
 from raystride.pipelines.sweep.space import Candidate, meets
@@ -53,6 +54,8 @@ class Plan:
     """Of a worker; 0: unknown."""
     there: Resources
     """What the cluster has."""
+    carried: Carried = field(default_factory=Carried, repr=False)
+    """What the sweep's own script has registered."""
 
     @property
     def folder(self) -> Folder:
@@ -102,12 +105,13 @@ def _trial(parameters: dict[str, Any], plan: Plan) -> None:
     """What Tune runs. Raises where the trial hung, so that its process, and with it all that it started, is ended;
     SystemExit where Tune stopped it."""
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = str(END_S)  # Tune looks it up when the next trial is to come here
+    plan.carried.register()
     candidate = candidate_of(parameters, plan.base)
     result = result_at(plan.folder, candidate.key) or _breaks_a_condition(candidate) or refusal(candidate, plan.there)
     if result is None:
         _free_places_of_the_dead()
         told = _Told(plan, candidate)
-        result = run_trial(candidate, plan.storage, plan.there, {"raystride.sweep": str(plan.base.run)}, told)
+        result = run_trial(candidate, plan.storage, plan.there, {"raystride.sweep": str(plan.base.run)}, told, plan.carried)
     keep(plan.folder, result)
     if result.status == "hung":
         raise TookTooLong(result.cause)
