@@ -133,6 +133,19 @@ def plugin_file(plugin: str) -> Path | None:
     raise SettingError(f"plugins: there is no file {plugin!r}, neither here nor on Python's path")
 
 
+def plugin_code(plugins: Iterable[str]) -> list[str]:
+    """The files and folders that hold these plug-ins, for a model that leaves this machine. Raises SettingError."""
+    found = []
+    for plugin in plugins:
+        if plugin == SCRIPT:
+            raise SettingError("plugins is __main__: what a script has registered cannot leave it; put it into a module")
+        file = plugin_file(plugin)
+        module = None if file else import_module(plugin.partition(".")[0])
+        places = [str(file)] if file else list(getattr(module, "__path__", [])) or [str(getattr(module, "__file__", ""))]
+        found.append(places[0])
+    return list(dict.fromkeys(found))
+
+
 def _load_file(file: Path) -> None:
     """Imports a file under a name of its own; its classes travel by value, since no other process knows that name."""
     name = f"raystride_plugin_{file.stem}_{sha256(str(file).encode()).hexdigest()[:8]}"

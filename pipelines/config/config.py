@@ -21,7 +21,7 @@ class Config(Section):
 
     name: ClassVar[str] = ""
 
-    plugins: tuple[str, ...] = setting(())
+    plugins: tuple[str, ...] = setting((), since="0.2")
     """Modules (`my_project.tasks`) or files (`tasks.py`) that register tasks, sources and observers of your own; `__main__`
     stands for the script that trained the run."""
     task: str = setting("language_model", fixed=True)
@@ -94,9 +94,15 @@ class Config(Section):
         """The settings, under their full names, that may not differ when the run is resumed."""
         return {key: value for key, value in self.flat().items() if key in _fixed_keys(type(self))}
 
+    def lasting(self) -> dict[str, Any]:
+        """What names are made of: every setting under its full name, later ones (`since`) only where they were changed."""
+        later = _later_defaults(type(self))
+        return {key: value for key, value in self.flat().items() if key not in later or value != later[key]}
+
     def default_run(self, preset: str) -> str:
         """A run's name when none is given: the preset's name and 8 hexadecimal digits of the fixed settings."""
-        text = json.dumps(self.fixed(), sort_keys=True, default=str)
+        fixed = _fixed_keys(type(self))
+        text = json.dumps({key: value for key, value in self.lasting().items() if key in fixed}, sort_keys=True, default=str)
         return f"{preset}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
@@ -106,6 +112,17 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def _later_defaults(cls: type, prefix: str = "") -> dict[str, Any]:
+    """The settings that were added later, with their defaults."""
+    found: dict[str, Any] = {}
+    for item in fields(cls):
+        if isinstance(item.type, type) and issubclass(item.type, Section):
+            found |= _later_defaults(item.type, f"{prefix}{item.name}.")
+        elif item.metadata.get("since"):
+            found[f"{prefix}{item.name}"] = item.default
+    return found
 
 
 def _fixed_keys(cls: type, prefix: str = "") -> set[str]:

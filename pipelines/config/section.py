@@ -29,10 +29,14 @@ def setting(
     above: float | None = None,
     below: float | None = None,
     fixed: bool = False,
+    since: str = "",
 ) -> Any:
-    """A field with a range. `fixed` settings may not differ when a run is resumed; the others may."""
+    """A field with a range. `fixed` settings may not differ when a run is resumed; the others may.
+
+    One that was added later says `since` which version: at its default it leaves the names that runs have as they were.
+    """
     limits = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
-    return field(default=default, metadata={"limits": limits, "fixed": fixed})
+    return field(default=default, metadata={"limits": limits, "fixed": fixed, "since": since})
 
 
 @cache

@@ -23,6 +23,7 @@ from raystride.pipelines.evaluate.opening import Opened
 from raystride.pipelines.evaluate.recording import Reopened
 from raystride.pipelines.evaluate.served import CONFIG, SAMPLE, WEIGHTS, Served
 from raystride.pipelines.files import Folder
+from raystride.pipelines.plugins import plugin_code
 
 CODE = Path(raystride.__file__).parent
 REQUIREMENTS = ("mlflow", "torch", "numpy", "pandas", "pyarrow", "PyYAML", "safetensors", "tokenizers", "tiktoken", "Pillow")
@@ -79,7 +80,7 @@ def _described(opened: Opened, sample: Sample) -> Iterator[dict[str, Any]]:
         yield {
             "python_model": str(CODE / "pipelines" / "evaluate" / "served.py"),
             "artifacts": {"run": place},
-            "code_paths": [str(CODE)],
+            "code_paths": [str(CODE), *plugin_code(opened.config.plugins)],
             "signature": infer_signature(example, served.predict(None, example)),
             "input_example": example,
             "pip_requirements": list(_requirements()),

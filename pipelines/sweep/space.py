@@ -68,7 +68,7 @@ class Candidate:
     @cached_property
     def key(self) -> str:
         """Eight hexadecimal digits of all that the figures depend on."""
-        training = {name: value for name, value in self.base.training().flat().items() if not name.startswith(ASIDE)}
+        training = {name: value for name, value in self.base.training().lasting().items() if not name.startswith(ASIDE)}
         sweep = {name: getattr(self.base.sweep, name) for name in DECISIVE}
         text = json.dumps([training | dict(self.settings), sweep, self.round], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:8]

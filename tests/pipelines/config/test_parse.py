@@ -1,11 +1,12 @@
 """YAML first, flags over it; an unknown key names the nearest, a wrong value what is allowed; presets are valid."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from raystride.pipelines.config import Config, Model, Sample, SettingError
-from raystride.pipelines.config.parse import from_yaml, parse, to_yaml
+from raystride.pipelines.config.parse import configured, from_yaml, parse, presets, to_yaml
 from raystride.pipelines.config.sweep import SweepConfig
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -104,3 +105,52 @@ def test_print_config_shows_what_would_run(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         _parse("--train.steps", "77", "--print_config")
     assert "steps: 77" in capsys.readouterr().out
+
+
+NAMES = {
+    "classify_packages": "classify_packages-1861e116",
+    "classify_trec": "classify_trec-886eb951",
+    "finetune_pairs": "finetune_pairs-f98ee4b1",
+    "images_digits": "images_digits-ced6cb7d",
+    "lm_124m": "lm_124m-68d0f1a2",
+    "lm_characters": "lm_characters-852f1dcd",
+    "lm_python": "lm_python-2b463b99",
+    "lm_shakespeare_cpu": "lm_shakespeare_cpu-c3695e2d",
+    "sweep_scaling": "sweep_scaling-2b463b99",
+    "translate_base": "translate_base-90cab3e2",
+    "translate_docstrings": "translate_docstrings-17d8491c",
+    "translate_reversal": "translate_reversal-c3805c14",
+    "translate_small": "translate_small-86dc8a1c",
+}
+"""As commit 395d810 named them. A setting that is added later must not change them while it is at its default: whoever
+starts the same command again wants to go on with the same run."""
+
+
+def test_presets_keep_the_default_names_of_their_runs() -> None:
+    found = {}
+    for name in presets():
+        settings: Any = configured(SweepConfig if name.startswith("sweep") else Config, name).settings
+        found[name] = (settings.training() if name.startswith("sweep") else settings).default_run(name)
+    assert found == NAMES
+
+
+def test_settings_come_from_names_files_mappings_and_objects(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("train: {steps: 7, slots: 3}\nseed: 2\n")
+    given = {"train": {"steps": 7}, "train.slots": 3, "seed": 2}
+    by_file, by_mapping = configured(Config, str(tmp_path / "mine.yaml")), configured(Config, given)
+    assert by_file.settings == by_mapping.settings
+    assert (by_file.preset, by_mapping.preset) == ("mine", "run")
+    changed = configured(Config, by_file.settings, {"train.steps": "9", "model": {"layers": 3}}).settings
+    assert (changed.train.steps, changed.train.slots, changed.model.layers) == (9, 3, 3)
+    assert configured(Config, "lm_python").settings.task == "language_model"
+    assert _parse("--config", "lm_characters") == configured(Config, "lm_characters").settings
+    for wrong, message in (
+        ({"train.stepz": 3}, "settings: there is no setting train.stepz; did you mean train.steps"),
+        ({"train.steps": "many"}, "train.steps is .*: it must be a whole number"),
+        ({"train.steps": -1}, "train.steps is -1: it must be at least 0"),
+        ({"nowhere": {"steps": 3}}, "there is no setting nowhere"),
+    ):
+        with pytest.raises(SettingError, match=message):
+            configured(Config, {}, wrong)
+    with pytest.raises(SettingError, match="--config nowhere: there is no such file; presets are classify_packages"):
+        configured(Config, "nowhere")

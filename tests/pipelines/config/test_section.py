@@ -1,7 +1,7 @@
 """Settings check themselves: ranges, choices, and what contradicts each other."""
 
 import math
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from raystride.pipelines.config import (
     SettingError,
     Tokenizer,
     Train,
+    setting,
 )
 
 SECTIONS = [item.type for item in fields(Config) if isinstance(item.type, type) and issubclass(item.type, Section)]
@@ -89,3 +90,13 @@ def test_free_and_fixed_settings_are_told_apart() -> None:
 
 def test_launch_inline_needs_no_address() -> None:
     assert Launch(mode="inline").address is None
+
+
+def test_a_setting_that_is_added_later_names_a_run_only_where_it_was_changed() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Later(Config):
+        novelty: int = setting(3, fixed=True, since="0.3")
+
+    assert Later().default_run("x") == Config().default_run("x")
+    assert Later(novelty=4).default_run("x") != Config().default_run("x")
+    assert Later().fixed()["novelty"] == 3  # a resumed run may not change it all the same

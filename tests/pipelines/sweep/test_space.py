@@ -1,9 +1,12 @@
 """What a sweep tries: every combination once a round, in an order that a second start repeats."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from raystride.pipelines.config import Scaling, Train
+from raystride.pipelines.config.parse import configured
 from raystride.pipelines.config.sweep import Sweep, SweepConfig
 from raystride.pipelines.sweep.space import draw, grid, meets
 
@@ -63,3 +66,9 @@ def test_draws_repeat_stay_in_their_ranges_and_meet_the_conditions(seed: int, tr
         assert 1e-4 <= each.settings["optimizer.learning_rate"] <= 1e-2
         assert meets(config, each.settings)
         assert each.config
+
+
+def test_keys_are_those_of_earlier_versions() -> None:
+    """As commit 395d810 has it, so that a sweep that was begun then goes on."""
+    preset = replace(configured(SweepConfig, "sweep_scaling").settings, run="s")
+    assert next(iter(grid(preset))).key == "fa79f946"

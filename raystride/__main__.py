@@ -1,0 +1,7 @@
+"""`python -m raystride WORD`: the command where its script is not on the path."""
+
+import sys
+
+from raystride.command import run
+
+sys.exit(run())
