@@ -1,43 +1,68 @@
-# make train    install, then train the embedded default on two workers, with Ray and MLflow
-# make test     install, then run the tests
+# make train      install, then train the embedded default on two workers, with Ray and MLflow
+# make test       install, then run the tests
+# make test-of X  the tests of one room or package: make test-of feed, make test-of NAME=triton_kernels
 # make test-processors  the same three times, as on other processors: either product, and neither AVX-512 nor AMX
-# make install  make .venv and install Raystride and its tools into it
-# make ui       the MLflow UI over the runs in runs/
-# make pictures the README's pictures, from two trainings and a browser: some five minutes
-# make sanitize compute-sanitizer over the kernels, where there is an NVIDIA GPU
-# make lint     ruff and mypy, as in continuous integration
+# make install    make .venv and install Raystride and what its developers need into it
+# make ui         the MLflow UI over the runs in runs/
+# make pictures   the pictures of docs/, from two trainings and a browser: some five minutes
+# make sanitize   compute-sanitizer over the kernels, where there is an NVIDIA GPU
+# make lint       ruff and mypy, as in continuous integration
+# make help       these lines
 
 PYTHON ?= python3
 VENV := .venv
 STORAGE ?= runs
 RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: install train test test-processors ui pictures sanitize lint
+.PHONY: help install train test test-of test-processors ui pictures sanitize lint
 .DEFAULT_GOAL := train
 
-install: $(VENV)/.installed
+help:
+	@sed -n '/^#/!q; s/^# //p' $(firstword $(MAKEFILE_LIST))
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Raystride needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else 0'
-	@echo "installing into $(VENV): some 3 GB, two minutes where the index is near"
+	@echo "installing into $(VENV): some 3 GB, two to five minutes"
 	@$(PYTHON) -m venv $(VENV)
-	@$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@$(PIP) -e .
 	@touch $@
 
-train: install
-	@echo "training configs/lm_python.yaml on Ray; results go to $(STORAGE)/"
-	@$(RUN) ray_jobs/train.py --config configs/lm_python.yaml --storage $(STORAGE)
+$(VENV)/.developed: $(VENV)/.installed
+	@echo "installing what developers need into $(VENV)"
+	@$(PIP) -e ".[dev]"
+	@touch $@
+
+install: $(VENV)/.developed
 
 test: install
 	@echo "running the tests: some minutes on two cores"
 	@$(RUN) -m pytest -n 2 --dist loadfile
+
+ifeq ($(firstword $(MAKECMDGOALS)),test-of)
+# The word after test-of is a room's name and no target, also where a target has that name.
+NAME ?= $(word 2,$(MAKECMDGOALS))
+ROOM := $(wildcard $(foreach place,pipelines/$(NAME) $(NAME) pipelines/test_$(NAME).py test_$(NAME).py,tests/$(place)))
+ifeq ($(ROOM),)
+$(error NAME is '$(NAME)': it must be one of $(filter-out %.py __%,$(notdir $(wildcard tests/pipelines/* tests/*))))
+endif
+.PHONY: $(wordlist 2,9,$(MAKECMDGOALS))
+$(wordlist 2,9,$(MAKECMDGOALS)): ;@:
+
+test-of: install
+	@$(RUN) -m pytest -n 2 --dist loadfile $(ROOM)
+else
+train: $(VENV)/.installed
+	@echo "training configs/lm_python.yaml on Ray; results go to $(STORAGE)/"
+	@$(RUN) ray_jobs/train.py --config configs/lm_python.yaml --storage $(STORAGE)
+endif
 
 test-processors:
 	RAYSTRIDE_LINEAR=torch $(MAKE) test
 	RAYSTRIDE_LINEAR=onednn $(MAKE) test
 	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(MAKE) test
 
-ui: install
+ui: $(VENV)/.installed
 	@$(RUN) -m raystride.pipelines.record.ui --storage $(STORAGE)
 
 pictures: install

@@ -1,4 +1,4 @@
-"""Each figure that the README states: a command that prints it beside its peer.
+"""Each figure of docs/figures.md: a command that prints it beside its peer.
 
 training     training steps beside a plain one-file loop of PyTorch; `--loss`: the loss that a whole training reaches
 loop         our loop beside a bare one around the same model; `--ray`: two workers beside DistributedDataParallel

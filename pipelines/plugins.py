@@ -18,14 +18,9 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from raystride.pipelines.config import SettingError
-
-if TYPE_CHECKING:
-    from raystride.pipelines.config import Config
-    from raystride.pipelines.observers.observer import Observer
-    from raystride.pipelines.tasks.task import Task
+from raystride.pipelines.config import Config, SettingError
 
 GROUP = "raystride.plugins"
 """The entry points by which an installed package names modules that register something."""
@@ -34,12 +29,14 @@ SCRIPT = "__main__"
 
 Documents = Callable[..., Iterator[Any]]
 """What yields texts, tuples in the order of a task's columns, or mappings by the names of columns; it may take the split."""
-TASKS: dict[str, "type[Task]"] = {}
-"""Tasks by name, besides those of `pipelines.tasks`."""
+OWN_TASKS = ("language_model", "completion", "classification", "translation", "images")
+"""The names of those of `pipelines.tasks`, which imports this module and not the other way round."""
+TASKS: dict[str, Any] = {}
+"""Subclasses of Task by name, besides those of `pipelines.tasks`."""
 SOURCES: dict[str, tuple[Documents, str]] = {}
 """Functions by the name of their source, each with its version."""
-OBSERVERS: dict[str, "Callable[[], Observer]"] = {}
-"""What makes an observer, by its qualified name."""
+OBSERVERS: dict[str, Callable[[], Any]] = {}
+"""What makes an Observer, by its qualified name."""
 
 Made = TypeVar("Made", bound=Callable[..., Any])
 
@@ -48,12 +45,10 @@ def register_task(name: str) -> Callable[[Made], Made]:
     """Makes `task: NAME` train this subclass of Task. Raises ValueError for a name that another class has."""
 
     def register(task: Made) -> Made:
-        from raystride.pipelines.tasks import TASKS as OURS
-
-        if name in OURS:
+        if name in OWN_TASKS:
             raise ValueError(f"the task {name!r} is one of Raystride's own: give yours another name")
         _refuse_another("task", name, TASKS.get(name), task)
-        TASKS[name] = task  # type: ignore[assignment]
+        TASKS[name] = task
         return task
 
     return register
@@ -185,7 +180,7 @@ class Carried:
             {name: made for name, made in OBSERVERS.items() if made.__module__ == SCRIPT},
         )
 
-    def uses(self, config: "Config") -> bool:
+    def uses(self, config: Config) -> bool:
         """Whether a run of these settings cannot do without it."""
         sources = (config.data.source, config.data.validation_source, config.data.test_source)
         named = {name.partition("#")[0] for name in sources if name}

@@ -1,4 +1,4 @@
-"""The code keeps to docs/house.md: arrows, sizes, prologues, docstrings, paths, and what imports without what."""
+"""The code keeps to docs/house.md: arrows, sizes, prologues, docstrings, paths, the map, and what imports without what."""
 
 import ast
 import re
@@ -6,6 +6,8 @@ import subprocess
 import sys
 from collections import defaultdict
 from dataclasses import is_dataclass
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ["triton_kernels", "model", "pipelines", "ray_jobs"]
 """From the inside out: each may import those before it."""
 MODULES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-ALL = MODULES + [path for folder in ("tests", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
+LIBRARY = sorted((ROOT / "raystride").glob("*.py"))
+"""Beside the links to the packages."""
+ALL = MODULES + LIBRARY + [path for folder in ("tests", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
 
 
@@ -53,15 +57,48 @@ def test_a_folder_imported_by_its_own_name_says_the_right_one(package: str) -> N
     assert done.stderr.rstrip().splitlines()[-1].startswith(f"ImportError: import raystride.{package}, not {package}")
 
 
-def test_no_two_rooms_import_each_other() -> None:
+@cache
+def _graph() -> dict[str, set[str]]:
+    """Modules of `pipelines`, and which of them each imports, at its top or inside a function."""
+    modules = {
+        "raystride." + ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in MODULES
+        if path.is_relative_to(ROOT / "pipelines")
+    }
+    uses: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                named = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= {name if name in modules else node.module for name in named}
+        uses[name] = (found & set(modules)) - {name}
+    return uses
+
+
+def _circle(uses: dict[str, set[str]]) -> list[str] | None:
+    """Names of which each uses the next, and the last the first; None where there are none such."""
+    try:
+        list(TopologicalSorter(uses).static_order())
+    except CycleError as error:
+        return list(error.args[1])
+    return None
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert _circle({"a": {"b"}, "b": {"c"}, "c": {"a"}})
+    assert not _circle(_graph())
+
+
+def test_no_rooms_import_each_other_in_a_circle() -> None:
     uses: dict[str, set[str]] = defaultdict(set)
-    for path in (ROOT / "pipelines").rglob("*.py"):
-        room = path.relative_to(ROOT / "pipelines").parts[0].removesuffix(".py")
-        for name in _imports(path):
-            if name.startswith("raystride.pipelines.") and name.split(".")[2] != room:
-                uses[room].add(name.split(".")[2])
-    both = {tuple(sorted((a, b))) for a in uses for b in uses[a] if a in uses.get(b, set())}
-    assert not both
+    for name, others in _graph().items():
+        room, *rooms = ([*module.split("."), ""][2] for module in (name, *others))
+        uses[room] |= set(rooms) - {room, ""}
+    assert len(uses) > 20
+    assert not _circle(uses)
 
 
 @pytest.mark.parametrize("path", ALL, ids=_id)
@@ -135,12 +172,56 @@ def test_every_path_that_a_page_names_is_there(page: Path) -> None:
     assert not missing
 
 
-def test_every_room_is_on_the_map() -> None:
-    text = (ROOT / "docs" / "house.md").read_text()
-    rooms = [path.name for path in (ROOT / "pipelines").iterdir() if (path / "__init__.py").exists()]
-    jobs = [path.name for path in (ROOT / "ray_jobs").glob("*.py") if path.name != "__init__.py"]
-    assert not [room for room in rooms if f"  {room}/" not in text]
-    assert not [job for job in jobs if f"  {job}" not in text]
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "deploy" / "monitoring" / "README.md"], ids=_id)
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
+    assert not [link for link in links if "://" not in link and not (page.parent / link).exists()]
+
+
+def test_the_readme_is_for_newcomers() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert text.count("\n") <= 150
+    installed, activated = text.index("make train"), text.index("source .venv/bin/activate")
+    assert installed < activated < text.index("raystride train"), "what needs the environment stands after its activation"
+
+
+def _map() -> set[str]:
+    """Every path on the map of docs/house.md. A line names files, or a room, below what is less indented than itself."""
+    tree = re.search(r"```\n(.*?)```", (ROOT / "docs" / "house.md").read_text(), re.DOTALL)
+    assert tree
+    found: set[str] = set()
+    above: list[tuple[int, str]] = []
+    for line in tree[1].splitlines():
+        named = re.match(r"( *)((?:[\w.]+(?:/|\.py)(?: +|$))+)", line)
+        if not named:
+            continue
+        while above and above[-1][0] >= len(named[1]):
+            above.pop()
+        inside = above[-1][1] if above else ""
+        names = named[2].split()
+        found |= {inside + name for name in names}
+        if names[0].endswith("/"):
+            above.append((len(named[1]), inside + names[0]))
+    return found
+
+
+@pytest.mark.parametrize("package", [*PACKAGES, "raystride"])
+def test_every_file_is_on_the_map_in_its_room(package: str) -> None:
+    shown = {path for path in _map() if path.startswith(f"{package}/") and path.endswith(".py")}
+    there = {_id(path) for path in MODULES + LIBRARY if path.name != "__init__.py" and _id(path).startswith(f"{package}/")}
+    assert not there - shown, "in the folder, not on the map"
+    assert not shown - there, "on the map, not in the folder"
+
+
+MIRRORED = [path for package in PACKAGES for path in sorted((ROOT / "tests" / package).rglob("test_*.py"))]
+
+
+@pytest.mark.parametrize("path", MIRRORED, ids=_id)
+def test_tests_lie_where_what_they_test_lies(path: Path) -> None:
+    """A module of the same room, or one of the tests' own beside it. What tests several lies in tests/end_to_end."""
+    tested = path.name.removeprefix("test_")
+    room = ROOT / path.parent.relative_to(ROOT / "tests")
+    assert (room / tested).exists() or path.with_name(tested).exists()
 
 
 def test_the_loop_imports_with_torch_and_numpy_alone() -> None:
@@ -171,3 +252,20 @@ assert not BLOCKED & {name.split(".")[0] for name in sys.modules}
 def test_the_driver_needs_no_torch() -> None:
     program = "import sys, raystride.pipelines.launch.driver; assert 'torch' not in sys.modules and 'ray' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=120)
+
+
+def test_observers_and_senders_import_without_the_heavy_libraries() -> None:
+    program = """
+import sys
+for name in ("ray", "mlflow", "psutil", "rich", "pyarrow", "matplotlib"):
+    sys.modules[name] = None
+from raystride.pipelines.observers.observer import RunFacts
+from raystride.pipelines.observers.ray_metrics import RayMetrics
+from raystride.pipelines.record import Sender
+import raystride.pipelines.report
+metrics = RayMetrics()
+metrics.on_start(RunFacts(run="r", attempt="a1"))
+metrics.on_log(1, {"train_loss": 1.0})
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

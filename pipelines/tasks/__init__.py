@@ -30,7 +30,8 @@ def build_task(config: Config, facts: Facts | None = None, encoders: Encoders | 
     if config.task not in plugins.TASKS:
         plugins.load_plugins(plugins.installed_plugins())
     if config.task in plugins.TASKS:
-        return plugins.TASKS[config.task](config, facts, encoders)
+        registered: type[Task] = plugins.TASKS[config.task]
+        return registered(config, facts, encoders)
     if plugins.SCRIPT in config.plugins:
         raise SettingError(
             f"task is {config.task!r}: the script that trained this run has registered it, and only there it can be opened; "

@@ -1,4 +1,4 @@
-"""The README's pictures, docs/pictures/*.png: trains two runs, then photographs the pages that people see of them.
+"""The documentation's pictures, docs/pictures/*.png: trains two runs, then photographs the pages that people see of them.
 
     python -m tests.browser.pictures                              # some five minutes on two cores
     python -m tests.browser.pictures --storage runs               # of a storage's runs, the first of which gets a page
@@ -32,7 +32,7 @@ TIDY = ".assistant-fab-label, :has(> .assistant-fab-label) {display: none !impor
 
 def main(arguments: list[str] | None = None) -> int:
     """Makes the pictures; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tests.browser.pictures", description="Makes the README's pictures.")
+    parser = argparse.ArgumentParser(prog="python -m tests.browser.pictures", description="Makes the pictures of docs/.")
     parser.add_argument("--storage", type=Path, help="folder of runs (default: two are trained)")
     parser.add_argument("--sweep", type=Path, help="folder of a sweep, whose report.html is photographed, too")
     given = parser.parse_args(arguments)

@@ -74,7 +74,7 @@ def test_an_error_of_the_data_comes_out_as_it_is(tmp_path: Path) -> None:
 def test_an_error_of_the_tokenizer_comes_out_as_it_is(tmp_path: Path) -> None:
     from dataclasses import replace
 
-    from tests.pipelines.tokenizers.test_tokenizers import write_tokenizer
+    from tests.pipelines.tokenizers.test_training import write_tokenizer
 
     (tmp_path / "text.txt").write_text(LINES)
     file = write_tokenizer(tmp_path / "tokenizer.json", end=None)

@@ -16,7 +16,7 @@ from raystride.pipelines.record import Recorder, Sender
 from raystride.pipelines.record.journal import Journal
 from raystride.pipelines.record.tensorboard_log import TensorboardLog, check_tensorboard
 from tests.pipelines.record.conftest import MakeRecorder
-from tests.pipelines.record.test_mlflow_outage import until
+from tests.pipelines.record.test_mlflow_follower import until
 
 SETTINGS = Record(mlflow=False, tensorboard=True)
 PARAMETERS = {"train.steps": 100, "train.exact": False, "train.precision": "fp32"}

@@ -13,7 +13,7 @@ from raystride.pipelines.config.run import Record
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record import Sender, ui
 from tests.pipelines.record.conftest import MakeRecorder
-from tests.pipelines.record.test_mlflow_outage import port  # noqa: F401
+from tests.pipelines.record.test_mlflow_follower import port  # noqa: F401
 
 
 def test_the_newest_run_is_linked_and_ctrl_c_leaves_nothing(

@@ -9,7 +9,7 @@ import pytest
 
 from raystride.pipelines.config import Checkpoint, Guard, Model, Optimizer, Sample, Scaling, Train
 from tests.pipelines.strategies.course import SLOTS, STEPS, Course, changed, course_job, run_course
-from tests.pipelines.strategies.test_parity import assert_same_course
+from tests.pipelines.strategies.test_strategy import assert_same_course
 from tests.pipelines.train.test_guard import BAD, plant_nan
 from tests.processes import run_workers
 

@@ -9,7 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from raystride.pipelines.config import Config, Model
-from raystride.pipelines.tasks import build_task
+from raystride.pipelines.plugins import OWN_TASKS
+from raystride.pipelines.tasks import TASKS, build_task
 from raystride.pipelines.tasks.task import Task
 
 CONTEXT, LENGTH = 32, 9
@@ -61,3 +62,7 @@ def test_a_decoder_tells_its_own_and_a_model_that_cannot_tells_none() -> None:
     model = task.build_model()
     assert task.flops_per_token(model, CONTEXT) == model.flops_per_token()  # type: ignore[operator]
     assert task.flops_per_token(torch.nn.Linear(1, 1), CONTEXT) is None
+
+
+def test_no_plugin_can_take_the_name_of_a_task_of_ours() -> None:
+    assert set(OWN_TASKS) == set(TASKS)

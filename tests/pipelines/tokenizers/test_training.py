@@ -16,7 +16,6 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.tokenizers import load_tokenizer, train_tokenizer
 from raystride.pipelines.tokenizers.byte_pairs import BytePairEncoder
 from raystride.pipelines.tokenizers.ready import ReadyEncoder
-from raystride.pipelines.tokenizers.runs import WINDOW, bounded
 
 TEXTS = ["def main():\n    return 'naïve' + \"日本語\"\n\n\n", "import os  # it's 2026\n" * 40, "x = [1, 22, 333]\r\n\t"]
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)
@@ -128,14 +127,6 @@ def test_text_without_a_break_is_encoded_in_linear_time(encoders: dict, unit: st
         assert time.perf_counter() - started < 8
         if encoder is not encoders["characters"]:
             assert encoder.decode(ids.tolist()) == text
-
-
-@given(st.lists(st.tuples(st.sampled_from(["a", " ", "b c ", "\n"]), st.integers(1, 4 * WINDOW)), max_size=4))
-def test_bounded_keeps_the_text_and_bounds_runs(runs: list[tuple[str, int]]) -> None:
-    text = "".join(unit * times for unit, times in runs)
-    pieces = bounded(text)
-    assert "".join(pieces) == text
-    assert all(len(run) < 2 * WINDOW for piece in pieces for run in piece.split())
 
 
 def test_a_million_letters_train_a_bpe(tmp_path: Path) -> None:
