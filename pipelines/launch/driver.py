@@ -19,6 +19,7 @@ from typing import Any
 
 from raystride.model.hugging_face_config import check_description
 from raystride.pipelines.cluster.cluster import NoCluster, cluster, joined, on_a_worker
+from raystride.pipelines.cluster.internals import in_submitted_job, submission_id
 from raystride.pipelines.cluster.resources import Resources, Share, resolve
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import Parsed
@@ -100,8 +101,7 @@ def locate(parsed: Parsed[Config]) -> tuple[Config, Folder]:
     ~/raystride on the head.
     """
     config = parsed.settings
-    in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
-    base = os.environ.get("RAYSTRIDE_STORAGE") or (os.path.expanduser("~/raystride") if in_job else None)
+    base = os.environ.get("RAYSTRIDE_STORAGE") or (os.path.expanduser("~/raystride") if in_submitted_job() else None)
     storage = Folder.at(config.storage, base)
     return replace(config, storage=storage.uri, run=config.run or config.default_run(parsed.preset)), storage
 
@@ -298,7 +298,7 @@ def _ray_tags(dashboard: str | None) -> dict[str, str]:
         return {}
     import ray
 
-    job = _submission_id() or str(ray.get_runtime_context().get_job_id())
+    job = submission_id() or str(ray.get_runtime_context().get_job_id())
     return {"raystride.ray_job_id": job, "raystride.ray_job": job_link(dashboard, job)}
 
 
@@ -310,10 +310,3 @@ def _print_pages(folder: Folder, tags: dict[str, str]) -> None:
         reference = folder.read_json(MLFLOW_REFERENCE)
         if on_a_server(reference):
             print(f"mlflow   {run_link(reference)}")
-
-
-def _submission_id() -> str | None:
-    import json
-
-    text = os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR")
-    return json.loads(text).get("metadata", {}).get("job_submission_id") if text else None
