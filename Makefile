@@ -1,6 +1,7 @@
 # make train    install, then train the embedded default on two workers, with Ray and MLflow
 # make test     install, then run the tests
 # make test-processors  the same three times, as on other processors: either product, and neither AVX-512 nor AMX
+# make test-ray-next  what touches Ray, with the newest Ray that pyproject.toml admits, in an environment of its own
 # make install  make .venv and install Raystride and its tools into it
 # make ui       the MLflow UI over the runs in runs/
 # make pictures the README's pictures, from two trainings and a browser: some five minutes
@@ -11,8 +12,9 @@ PYTHON ?= python3
 VENV := .venv
 STORAGE ?= runs
 RUN := $(VENV)/bin/python
+NEXT := .venv-ray-next
 
-.PHONY: install train test test-processors ui pictures sanitize lint
+.PHONY: install train test test-processors test-ray-next ui pictures sanitize lint
 .DEFAULT_GOAL := train
 
 install: $(VENV)/.installed
@@ -36,6 +38,18 @@ test-processors:
 	RAYSTRIDE_LINEAR=torch $(MAKE) test
 	RAYSTRIDE_LINEAR=onednn $(MAKE) test
 	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(MAKE) test
+
+test-ray-next: $(NEXT)/.installed
+	@$(NEXT)/bin/python -c 'import ray; print("testing with Ray", ray.__version__)'
+	@$(NEXT)/bin/python -m pytest tests/pipelines/cluster tests/pipelines/launch
+
+# Ray alone may be another than constraints.txt says: what else were new would hide whose change a failure is.
+$(NEXT)/.installed: pyproject.toml constraints.txt
+	@echo "installing into $(NEXT): some 3 GB, two minutes where the index is near"
+	@$(PYTHON) -m venv $(NEXT)
+	@grep -v '^ray==' constraints.txt > $(NEXT)/constraints.txt
+	@$(NEXT)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -c $(NEXT)/constraints.txt -e ".[dev]"
+	@touch $@
 
 ui: install
 	@$(RUN) -m raystride.pipelines.record.ui --storage $(STORAGE)
