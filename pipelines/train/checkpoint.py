@@ -13,6 +13,7 @@ their manifests, so that the whole history of what was fed can be audited.
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -84,6 +85,7 @@ class Checkpoints:
         self.world = dist.get_world_size() if group else 1
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._committed: deque[int] = deque()
         self._claim = ""
         self._staging = Staging()
 
@@ -123,6 +125,11 @@ class Checkpoints:
         """Whether a save is still being written."""
         return self._thread is not None and self._thread.is_alive()
 
+    def committed(self) -> Iterator[int]:
+        """The steps whose checkpoints are complete, and were not when this was last asked. Waits for nothing."""
+        while self._committed:
+            yield self._committed.popleft()
+
     def wait(self) -> None:
         """Waits for a save that is under way. Raises what it met."""
         if self._thread:
@@ -159,6 +166,7 @@ class Checkpoints:
             arrived()
             writer = CheckpointWriter(folder, self.attempt, self.rank, header, fed, self.extra, self._may_commit)
             save(tensors, writer, self.group)
+            self._committed.append(step)  # the coordinator answers its ranks when the manifest is there
             if self.rank == 0:
                 self.folder.put("last", f"{step_name(step)}\n")
                 if best:

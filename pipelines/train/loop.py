@@ -106,6 +106,7 @@ class Training:
         except BaseException:
             if self.checkpoints:
                 self.checkpoints.wait_after_error()
+                self._tell_of_commits()
             raise
         return ending, self.metrics
 
@@ -142,6 +143,7 @@ class Training:
         self.state.advance(step)
         self._sums += result.measured[: TARGETS + 1]
         self._watch("on_step", self.state.step)
+        self._tell_of_commits()
         if self._due(self.config.train.log_every):
             self._log(result)
         validation, checkpoint = self._due(self.config.validation.every), self._due(self.config.checkpoint.every)
@@ -164,6 +166,7 @@ class Training:
         """Loads the newest checkpoint, from where the loop comes again without these slots. Raises Diverged without one."""
         assert self.checkpoints is not None
         self.checkpoints.wait()
+        self._tell_of_commits()
         if (found := self.checkpoints.newest()) is None:
             raise Diverged("there is no whole checkpoint to go back to; set guard.policy skip")
         self.checkpoints.load(found, self.model, self.optimizer)
@@ -269,8 +272,13 @@ class Training:
         with phase("checkpoint"):
             self.checkpoints.save(self.model, self.optimizer, self.state, self.header, best=best)
         self._saved_at = self.state.step
-        self._watch("on_checkpoint", self.state.step, str(self.checkpoints.path(self.state.step)))
+        self._tell_of_commits()  # the save before has ended, by itself or because this one waited for it
         self._pause(began)
+
+    def _tell_of_commits(self) -> None:
+        """Saves end in the background, and ranks need not hear of it at the same step: nothing is decided by it."""
+        for step in self.checkpoints.committed() if self.checkpoints else ():
+            self._watch("on_checkpoint", step, str(self.checkpoints.path(step)))
 
     def _finish(self, ending: Ending) -> None:
         """Validates and saves where the last step has not been yet, and waits until it is written."""
@@ -283,6 +291,7 @@ class Training:
             if self._saved_at != self.state.step or improved:
                 self._save(best=improved)
             self.checkpoints.wait()
+            self._tell_of_commits()
 
     def _pause(self, began: float) -> None:
         self._watch("on_pause", time.perf_counter() - began)
