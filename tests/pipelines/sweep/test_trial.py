@@ -183,7 +183,7 @@ def test_a_killed_worker_has_failed_though_ray_advises_on_memory() -> None:
 
 
 def test_a_group_that_hung_and_a_network_that_timed_out_are_told_apart() -> None:
-    hang = Hang(culprits=(1,), silent=True, beats={}, seconds=60.0, limit_s=60.0)
+    hang = Hang(culprits=(1,), silent=True, heartbeats={}, seconds=60.0, limit_s=60.0)
     assert why(Hung("it stands still", hang, [])) == ("hung", "rank 1: Hung: it stands still")
     assert why(TimeoutError("the download timed out"))[0] == "failed"
     assert why(ValueError())[1] == "ValueError"
