@@ -3,7 +3,7 @@
 Every rank runs it and decides alike, because all that it decides by (step, metrics, the stop request) is the same on every
 rank: summed with the gradients, or over all workers.
 
-    training = Training(config=config, task=task, strategy=strategy, model=model, ...)
+    training = Training(config, strategy, model, optimizer, loader, state, rules, validate, checkpoints, header)
     ending, metrics = training.run()                          # Ending.DONE, {"val_loss": 1.88, ...}
 """
 
@@ -20,15 +20,13 @@ from torch import nn
 from raystride.pipelines.config import Config
 from raystride.pipelines.feed.loader import Loader, Step
 from raystride.pipelines.phases import phase
+from raystride.pipelines.strategies import OUT_OF_TIME, STOP, TARGETS
 from raystride.pipelines.strategies.strategy import Strategy
 from raystride.pipelines.train.checkpoint import Checkpoints
 from raystride.pipelines.train.guard import Diagnosis, Diverged, GoBack, Guard
 from raystride.pipelines.train.optimizer import Updater, learning_rate
 from raystride.pipelines.train.state import LeftOut, TrainState
 from raystride.pipelines.train.step import (
-    OUT_OF_TIME,
-    STOP,
-    TARGETS,
     VERDICT,
     Agreement,
     StepResult,
