@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-IGNORED = -100
-"""The target that the loss leaves out."""
-
 Document = tuple[str, ...]
 """What a source yields: the values of the task's columns. An image is a data URI of its file (RFC 2397)."""
 Facts = Mapping[str, Any]

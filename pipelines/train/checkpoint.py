@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raystride.pipelines.files import Folder
+from raystride.pipelines.train.names import MANIFEST, step_name
 from raystride.pipelines.train.optimizer import Updater
 from raystride.pipelines.train.staging import Staging
 from raystride.pipelines.train.state import TrainState
@@ -190,7 +191,7 @@ class Checkpoints:
             if name in keep and owner is None:
                 continue  # damaged: nobody can say what belongs to it
             for inside in folder.names():
-                if inside not in ("MANIFEST.json", owner):
+                if inside not in (MANIFEST, owner):
                     folder.remove(inside)
             if name not in whole:
                 folder.remove()
@@ -198,7 +199,7 @@ class Checkpoints:
     def steps(self) -> list[str]:
         """Names of the checkpoints that have a manifest, oldest first."""
         names = [name for name in self.folder.names() if name.startswith("step-")]
-        return sorted(name for name in names if self.folder.exists(f"{name}/MANIFEST.json"))
+        return sorted(name for name in names if self.folder.exists(f"{name}/{MANIFEST}"))
 
     def newest(self) -> Found | None:
         """The newest checkpoint that is whole. All ranks get the same."""
@@ -226,7 +227,7 @@ class Checkpoints:
         from raystride.pipelines.train.storage import FORMAT, check_file
 
         try:
-            manifest = folder.read_json("MANIFEST.json")
+            manifest = folder.read_json(MANIFEST)
             if manifest["format"] != FORMAT:
                 return f"its format is {manifest['format']}, this version reads {FORMAT}", {}
             files = sorted(manifest["files"].items())[self.rank :: self.world]
@@ -252,15 +253,10 @@ class Checkpoints:
                 optimizer.load_state(parameter, _held(name, wanted, optimizer))
 
 
-def step_name(step: int) -> str:
-    """The folder of a step's checkpoint."""
-    return f"step-{step:08d}"
-
-
 def _attempt_of(folder: Folder) -> str | None:
     """The attempt that a checkpoint's manifest names; None where it cannot be read."""
     try:
-        return str(folder.read_json("MANIFEST.json")["attempt"])
+        return str(folder.read_json(MANIFEST)["attempt"])
     except (ValueError, KeyError, TypeError, OSError):
         return None
 
