@@ -275,8 +275,9 @@ class Training:
 
     def _tell_of_commits(self) -> None:
         """Saves end in the background, and ranks need not hear of it at the same step: nothing is decided by it."""
-        for step in self.checkpoints.committed() if self.checkpoints else ():
-            self._watch("on_checkpoint", step, str(self.checkpoints.path(step)))
+        if checkpoints := self.checkpoints:
+            for step in checkpoints.committed():
+                self._watch("on_checkpoint", step, str(checkpoints.path(step)))
 
     def _finish(self, ending: Ending) -> None:
         """Validates and saves where the last step has not been yet, and waits until it is written."""
