@@ -4,6 +4,7 @@ python ray_jobs/check.py --config configs/lm_python.yaml --scaling.workers 4
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":  # started as a script, from any folder
@@ -13,5 +14,13 @@ from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import command
 from raystride.pipelines.launch.driver import run_check
 
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; the exit code."""
+    return command(
+        Config, run_check, arguments, program="raystride check", description="See whether a configuration will run here."
+    )
+
+
 if __name__ == "__main__":
-    sys.exit(command(Config, run_check, program="check.py", description="See whether a configuration will run here."))
+    sys.exit(main())

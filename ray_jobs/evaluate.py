@@ -4,16 +4,16 @@ python ray_jobs/evaluate.py --run NAME --split test --data.test_source test.csv
 """
 
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":  # started as a script, from any folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from raystride.pipelines.config import Answering, Launch, Section, SettingError, setting
+from raystride.pipelines.config.jobs import Evaluate
 from raystride.pipelines.config.parse import Parsed, command
-from raystride.pipelines.files import Folder
+from raystride.pipelines.launch.exit_codes import DONE, guarded
 
 if TYPE_CHECKING:
     from raystride.pipelines.evaluate.evaluation import Scored
@@ -22,62 +22,26 @@ PER_LABEL = 30
 """Labels that the table has lines for."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TestData(Section):
-    """What the run does not know of its data."""
-
-    name: ClassVar[str] = "data"
-
-    test_source: str | None = setting(None)
-    """The source of the test set, where the run's settings name none, or another one; in the form of `data.source`."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; the exit code."""
+    return command(Evaluate, _evaluate, arguments, program="raystride evaluate", description="Score a trained model.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evaluate(Answering):
-    """Which run's model, and on what."""
-
-    split: Literal["test", "validation", "train"] = setting("test")
-    """Which documents: those of `data.test_source`, or those that the run validated or trained on."""
-    data: TestData = TestData()
-    """The test set."""
-    launch: Launch = Launch()
-    """Where the workers run; `--launch inline` answers in this process."""
+def _evaluate(parsed: Parsed[Evaluate]) -> int:
+    return guarded(lambda: _evaluated(parsed.settings))
 
 
-def evaluate(parsed: Parsed[Evaluate]) -> int:
-    """Opens the run and scores it; returns the exit code."""
-    from raystride.pipelines.launch.driver import guarded
+def _evaluated(settings: Evaluate) -> int:
+    from raystride.pipelines.launch.finished import evaluate_run
 
-    return guarded(lambda: _evaluate(parsed.settings))
-
-
-def _evaluate(settings: Evaluate) -> int:
-    from raystride.pipelines.cluster.answering import answerers
-    from raystride.pipelines.evaluate.evaluation import evaluate
-    from raystride.pipelines.evaluate.opening import choose
-    from raystride.pipelines.evaluate.recording import keep
-    from raystride.pipelines.launch.owner import read_owner
-
-    storage = Folder.at(settings.storage)
-    run = storage / settings.run
-    owner = read_owner(run)
-    if owner and owner.alive:
-        raise SettingError(f"--run {settings.run} is being trained by process {owner.pid} on {owner.host}: wait for its end")
-    chosen = choose(storage, settings.run, settings.checkpoint, settings.average)
-    if settings.data.test_source:
-        data = replace(chosen.config.data, test_source=settings.data.test_source)
-        chosen = replace(chosen, config=replace(chosen.config, data=data))
-    with answerers(settings, settings.launch) as run_parts:
-        scored = evaluate(chosen, settings, settings.split, run, run_parts)
+    scored, problem = evaluate_run(settings)
     _print_table(scored, settings.split)
-    problem = keep(scored, settings.split, run, chosen.step, chosen.config.record, storage)
     if problem:
         print(problem, file=sys.stderr)
-    logged = chosen.config.record.mlflow and not problem
     print(f"results  {scored.folder}")
-    print(f"mlflow   python -m raystride.pipelines.record.ui --storage {storage}" if logged else "mlflow   not logged there")
-    print(f"next     python ray_jobs/predict.py --run {settings.run} --storage {storage} --input FILES --output DIR")
-    return 0
+    print(f"mlflow   raystride ui --storage {settings.storage}" if scored.logged else "mlflow   not logged there")
+    print(f"next     raystride predict --run {settings.run} --storage {settings.storage} --input FILES --output DIR")
+    return DONE
 
 
 def _print_table(scored: "Scored", split: str) -> None:
@@ -103,4 +67,4 @@ def _print_table(scored: "Scored", split: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(command(Evaluate, evaluate, program="evaluate.py", description="Score a trained model."))
+    sys.exit(main())

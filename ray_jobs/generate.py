@@ -4,33 +4,32 @@ python ray_jobs/generate.py --run NAME --prompt "def main():" --sample.tokens 20
 """
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":  # started as a script, from any folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from raystride.pipelines.config import Finished, Sample, setting
+from raystride.pipelines.config.jobs import Generate
 from raystride.pipelines.config.parse import Parsed, command
 from raystride.pipelines.files import Folder
+from raystride.pipelines.launch.exit_codes import DONE, guarded
 
 
-@dataclass(frozen=True, kw_only=True)
-class Generate(Finished):
-    """What to write, and with which run's model."""
-
-    prompt: tuple[str, ...] | str = setting("")
-    """What the text starts with; a list such as '["def ", "class "]' writes several side by side."""
-    sample: Sample = Sample()
-    """How it is written."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; the exit code."""
+    about = "Write text with a trained model."
+    return command(Generate, _generate, arguments, program="raystride generate", description=about)
 
 
-def write(parsed: Parsed[Generate]) -> int:
-    """Opens the run and writes; returns the exit code. Raises SettingError where there is nothing to open."""
+def _generate(parsed: Parsed[Generate]) -> int:
+    return guarded(lambda: _write(parsed.settings))
+
+
+def _write(settings: Generate) -> int:
     from raystride.pipelines.evaluate.opening import open_run
     from raystride.pipelines.evaluate.writing import write_texts
 
-    settings = parsed.settings
     storage = Folder.at(settings.storage)
     opened = open_run(storage, settings.run, settings.checkpoint, settings.average)
     prompts = [settings.prompt] if isinstance(settings.prompt, str) else list(settings.prompt)
@@ -42,10 +41,12 @@ def write(parsed: Parsed[Generate]) -> int:
     for prompt, text in zip(prompts[1:], texts[1:], strict=True):
         print(f"\n{'─' * 40}\n{prompt}{text}", end="")
     print(f"\n\nresults  {storage / settings.run}, step {opened.step}")
-    print(f"mlflow   python -m raystride.pipelines.record.ui --storage {storage}")
-    print(f"next     python ray_jobs/train.py --run {settings.run} --storage {storage} with more train.steps")
-    return 0
+    print(f"mlflow   raystride ui --storage {storage}")
+    steps = 2 * max(1, opened.step)
+    again = f"--config {storage / settings.run}/config.yaml --run {settings.run} --storage {storage}"
+    print(f"next     raystride train {again} --train.steps {steps}   (trains it further)")
+    return DONE
 
 
 if __name__ == "__main__":
-    sys.exit(command(Generate, write, program="generate.py", description="Write text with a trained model."))
+    sys.exit(main())

@@ -4,6 +4,7 @@ python ray_jobs/prepare.py --config configs/lm_python.yaml
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":  # started as a script, from any folder
@@ -13,5 +14,13 @@ from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import command
 from raystride.pipelines.launch.driver import run_preparation
 
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; the exit code."""
+    return command(
+        Config, run_preparation, arguments, program="raystride prepare", description="Turn raw data into shards, on Ray."
+    )
+
+
 if __name__ == "__main__":
-    sys.exit(command(Config, run_preparation, program="prepare.py", description="Turn raw data into shards, on Ray."))
+    sys.exit(main())

@@ -7,6 +7,7 @@ Exit codes: 0 done, 2 no such run.
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":  # started as a script, from any folder
@@ -17,12 +18,12 @@ from raystride.pipelines.record import read_entries
 from raystride.pipelines.report import write_page
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Parses the command line, writes the page and says where it is; the exit code."""
-    parser = argparse.ArgumentParser(prog="report.py", description="Builds a run's page anew from its journal.")
+    parser = argparse.ArgumentParser(prog="raystride report", description="Builds a run's page anew from its journal.")
     parser.add_argument("--run", required=True, help="the run's name")
     parser.add_argument("--storage", default="runs", help="folder or URI that the run lies in (default: runs)")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     folder = Folder.at(given.storage) / given.run
     entries = read_entries(folder) if folder.exists() else []
     if not entries:
@@ -34,8 +35,8 @@ def main() -> int:
         summary = {"run": given.run, "status": "not ended"}
     write_page(folder, entries, summary)
     print(f"results  {folder}/report.html")
-    print(f"mlflow   python -m raystride.pipelines.record.ui --storage {given.storage}")
-    print(f"next     open the page in a browser, or python ray_jobs/runs.py show {given.run} --storage {given.storage}")
+    print(f"mlflow   raystride ui --storage {given.storage}")
+    print(f"next     open the page in a browser, or raystride runs show {given.run} --storage {given.storage}")
     return 0
 
 

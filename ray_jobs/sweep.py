@@ -4,6 +4,7 @@ python ray_jobs/sweep.py --config configs/sweep_scaling.yaml --storage runs
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":  # started as a script, from any folder
@@ -13,5 +14,17 @@ from raystride.pipelines.config.parse import command
 from raystride.pipelines.config.sweep import SweepConfig
 from raystride.pipelines.sweep.driver import run_sweep
 
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; the exit code."""
+    return command(
+        SweepConfig,
+        run_sweep,
+        arguments,
+        program="raystride sweep",
+        description="Measure many settings, and say which to use.",
+    )
+
+
 if __name__ == "__main__":
-    sys.exit(command(SweepConfig, run_sweep, program="sweep.py", description="Measure many settings, and say which to use."))
+    sys.exit(main())

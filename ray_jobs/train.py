@@ -4,6 +4,7 @@ python ray_jobs/train.py --config configs/lm_python.yaml --train.steps 500 --sca
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":  # started as a script, from any folder
@@ -13,5 +14,13 @@ from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import command
 from raystride.pipelines.launch.driver import run_training
 
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; the exit code."""
+    return command(
+        Config, run_training, arguments, program="raystride train", description="Train, or resume, a model on Ray."
+    )
+
+
 if __name__ == "__main__":
-    sys.exit(command(Config, run_training, program="train.py", description="Train, or resume, a model on Ray."))
+    sys.exit(main())

@@ -1,7 +1,72 @@
 """Raystride: say what to train; it trains it reliably on a Ray cluster, and shows with evidence how it should be run there.
 
+    run = raystride.train("lm_python", {"train.steps": 200}, run="mine")
+    run.summary["val_loss"]; run.metrics("train_loss").to_pandas(); model = run.load_model("best")
+    print(raystride.generate(run, "def main():"))
+
 The folders of the repository are the packages below this one (`raystride/model` links to `model`, and so on), so that a
-user's own `model.py` stands in nobody's way.
+user's own `model.py` stands in nobody's way. Nothing is imported before it is asked for.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.2.0"
+
+if TYPE_CHECKING:
+    from raystride.api import check, evaluate, export, generate, predict, prepare, sweep, train
+    from raystride.pipelines.cluster.cluster import CannotRun
+    from raystride.pipelines.config import Config, SettingError
+    from raystride.pipelines.launch.failure import TrainingFailed
+    from raystride.pipelines.observers.observer import Observer
+    from raystride.pipelines.plugins import register_observer, register_source, register_task
+    from raystride.pipelines.sources.faults import DataError
+    from raystride.pipelines.tasks.task import Task
+    from raystride.run import Run
+
+_HOMES = {
+    **dict.fromkeys(("check", "evaluate", "export", "generate", "predict", "prepare", "sweep", "train"), "api"),
+    **dict.fromkeys(("register_observer", "register_source", "register_task"), "pipelines.plugins"),
+    **dict.fromkeys(("Config", "SettingError"), "pipelines.config"),
+    "CannotRun": "pipelines.cluster.cluster",
+    "DataError": "pipelines.sources.faults",
+    "Observer": "pipelines.observers.observer",
+    "Run": "run",
+    "Task": "pipelines.tasks.task",
+    "TrainingFailed": "pipelines.launch.failure",
+}
+"""Where each name is made."""
+
+__all__ = [
+    "CannotRun",
+    "Config",
+    "DataError",
+    "Observer",
+    "Run",
+    "SettingError",
+    "Task",
+    "TrainingFailed",
+    "check",
+    "evaluate",
+    "export",
+    "generate",
+    "predict",
+    "prepare",
+    "register_observer",
+    "register_source",
+    "register_task",
+    "sweep",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'raystride' has no attribute {name!r}")
+    value = getattr(import_module(f"raystride.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -25,7 +25,11 @@ QUIET = {
 }
 
 
-class NoCluster(RuntimeError):
+class CannotRun(RuntimeError):
+    """The cluster cannot run this configuration; the message has a line for each check that failed."""
+
+
+class NoCluster(CannotRun):
     """The Ray cluster that was asked for cannot be joined or started."""
 
 

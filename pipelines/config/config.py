@@ -21,8 +21,11 @@ class Config(Section):
 
     name: ClassVar[str] = ""
 
+    plugins: tuple[str, ...] = setting(())
+    """Modules (`my_project.tasks`) or files (`tasks.py`) that register tasks, sources and observers of your own; `__main__`
+    stands for the script that trained the run."""
     task: str = setting("language_model", fixed=True)
-    """What is trained: `language_model`, or another of the tasks in `pipelines/tasks`."""
+    """What is trained: `language_model`, another of the tasks in `pipelines/tasks`, or one that a plug-in registers."""
     run: str | None = setting(None)
     """The run's name and folder; when not given, the preset's name and a hash of the settings that may not change."""
     storage: str = setting("runs")

@@ -7,8 +7,8 @@ parsed.preset                                             # "lm_python"
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -18,6 +18,7 @@ import yaml
 from raystride.pipelines.config.section import SettingError, nearest
 
 T = TypeVar("T")
+PRESETS = Path(__file__).parents[2] / "configs"
 SHORT_FORMS = {"--launch": "--launch.mode"}
 """Flags of whole sections that stand for one of their settings."""
 
@@ -40,7 +41,7 @@ def parse(cls: type[T], arguments: Sequence[str], *, program: str, description: 
     import jsonargparse
 
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    given = list(_long_forms(arguments))
+    given = list(_with_presets(_long_forms(arguments)))
     known = set(_keys(cls))
     _check_flags(given, known)
     files = _config_files(given)
@@ -61,10 +62,70 @@ def parse(cls: type[T], arguments: Sequence[str], *, program: str, description: 
     return Parsed(cls(**values), Path(files[-1]).stem if files else "run")
 
 
+def configured(cls: type[T], given: Any, changes: Mapping[str, Any] | None = None) -> Parsed[T]:
+    """Settings of a dataclass from a preset's name, a YAML file, a mapping or such an object, with `changes` over them.
+
+    Mappings are nested, or have full names (`train.steps`) as keys. Raises SettingError as `parse` does.
+    """
+    import jsonargparse
+
+    known, preset = set(_keys(cls)), "run"
+    if isinstance(given, cls):
+        content: dict[str, Any] = _plain(asdict(given))  # type: ignore[call-overload]
+    elif isinstance(given, Mapping):
+        content = _nested(given)
+    else:
+        file = find_config(str(given))
+        _check_file(file, known)
+        content, preset = yaml.safe_load(Path(file).read_text()) or {}, Path(file).stem
+    _merge(content, _nested(changes or {}), known)
+    _check_keys(content, known, "settings")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(cls, as_group=False)
+    try:
+        parsed = parser.instantiate(parser.parse_object(content))
+    except SettingError:
+        raise
+    except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
+        raise _as_setting_error(cls, error) from None
+    return Parsed(cls(**{item.name: getattr(parsed, item.name) for item in fields(cls)}), preset)  # type: ignore[arg-type]
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Full names as keys become mappings of mappings."""
+    content: dict[str, Any] = {}
+    for name, value in flat.items():
+        *sections, last = name.split(".")
+        place = content
+        for section in sections:
+            place = place.setdefault(section, {})
+        plain = _nested(value) if isinstance(value, Mapping) and last != "space" else _plain(value)
+        place[last] = place[last] | plain if isinstance(plain, dict) and isinstance(place.get(last), dict) else plain
+    return content
+
+
+def _merge(content: dict[str, Any], changes: Mapping[str, Any], known: Collection[str], prefix: str = "") -> None:
+    """Puts the changes over the content, section by section; a setting whose value is a mapping is replaced."""
+    for key, value in changes.items():
+        below = any(name.startswith(f"{prefix}{key}.") for name in known)
+        if below and isinstance(value, dict) and isinstance(content.get(key), dict):
+            _merge(content[key], value, known, f"{prefix}{key}.")
+        else:
+            content[key] = value
+
+
+def presets() -> dict[str, Path]:
+    """The configurations that come along, by name."""
+    return {path.stem: path for path in sorted(PRESETS.glob("*.yaml"))}
+
+
+def find_config(name: str) -> str:
+    """The file that `--config` names: one that is there, or else a preset."""
+    return name if Path(name).exists() or name not in presets() else str(presets()[name])
+
+
 def to_yaml(settings: Any) -> str:
     """The settings as YAML that `--config` reads."""
-    from dataclasses import asdict
-
     return yaml.safe_dump(_plain(asdict(settings)), sort_keys=False, allow_unicode=True)
 
 
@@ -105,6 +166,18 @@ def _long_forms(arguments: Sequence[str]) -> Iterator[str]:
         yield f"{SHORT_FORMS[flag]}{equals}{value}" if flag in SHORT_FORMS and word.isalpha() else argument
 
 
+def _with_presets(arguments: Iterator[str]) -> Iterator[str]:
+    """The arguments with presets' names replaced by their files."""
+    before = ""
+    for argument in arguments:
+        if before == "--config":
+            argument = find_config(argument)
+        elif argument.startswith("--config="):
+            argument = f"--config={find_config(argument.removeprefix('--config='))}"
+        yield argument
+        before = argument
+
+
 def _check_flags(arguments: Sequence[str], known: set[str]) -> None:
     own = {"config", "print_config", "help"}
     for argument in arguments:
@@ -123,16 +196,18 @@ def _check_file(file: str, known: set[str]) -> None:
     try:
         content = yaml.safe_load(Path(file).read_text())
     except FileNotFoundError:
-        presets = sorted(str(path) for path in Path("configs").glob("*.yaml"))
-        there = f"; there are {', '.join(presets)}" if presets else ""
-        raise SettingError(f"--config {file}: there is no such file{there}") from None
+        raise SettingError(f"--config {file}: there is no such file; presets are {', '.join(presets())}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SettingError(f"--config {file} cannot be read: {error}") from None
     if content is not None and not isinstance(content, dict):
         raise SettingError(f"--config {file} must hold settings by name, not {type(content).__name__}")
-    for key in _file_keys(content or {}, known):
+    _check_keys(content or {}, known, file)
+
+
+def _check_keys(content: dict[str, Any], known: set[str], where: str) -> None:
+    for key in _file_keys(content, known):
         if key not in known:
-            raise SettingError(f"{file}: there is no setting {key}{nearest(key, known)}")
+            raise SettingError(f"{where}: there is no setting {key}{nearest(key, known)}")
 
 
 def _file_keys(content: dict[str, Any], known: set[str], prefix: str = "") -> Iterator[str]:
@@ -185,13 +260,16 @@ def _described(annotation: Any) -> str:
     return " or ".join(_described(part) for part in get_args(annotation))
 
 
-def command(cls: type[T], job: Callable[[Parsed[T]], int], *, program: str, description: str) -> int:
-    """A job's whole command line: parses what the process was given and runs `job` on it; returns the exit code.
+def command(
+    cls: type[T], job: Callable[[Parsed[T]], int], arguments: Sequence[str] | None = None, *, program: str, description: str
+) -> int:
+    """A job's whole command line: parses it (what the process was given, if nothing is) and runs `job`; the exit code.
 
     Wrong settings, whether the parser finds them or the job does, are one line and exit code 2.
     """
     try:
-        return job(parse(cls, sys.argv[1:], program=program, description=description))
+        given = sys.argv[1:] if arguments is None else arguments
+        return job(parse(cls, given, program=program, description=description))
     except SettingError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

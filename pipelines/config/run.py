@@ -105,15 +105,15 @@ class Finished(Section):
     """The run whose model it is."""
     storage: str = setting("runs")
     """Folder or filesystem URI under which runs lie."""
-    checkpoint: Literal["best", "last"] = setting("best")
-    """Which of the run's checkpoints."""
+    checkpoint: Literal["best", "last"] | int = setting("best", at_least=0)
+    """Which of the run's checkpoints; a number: that of this step."""
     average: int = setting(1, at_least=1, at_most=1000)
     """Above 1: the mean of so many newest checkpoints instead, which `checkpoint.keep` must have kept."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.run:
-            raise self.error("run", "must name a run; `python ray_jobs/runs.py list` shows them")
+            raise self.error("run", "must name a run; `raystride runs list` shows them")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,7 @@ class Decoding(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Sample(Section):
-    """Text that the trained model writes at the end of a training, and that `generate.py` writes."""
+    """Text that the trained model writes at the end of a training, and that `raystride generate` writes."""
 
     name: ClassVar[str] = "sample"
 

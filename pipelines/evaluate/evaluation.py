@@ -59,6 +59,8 @@ class Scored:
     skipped: int
     rate: float | None
     """Samples a second; None where all were answered before."""
+    logged: bool = False
+    """Whether MLflow has the scores."""
 
 
 def evaluate(

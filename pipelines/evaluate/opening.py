@@ -54,7 +54,7 @@ class Opened:
 
         if not isinstance(self.model, Decoder):
             raise SettingError(
-                f"task is {self.config.task!r}: it must be one that trains a decoder; use `predict.py --run` for this one"
+                f"task is {self.config.task!r}: it must be one that trains a decoder; `raystride predict` is for this one"
             )
         return self.model
 
@@ -100,7 +100,7 @@ class Chosen:
         return Opened(self.config, task, _build(self, task), self.step, self.place)
 
 
-def open_run(storage: Folder, run: str, checkpoint: str = "best", average: int = 1) -> Opened:
+def open_run(storage: Folder, run: str, checkpoint: str | int = "best", average: int = 1) -> Opened:
     """Opens a run at its `best` or `last` checkpoint, or at the mean of its newest ones (Vaswani et al., 2017, 6.1).
 
     Raises SettingError where there is no such run, or not that many checkpoints.
@@ -108,7 +108,7 @@ def open_run(storage: Folder, run: str, checkpoint: str = "best", average: int =
     return choose(storage, run, checkpoint, average).open()
 
 
-def choose(storage: Folder, run: str, checkpoint: str = "best", average: int = 1) -> Chosen:
+def choose(storage: Folder, run: str, checkpoint: str | int = "best", average: int = 1) -> Chosen:
     """What `open_run` opens. Raises SettingError as it does."""
     folder = storage / run
     if not folder.exists("config.yaml"):
@@ -117,6 +117,8 @@ def choose(storage: Folder, run: str, checkpoint: str = "best", average: int = 1
     config = from_yaml(Config, folder.read("config.yaml").decode())
     checkpoints = Checkpoints(folder / "checkpoints", attempt="", keep=1)
     chosen = _chosen(checkpoints, checkpoint, average)
+    if isinstance(checkpoint, int) and not chosen:
+        raise SettingError(f"--run {run}: it has no whole checkpoint of step {checkpoint}")
     if len(chosen) < average:
         raise SettingError(
             f"--run {run}: it has {len(chosen)} whole checkpoint(s), and {average} are asked for; train it with a "
@@ -135,7 +137,9 @@ def task_at(config: Config, place: Folder) -> Task:
     return build_task(config, {"vocabulary_size": encoder.vocabulary_size, "end_id": encoder.end_id}, encoders)
 
 
-def _chosen(checkpoints: Checkpoints, checkpoint: str, average: int) -> list[Found]:
+def _chosen(checkpoints: Checkpoints, checkpoint: str | int, average: int) -> list[Found]:
+    if isinstance(checkpoint, int):
+        return [found for found in checkpoints.whole() if found.step == checkpoint]
     best = checkpoints.at_hint("best") if checkpoint == "best" and average == 1 else None
     return [best] if best else list(islice(checkpoints.whole(), average))
 

@@ -48,6 +48,8 @@ class Predicted:
     files: list[str]
     rate: float | None
     """Rows a second of what was answered now; None where all was there."""
+    step: int = 0
+    """Of the checkpoint that answered."""
 
 
 def predict(

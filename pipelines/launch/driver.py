@@ -6,20 +6,19 @@ Cheap things come first: whose run it is, whether anything is left to do, whethe
 preflight, the data, the training; at the end the record is closed whatever happened, and the last screen says where to look.
 """
 
-import errno
+import faulthandler
 import math
 import os
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from raystride.model.hugging_face_config import check_description
-from raystride.pipelines.cluster.cluster import NoCluster, cluster, joined, on_a_worker
-from raystride.pipelines.cluster.internals import in_submitted_job, submission_id
+from raystride.pipelines.cluster.cluster import CannotRun, cluster, joined, on_a_worker
+from raystride.pipelines.cluster.internals import submission_id
 from raystride.pipelines.cluster.resources import Resources, Share, resolve
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import Parsed
@@ -28,9 +27,12 @@ from raystride.pipelines.feed.plan import build_plan
 from raystride.pipelines.feed.samples import open_samples, windows_in
 from raystride.pipelines.feed.stream import TokenStream
 from raystride.pipelines.files import Folder
+from raystride.pipelines.hang.detector import Hung
 from raystride.pipelines.hang.process import process_start
-from raystride.pipelines.launch.failure import remedies
-from raystride.pipelines.launch.owner import Owned, Ownership, new_attempt
+from raystride.pipelines.launch.exit_codes import CANNOT_RUN, DONE, guarded
+from raystride.pipelines.launch.failure import TrainingFailed
+from raystride.pipelines.launch.owner import Ownership, new_attempt
+from raystride.pipelines.launch.place import locate
 from raystride.pipelines.launch.preflight import Check, failing, preflight
 from raystride.pipelines.launch.profiled import under_profiler
 from raystride.pipelines.launch.resume import (
@@ -42,7 +44,9 @@ from raystride.pipelines.launch.resume import (
     what_bits_depend_on,
     write_settings,
 )
-from raystride.pipelines.launch.session import CANNOT_RUN, DONE, WRONG_SETTINGS, Watcher, conduct
+from raystride.pipelines.launch.screen import Screen
+from raystride.pipelines.launch.session import Watcher, conduct
+from raystride.pipelines.plugins import SCRIPT, Carried
 from raystride.pipelines.prepare.manifest import Manifest
 from raystride.pipelines.prepare.prepare import Prepared, prepare
 from raystride.pipelines.record import describe_environment
@@ -50,21 +54,16 @@ from raystride.pipelines.record.links import job_link, on_a_server, run_link
 from raystride.pipelines.record.mlflow_log import MLFLOW_REFERENCE
 from raystride.pipelines.record.tensorboard_log import check_tensorboard
 from raystride.pipelines.report import closing_screen
-from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.worker.job import Job
 
-DISK_REFUSES = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM)
-"""A storage that takes no files, before a training has begun that would say so on its own screen."""
-
-
-class CannotRun(RuntimeError):
-    """The cluster cannot run this configuration; the message has a line for each check that failed."""
+LEAVE_S = 5.0
+"""How long Python's end may take after an inline training that hangs."""
 
 
 def run_training(parsed: Parsed[Config]) -> int:
     """Trains, or resumes, or says that there is nothing to do; returns the exit code and raises nothing a user can cause."""
-    return guarded(lambda: train(*locate(parsed)))
+    return guarded(lambda: _train(*locate(parsed)))
 
 
 def run_preparation(parsed: Parsed[Config]) -> int:
@@ -77,106 +76,107 @@ def run_check(parsed: Parsed[Config]) -> int:
     return guarded(lambda: _check(*locate(parsed)))
 
 
-def guarded(job: Callable[[], int]) -> int:
-    """Runs a job; what a user can cause becomes a line and an exit code."""
-    try:
-        return job()
-    except (SettingError, DataError, Owned) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return WRONG_SETTINGS
-    except (NoCluster, CannotRun) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CANNOT_RUN
-    except OSError as error:
-        if error.errno not in DISK_REFUSES:
-            raise
-        print("\n  try: ".join([f"error: {error}", *remedies(error)]), file=sys.stderr)
-        return CANNOT_RUN
-
-
-def locate(parsed: Parsed[Config]) -> tuple[Config, Folder]:
-    """The settings with the run's name and absolute places, and the storage.
-
-    Inside a submitted job the working directory is a temporary package, so relative places go to $RAYSTRIDE_STORAGE or
-    ~/raystride on the head.
-    """
-    config = parsed.settings
-    base = os.environ.get("RAYSTRIDE_STORAGE") or (os.path.expanduser("~/raystride") if in_submitted_job() else None)
-    storage = Folder.at(config.storage, base)
-    return replace(config, storage=storage.uri, run=config.run or config.default_run(parsed.preset)), storage
-
-
-def train(config: Config, storage: Folder, watcher: Watcher | None = None, tags: Mapping[str, str] | None = None) -> int:
-    """Trains a configuration with a name and absolute places; returns the exit code. Trials have a watcher, and tags.
-
-    Raises SettingError, DataError, Owned, NoCluster, CannotRun, and OSError where the storage takes no files.
-    """
-    assert config.run
+def _train(config: Config, storage: Folder) -> int:
     if (code := under_profiler(config, storage)) is not None:
         return code
+    try:
+        train(config, storage, Screen())
+    except TrainingFailed as failed:
+        if isinstance(failed.cause, Hung) and config.launch.mode == "inline":
+            # What the training waits for may hold up Python's end too. This watchdog is no thread of Python's, and exits
+            # with 1.
+            faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
+        raise
+    return DONE
+
+
+def train(
+    config: Config,
+    storage: Folder,
+    screen: Screen,
+    watcher: Watcher | None = None,
+    tags: Mapping[str, str] | None = None,
+    carried: Carried | None = None,
+) -> dict[str, Any]:
+    """Trains a configuration with a name and absolute places; returns the summary. Trials have a watcher, and tags.
+
+    `carried` is what another process's script has registered, where it is not this one's.
+    Raises SettingError, DataError, CannotRun, TrainingFailed, and OSError where the storage takes no files.
+    """
     milestones = {"driver": time.time()}
-    folder = storage / config.run
-    print(f"run {config.run} in {storage}", flush=True)
+    carried = carried or Carried.here()
+    carried.register()
+    if carried.uses(config) and SCRIPT not in config.plugins:
+        config = replace(config, plugins=(*config.plugins, SCRIPT))
+    folder = storage / str(config.run)
+    screen.line(f"run {config.run} in {storage}")
     earlier = read_earlier(folder)
-    _check_metric(config)
-    check_tensorboard(config.record)
-    if config.model.init_from and not earlier:
-        _check_init(config.model.init_from, config)
-    if earlier:
-        refuse_changes(earlier, config)
-        if reached := completed(earlier, config):
-            _print_complete(folder, config, reached, earlier)
-            return DONE
+    _check_settings(config, earlier)
+    if earlier and (reached := completed(earlier, config)):
+        screen.line(_complete(folder, config, reached, earlier))
+        return earlier.summary or {}
     attempt = new_attempt()
     inline = config.launch.mode == "inline"
     with Ownership.take(folder, attempt), nullcontext() if inline else cluster(config.launch) as dashboard:
         milestones["cluster"] = time.time()
-        there, share = _resources(config)
-        if problems := list(failing(_preflight(config, storage, there, share))):
+        there, share = resources_for(config)
+        if problems := list(failing(checks_for(config, storage, there, share))):
             raise CannotRun("this cluster cannot run it:\n" + "\n".join(problems))
-        prepared = prepare(config, storage, build_task(config), on_ray=not inline)
-        _check_samples(config, prepared)
+        prepared = prepare_data(config, storage, screen)
         if earlier:
             refuse_changes(earlier, config, prepared.manifest.fingerprint)
         milestones["data"] = time.time()
         environment = describe_environment() | {"attempt": attempt, "data": prepared.manifest.fingerprint}
-        facts = _facts(environment, share)
-        if config.train.exact:
-            facts["bits"] = what_bits_depend_on(config, environment, share)
-            refuse_other_bits(folder / "checkpoints", facts["bits"])
-        write_settings(folder, attempt, config, environment)
         job = Job(
             config=config,
-            run=config.run,
+            run=str(config.run),
             attempt=attempt,
             folder=folder,
             prepared=prepared.folder,
             device=share.device,
             threads=share.threads,
-            facts=facts,
+            facts=_facts(config, folder, environment, share),
+            carried=carried,
             started_at=milestones["driver"] if watcher else process_start(os.getpid()) or milestones["driver"],
             milestones=milestones,
         )
+        write_settings(folder, attempt, config, environment)
         all_tags = _tags(environment, config, share) | _ray_tags(dashboard) | dict(tags or {})
-        _print_pages(folder, all_tags)
-        return _conduct(job, share, storage, all_tags, watcher)
+        _show_pages(folder, all_tags, screen)
+        return _conduct(job, share, storage, all_tags, screen, watcher)
+
+
+def _check_settings(config: Config, earlier: Earlier | None) -> None:
+    """What can be refused before anything starts. Raises SettingError."""
+    _check_metric(config)
+    check_tensorboard(config.record)
+    if earlier:
+        refuse_changes(earlier, config)
+    elif config.model.init_from:
+        _check_init(config.model.init_from, config)
+
+
+def prepare_data(config: Config, storage: Folder, screen: Screen) -> Prepared:
+    """Prepares the data, if it is not there yet. Raises SettingError, DataError."""
+    prepared = prepare(config, storage, build_task(config), on_ray=config.launch.mode != "inline", echo=screen.line)
+    _check_samples(config, prepared)
+    return prepared
 
 
 def _prepare(config: Config, storage: Folder) -> int:
     inline = config.launch.mode == "inline"
     with nullcontext() if inline else cluster(config.launch):
-        prepared = prepare(config, storage, build_task(config), on_ray=not inline)
-        _check_samples(config, prepared)
+        prepared = prepare_data(config, storage, Screen())
     print(f"results  {prepared.folder}")
     print("mlflow   not logged there")
-    print(f"next     python ray_jobs/train.py with the same settings and --storage {storage}")
+    print(f"next     raystride train with the same settings and --storage {storage}")
     return DONE
 
 
 def _check(config: Config, storage: Folder) -> int:
     inline = config.launch.mode == "inline"
     with nullcontext() if inline else cluster(config.launch):
-        checks = _preflight(config, storage, *_resources(config))
+        checks = checks_for(config, storage, *resources_for(config))
         for check in checks:
             print(f"{'ok  ' if check.passed else 'FAIL'} {check.name:<15} {check.found}")
             if not check.passed:
@@ -184,30 +184,33 @@ def _check(config: Config, storage: Folder) -> int:
     passed = all(check.passed for check in checks)
     print(f"results  {storage}")
     print("mlflow   not logged there")
-    print(
-        "next     python ray_jobs/train.py with the same settings"
-        if passed
-        else "next     mend what failed, and check again"
-    )
+    print("next     raystride train with the same settings" if passed else "next     mend what failed, and check again")
     return DONE if passed else CANNOT_RUN
 
 
-def _resources(config: Config) -> tuple[Resources, Share]:
+def resources_for(config: Config) -> tuple[Resources, Share]:
     """What there is, and what the run will take of it."""
     there = Resources.of_this_machine() if config.launch.mode == "inline" else Resources.of_cluster()
     return there, resolve(config, there)
 
 
-def _preflight(config: Config, storage: Folder, there: Resources, share: Share) -> list[Check]:
+def checks_for(config: Config, storage: Folder, there: Resources, share: Share) -> list[Check]:
+    """All that the preflight looks at. Needs ray.init unless the run is inline."""
     probe = on_a_worker if config.launch.mode == "ray" and joined(config.launch) else None
     return preflight(config, share, there, storage, config.tokenizer.vocabulary_size, probe)
 
 
-def _print_complete(folder: Folder, config: Config, reached: str, earlier: Earlier) -> None:
-    print(f"this run is complete ({reached}). To train it further, give more steps or epochs, for instance")
-    print(f"  --run {config.run} --train.steps {2 * max(1, (earlier.summary or {}).get('steps') or config.train.steps)}")
-    print("and to train another one, another name (--run NAME) or other settings")
-    print(closing_screen(earlier.summary or {}, folder))
+def _complete(folder: Folder, config: Config, reached: str, earlier: Earlier) -> str:
+    """What is said of a run that has nothing left to do."""
+    more = 2 * max(1, (earlier.summary or {}).get("steps") or config.train.steps)
+    return "\n".join(
+        [
+            f"this run is complete ({reached}). To train it further, give more steps or epochs, for instance",
+            f"  --run {config.run} --train.steps {more}",
+            "and to train another one, another name (--run NAME) or other settings",
+            closing_screen(earlier.summary or {}, folder),
+        ]
+    )
 
 
 def _check_metric(config: Config) -> None:
@@ -237,8 +240,10 @@ def _check_samples(config: Config, prepared: Prepared) -> None:
             )
 
 
-def _conduct(job: Job, share: Share, storage: Folder, tags: dict[str, str], watcher: Watcher | None) -> int:
-    """Runs the workers beside the progress line, closes the record, and prints the last screen."""
+def _conduct(
+    job: Job, share: Share, storage: Folder, tags: dict[str, str], screen: Screen, watcher: Watcher | None
+) -> dict[str, Any]:
+    """Runs the workers beside the progress line, closes the record, and shows the last screen; the summary."""
     from raystride.pipelines.launch.inline import InlineRecorder, train_inline
 
     arguments: dict[str, Any] = {
@@ -253,13 +258,14 @@ def _conduct(job: Job, share: Share, storage: Folder, tags: dict[str, str], watc
     }
     if job.config.launch.mode == "inline":
         inline = InlineRecorder(**arguments)
-        return conduct(job, inline, partial(train_inline, job, inline), watcher)
+        return conduct(job, inline, partial(train_inline, job, inline), screen, watcher)
     from raystride.pipelines.cluster.recorder_handle import RecorderHandle
     from raystride.pipelines.cluster.trainer import train_on_ray
 
     recorder = RecorderHandle.start(**arguments)
     fast_start = job.config.launch.lean and not joined(job.config.launch) and not share.least
-    return conduct(job, recorder, partial(train_on_ray, job, share, recorder, fast_start=fast_start), watcher)
+    run = partial(train_on_ray, job, share, recorder, fast_start=fast_start)
+    return conduct(job, recorder, run, screen, watcher)
 
 
 def _total_steps(job: Job) -> int | None:
@@ -273,10 +279,14 @@ def _total_steps(job: Job) -> int | None:
     return None if math.isinf(steps) else int(steps)
 
 
-def _facts(environment: dict[str, Any], share: Share) -> dict[str, Any]:
-    """What every checkpoint says of where it was made."""
+def _facts(config: Config, folder: Folder, environment: dict[str, Any], share: Share) -> dict[str, Any]:
+    """What every checkpoint says of where it was made. Raises SettingError where an exact run would not go on exactly."""
     kept = {key: environment.get(key) for key in ("commit", "python", "versions") if key in environment}
-    return kept | {"device": share.device, "threads": share.threads}
+    facts: dict[str, Any] = kept | {"device": share.device, "threads": share.threads}
+    if config.train.exact:
+        facts["bits"] = bits = what_bits_depend_on(config, environment, share)
+        refuse_other_bits(folder / "checkpoints", bits)
+    return facts
 
 
 def _tags(environment: dict[str, Any], config: Config, share: Share) -> dict[str, str]:
@@ -302,11 +312,11 @@ def _ray_tags(dashboard: str | None) -> dict[str, str]:
     return {"raystride.ray_job_id": job, "raystride.ray_job": job_link(dashboard, job)}
 
 
-def _print_pages(folder: Folder, tags: dict[str, str]) -> None:
-    """Prints where the run is to be seen, which the log of a submitted job then begins with."""
+def _show_pages(folder: Folder, tags: dict[str, str], screen: Screen) -> None:
+    """Says where the run is to be seen, which the log of a submitted job then begins with."""
     if page := tags.get("raystride.ray_job"):
-        print(f"ray      {page}")
+        screen.line(f"ray      {page}")
     with suppress(FileNotFoundError, ValueError):
         reference = folder.read_json(MLFLOW_REFERENCE)
         if on_a_server(reference):
-            print(f"mlflow   {run_link(reference)}")
+            screen.line(f"mlflow   {run_link(reference)}")

@@ -50,6 +50,21 @@ REMEDIES = (
 )
 
 
+class TrainingFailed(RuntimeError):
+    """A training ended by an error. Its text is the screen that people see; what it says stands in the attributes."""
+
+    def __init__(self, error: BaseException, *, step: int | None, folder: Folder) -> None:
+        super().__init__(failure_screen(error, step=step, folder=folder))
+        self.rank, self.cause = first_cause(error)
+        """The rank that failed first (None: all of them, or the driver), and what it raised."""
+        self.step = step
+        """How far the run had come; None: not known."""
+        self.remedies = list(remedies(self.cause))
+        """What to try."""
+        self.folder = folder
+        """The run's."""
+
+
 def failure_screen(error: BaseException, *, step: int | None, folder: Folder) -> str:
     """The text for a person, from what a training raised."""
     rank, outer = _first_failure(error)

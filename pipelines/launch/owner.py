@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Self
 
+from raystride.pipelines.config import SettingError
 from raystride.pipelines.files import Folder
 from raystride.pipelines.hang.process import process_start
 
@@ -29,7 +30,7 @@ def new_attempt() -> str:
     return time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(2)
 
 
-class Owned(RuntimeError):
+class Owned(SettingError):
     """Another driver trains this run. The message says which, and what to do."""
 
 

@@ -1,12 +1,9 @@
 """A training under way, as the driver sees it: progress, signals, and the end with its record and last screen.
 
-code = conduct(job, recorder, partial(train_on_ray, job, share, recorder, fast_start=True))
+summary = conduct(job, recorder, partial(train_on_ray, job, share, recorder, fast_start=True), Screen())
 """
 
-import faulthandler
-import os
 import signal
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -15,18 +12,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from raystride.pipelines.files import Folder
-from raystride.pipelines.hang.detector import Hung
-from raystride.pipelines.launch.failure import failure_screen
-from raystride.pipelines.launch.progress import Progress
+from raystride.pipelines.launch.failure import TrainingFailed
+from raystride.pipelines.launch.screen import Screen
 from raystride.pipelines.record import read_entries
 from raystride.pipelines.report import closing_screen, curve_picture, loss_points, text_curve, write_page
 from raystride.pipelines.worker.job import Job
 
-DONE, FAILED, WRONG_SETTINGS, CANNOT_RUN = range(4)
-"""Exit codes of every job."""
 POLL_S = 0.5
-LEAVE_S = 5.0
-"""How long Python's end may take after an inline training that hangs."""
 
 Train = Callable[[], dict[str, Any]]
 """Trains to the end; returns the summary, raises what the training raises."""
@@ -62,20 +54,21 @@ class Watcher:
         """Is told what ended the training."""
 
 
-def conduct(job: Job, recorder: Recording, train: Train, watcher: Watcher | None = None) -> int:
-    """Trains beside the progress line, closes the record, prints the last screen; returns the exit code."""
+def conduct(job: Job, recorder: Recording, train: Train, screen: Screen, watcher: Watcher | None = None) -> dict[str, Any]:
+    """Trains beside the progress line, closes the record, shows the last screen; returns the summary as written.
+
+    Raises TrainingFailed where the training raised.
+    """
     watcher = watcher or Watcher()
-    outcome = _watch(train, recorder, f"starting on {job.device} ...", watcher)
+    outcome = _watch(train, recorder, screen, f"starting on {job.device} ...", watcher)
     if isinstance(outcome, BaseException):
         watcher.on_failure(outcome)
-    code = _end(job, recorder, outcome)
-    if isinstance(outcome, Hung) and job.config.launch.mode == "inline":
-        # What the training waits for may hold up Python's end too. This watchdog is no thread of Python's, and exits with 1.
-        faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
-    return code
+    return _end(job, recorder, screen, outcome)
 
 
-def _watch(train: Train, recorder: Recording, phase: str, watcher: Watcher) -> dict[str, Any] | BaseException:
+def _watch(
+    train: Train, recorder: Recording, screen: Screen, phase: str, watcher: Watcher
+) -> dict[str, Any] | BaseException:
     """Trains in a thread while this one draws progress and listens to signals; the summary, or what was raised."""
     outcome: list[dict[str, Any] | BaseException] = []
 
@@ -86,7 +79,7 @@ def _watch(train: Train, recorder: Recording, phase: str, watcher: Watcher) -> d
             outcome.append(error)
 
     thread = threading.Thread(target=body, name="training", daemon=True)
-    with _stop_signals(recorder.request_stop) as told, Progress() as progress:
+    with _stop_signals(recorder.request_stop) as told, screen.progress() as progress:
         progress.update({"phase": phase})
         thread.start()
         said, linked = False, ""
@@ -138,8 +131,8 @@ def _stop_signals(request_stop: Callable[[], None]) -> Iterator[list[str]]:
             signal.signal(number, handler)
 
 
-def _end(job: Job, recorder: Recording, outcome: dict[str, Any] | BaseException) -> int:
-    """Draws the curve and the page, closes the record, prints the last screen; returns the exit code.
+def _end(job: Job, recorder: Recording, screen: Screen, outcome: dict[str, Any] | BaseException) -> dict[str, Any]:
+    """Draws the curve and the page, closes the record, shows the last screen; the summary, or raises TrainingFailed.
 
     The record is for people: whatever closing it meets is said, and never hides how the training ended.
     """
@@ -153,24 +146,27 @@ def _end(job: Job, recorder: Recording, outcome: dict[str, Any] | BaseException)
         _put_picture(job.folder, entries)
         write_page(job.folder, entries, outline)
     except Exception as problem:
-        print(f"warning: the curve or the page could not be drawn ({problem})", file=sys.stderr)
+        screen.warning(f"the curve or the page could not be drawn ({problem})")
     try:
         summary = recorder.finish(status, given)
     except Exception as problem:
-        print(f"warning: the record could not be closed ({problem}); `runs.py replay {job.run}` does it", file=sys.stderr)
+        screen.warning(f"the record could not be closed ({problem}); `raystride runs replay {job.run}` does it")
         summary = {"status": status} | (given or {})
     state: dict[str, Any] = {}
     with suppress(Exception):
         state = recorder.state()
     for warning in state.get("warnings", []):
         if not (error and str(error) in warning):  # it is on the screen below
-            print(f"warning: {warning}", file=sys.stderr)
-    if error:
-        print(failure_screen(error, step=state.get("step"), folder=job.folder), file=sys.stderr)
+            screen.warning(warning)
+    failed = TrainingFailed(error, step=state.get("step"), folder=job.folder) if error else None
+    if failed:
+        screen.failure(str(failed))
     curve = text_curve(*loss_points(entries)) if entries else ""
     sample = job.folder.read("sample.txt").decode() if given and job.folder.exists("sample.txt") else ""
-    print(closing_screen(summary, job.folder, curve, sample, state.get("mlflow")), flush=True)
-    return FAILED if error else DONE
+    screen.line(closing_screen(summary, job.folder, curve, sample, state.get("mlflow")))
+    if failed:
+        raise failed from error
+    return summary
 
 
 def _put_picture(folder: Folder, entries: list[dict[str, Any]]) -> None:

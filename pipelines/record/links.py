@@ -1,7 +1,7 @@
 """Addresses of the pages that show runs: in MLflow a run, the table of all, several compared; in Ray's dashboard a job.
 
 A reference is what a run's `mlflow.json` holds: which run it is in MLflow. One in a tracking server has its page there; for
-one in a database the address is that of MLflow's UI as `python -m raystride.pipelines.record.ui` starts it: on loopback, at
+one in a database the address is that of MLflow's UI as `raystride ui` starts it: on loopback, at
 port 5000 unless it was given another.
 
     run_link({"uri": "http://host:5000", "experiment_id": "1", "run_id": "9c"})   # http://host:5000/#/experiments/1/runs/9c?...
@@ -108,7 +108,7 @@ def describe_run(run_folder: Folder, tags: Mapping[str, str]) -> str:
         rows["source"] = f"commit `{known['commit'][:12]}`{', with changes' if known.get('dirty') == 'True' else ''}"
     rows["report"] = "`report.html` among the artifacts, once the run has ended"
     table = [NOTE_HEAD, "| --- | --- |", *(f"| {name} | {text} |" for name, text in rows.items())]
-    return "\n".join([*table, "", f"`python ray_jobs/runs.py show {run} --storage {storage}`"])
+    return "\n".join([*table, "", f"`raystride runs show {run} --storage {storage}`"])
 
 
 def is_our_note(note: str | None) -> bool:

@@ -1,8 +1,8 @@
 """Has MLflow follow a run's journal, at its own pace: a tracking server that is away or hangs holds up nothing else.
 
 The journal is the truth; `mlflow.json` says how far MLflow has it. So going on after a crash, catching up after an outage
-and `runs.py replay` are one and the same: log every segment above that mark. MLflow is imported when the first measurement
-is in the journal, since its import (3 s of processor time) would otherwise slow the start of the training.
+and `raystride runs replay` are one and the same: log every segment above that mark. MLflow is imported when the first
+measurement is in the journal, since its import (3 s of processor time) would otherwise slow the start of the training.
 
     follower = Follower(run_folder, log, warn=print)
     follower.add(segment, entries); follower.finish("finished", timeout_s=20.0)
@@ -29,7 +29,7 @@ MOST_HELD = 64
 def replay_hint(run_folder: Folder) -> str:
     """The command that brings MLflow up to date with a run's journal."""
     storage, _, run = run_folder.uri.rpartition("/")
-    return f"python ray_jobs/runs.py replay {run} --storage {storage}"
+    return f"raystride runs replay {run} --storage {storage}"
 
 
 class Follower:

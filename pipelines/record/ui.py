@@ -1,6 +1,6 @@
 """Shows the runs of a storage in MLflow's own pages, on this machine alone, until Ctrl-C.
 
-python -m raystride.pipelines.record.ui --storage runs --port 5000
+raystride ui --storage runs --port 5000
 # MLflow shows the newest run, gpt2-1f3a: http://127.0.0.1:5000/#/experiments/1/runs/9c...
 # and all runs: http://127.0.0.1:5000/#/experiments/1/runs?viewStateShareKey=raystride...
 """
@@ -25,9 +25,7 @@ STOP_TIMEOUT_S = 5.0
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; the exit code: 0 after Ctrl-C, 1 where the server did not start, 2 where nothing is to show."""
-    parser = argparse.ArgumentParser(
-        prog="python -m raystride.pipelines.record.ui", description="Shows a storage's runs in MLflow."
-    )
+    parser = argparse.ArgumentParser(prog="raystride ui", description="Shows a storage's runs in MLflow.")
     parser.add_argument("--storage", default="runs", help="folder that the runs lie in")
     parser.add_argument("--port", type=int, default=UI_PORT, help="port on loopback")
     given = parser.parse_args(arguments)

@@ -40,13 +40,13 @@ def _last_lines(summary: dict[str, Any], run_folder: Folder, link: str | None, n
     elif link:
         tracking = link
     else:
-        tracking = f"python -m raystride.pipelines.record.ui --storage {storage}"
+        tracking = f"raystride ui --storage {storage}"
     if not next_job:
         # Without its settings a run would be refused; from remote storage nobody could read them by that name.
         settings = f"--config {run_folder}/config.yaml " if run_folder.local else ""
-        again = f"python ray_jobs/train.py {settings}{place}"
-        job = f"generate.py {place}" if writes else f"evaluate.py {place} --split validation"
-        next_job = f"python ray_jobs/{job}" if summary.get("status") in WELL else f"{again}   (resumes it)"
+        again = f"raystride train {settings}{place}"
+        job = f"generate {place}" if writes else f"evaluate {place} --split validation"
+        next_job = f"raystride {job}" if summary.get("status") in WELL else f"{again}   (resumes it)"
     return [f"results  {run_folder}", f"mlflow   {tracking}", f"next     {next_job}"]
 
 

@@ -1,10 +1,11 @@
 """Data sets that every machine has: each task can be tried at once, with nothing to download.
 
-    python ray_jobs/train.py --task classification --data.source packages
+    raystride train --task classification --data.source packages
 
 packages      12 lines of the standard library → which of 20 packages they come from; about 6,500
 docstrings    a function of the standard library without its docstring → the docstring's first line; about 6,000
 digits        scikit-learn's handwritten digits (Alpaydin and Kaynak, 1998), 8 x 8 pixels → the digit; 1,797
+arithmetic    every sum of two numbers below 100, to be learned in a minute; 10,000
 reversal      4 to 12 English number words → the German ones, in reverse; 20,000
 
 All come in the same order each time. The first two are those of the running Python.
@@ -19,8 +20,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from raystride.pipelines.plugins import register_source
 from raystride.pipelines.sources.fields import data_uri
-from raystride.pipelines.sources.registry import register_source
 
 PACKAGES: dict[str, tuple[str, ...]] = {
     name: (name,)
@@ -132,3 +133,11 @@ def _files(module: str) -> list[Path]:
     found = [below.with_suffix(".py")] if module and not below.is_dir() else sorted(below.rglob("*.py"))
     left_out = _LEFT_OUT | {"site-packages", "dist-packages", "lib2to3"}
     return [path for path in found if path.is_file() and not left_out & set(path.relative_to(root).parts)]
+
+
+@register_source("arithmetic")
+def arithmetic() -> Iterator[str]:
+    """A toy: every sum of two numbers below 100, a document each. Small enough to learn in a minute."""
+    for first in range(100):
+        for second in range(100):
+            yield f"{first}+{second}={first + second}"

@@ -1,52 +1,44 @@
-"""How a function becomes a source, and how its documents are read.
+"""How the documents of a registered function are read.
 
-@register_source("poems", version="2")                    # in pipelines/sources/registered.py
+@register_source("poems", version="2")                    # in a plug-in; see `pipelines.plugins`
 def poems() -> Iterator[str]: ...
 RegisteredReader("poems", columns).read(...)              # what --data.source poems makes of it
 """
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import islice
 from typing import Any
 
-from raystride.pipelines.sources.faults import Fault, Faulty
+from raystride.pipelines.plugins import SOURCES, Documents, installed_plugins, load_plugins
+from raystride.pipelines.sources.faults import DataError, Fault, Faulty
 from raystride.pipelines.sources.fields import Columns, document, named
 from raystride.pipelines.sources.pieces import File, Piece, Slice
 
-Documents = Callable[[], Iterator[Any]]
-"""What yields texts, tuples in the order of a task's columns, or mappings by the names of columns."""
-
-REGISTERED: dict[str, tuple[Documents, str]] = {}
-"""Registered functions by name, each with its version."""
+EMBEDDED = "raystride.pipelines.sources.embedded"
+"""Registers the sources that every machine has."""
 
 
-PLACES = ("raystride.pipelines.sources.embedded", "raystride.pipelines.sources.registered")
-"""Modules that register sources when they are imported."""
+def registered_sources() -> Mapping[str, tuple[Documents, str]]:
+    """All that are known in this process, with their versions."""
+    import_module(EMBEDDED)
+    return SOURCES
 
 
-def fill_registry() -> None:
-    """Imports what registers sources, in this process; once is enough, and more do nothing."""
-    for place in PLACES:
-        import_module(place)
-
-
-def register_source(name: str, version: str = "") -> Callable[[Documents], Documents]:
-    """Makes `--data.source NAME` read the documents that the function yields. Raises ValueError for a name used twice.
-
-    It is prepared again when the function's code changes; give it another `version` when only its data changed.
-    """
-
-    def register(function: Documents) -> Documents:
-        if name in REGISTERED or name == "python":
-            raise ValueError(f"the source {name!r} is registered twice: give one of them another name")
-        REGISTERED[name] = (function, version)
-        return function
-
-    return register
+def open_registered(source: str, split: str, columns: Columns) -> "RegisteredReader":
+    """The reader of a source. Raises DataError where no such source is registered."""
+    known = registered_sources()
+    if source not in known:
+        load_plugins(installed_plugins())
+    if source not in known:
+        raise DataError(
+            f"data.source {source!r} is not registered by a module in plugins; registered are: {', '.join(sorted(known))}"
+        )
+    function, version = known[source]
+    return RegisteredReader(source, columns, function, version, split)
 
 
 @dataclass(frozen=True)
@@ -55,12 +47,21 @@ class RegisteredReader:
 
     source: str
     columns: Columns
+    function: Documents
+    """Travels with the reader, so that whoever reads needs no registry."""
+    version: str = ""
+    split: str = ""
+    """What the function is told, where it takes an argument."""
 
     def file(self) -> File:
         """What stands for the function where other sources have files; its name changes with code and version."""
-        function, version = REGISTERED[self.source]
-        code = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
-        return File(f"registered source {self.source}", f"{self.source}-{code}-{version}", 0)
+        try:
+            text = inspect.getsource(self.function).encode()
+        except OSError:  # typed into a terminal
+            text = self.function.__code__.co_code
+        code = hashlib.sha256(text).hexdigest()[:16]
+        told = f"#{self.split}" if self._takes_split() else ""
+        return File(f"registered source {self.source}", f"{self.source}-{code}-{self.version}{told}", 0)
 
     def slices(self, file: File, target: int) -> list[Slice]:
         """One slice of unknown length."""
@@ -89,9 +90,11 @@ class RegisteredReader:
                 yield Fault(place, f"is {len(values)} values for the columns {wanted}", "yield a tuple of them, or a dict")
 
     def _documents(self) -> Iterator[Any]:
-        fill_registry()
         try:
-            yield from REGISTERED[self.source][0]()
+            yield from self.function(self.split) if self._takes_split() else self.function()
         except Exception as error:
             name = f"registered source {self.source}"
             raise Faulty(Fault(name, f"raised {type(error).__name__}: {error}", "mend the function")) from error
+
+    def _takes_split(self) -> bool:
+        return bool(inspect.signature(self.function).parameters)

@@ -22,7 +22,7 @@ from raystride.pipelines.sources.hub import HuggingFaceReader, saved_dataset
 from raystride.pipelines.sources.lines import JsonReader, LabelledReader, LineReader, ParallelReader
 from raystride.pipelines.sources.listing import list_files, place_exists
 from raystride.pipelines.sources.pieces import COMPRESSIONS, File, Reader
-from raystride.pipelines.sources.registry import REGISTERED, RegisteredReader, fill_registry
+from raystride.pipelines.sources.registry import open_registered, registered_sources
 from raystride.pipelines.sources.rows import CsvReader, ParquetReader
 from raystride.pipelines.sources.text import IMAGES, FolderReader, TextReader
 
@@ -70,18 +70,13 @@ def open_source(data: Data, name: str, columns: Columns, *, whole: bool = False)
     """
     if data.target_source:
         return _parallel(data, name, columns)
-    fill_registry()
     kind = data.kind if data.kind != "auto" else _kind(name)
     if kind == "python":
         _refuse_columns(kind, name, columns)
         return Source(kind, standard_library(), TextReader(data.on_error == "skip", whole))
     if kind == "registered":
-        if name not in REGISTERED:
-            known = ", ".join(sorted(REGISTERED))
-            raise DataError(
-                f"data.source {name!r} is not registered in pipelines/sources/registered.py, where there are: {known}"
-            )
-        own = RegisteredReader(name, columns)
+        place, split = _with_split(name)
+        own = open_registered(place, split or data.split, columns)
         return Source(kind, (own.file(),), own)
     if kind == "huggingface":
         place, split = _with_split(name)
@@ -165,7 +160,7 @@ def _kind(name: str) -> str:
     name, _ = _with_split(name)
     if name == "python":
         return "python"
-    if name in REGISTERED:
+    if name in registered_sources():
         return "registered"
     if place_exists(name):
         local = "://" not in name and os.path.isdir(absolute(name))

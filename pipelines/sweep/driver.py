@@ -6,7 +6,6 @@ Nothing is lost: every trial that ended is a file in the sweep's folder, with it
 same command again measures only what is missing.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,9 +16,11 @@ from raystride.pipelines.config import SettingError
 from raystride.pipelines.config.parse import Parsed, to_yaml
 from raystride.pipelines.config.sweep import SweepConfig
 from raystride.pipelines.files import Folder
-from raystride.pipelines.launch.driver import guarded, locate
+from raystride.pipelines.launch.exit_codes import DONE, FAILED, guarded
 from raystride.pipelines.launch.owner import Ownership, new_attempt
-from raystride.pipelines.launch.session import DONE, FAILED
+from raystride.pipelines.launch.place import locate
+from raystride.pipelines.launch.screen import Screen
+from raystride.pipelines.plugins import Carried
 from raystride.pipelines.prepare.prepare import prepare
 from raystride.pipelines.scaling_model.described import ClusterDescription, ClusterError
 from raystride.pipelines.sources.faults import DataError
@@ -36,17 +37,19 @@ from raystride.pipelines.tasks import build_task
 
 def run_sweep(parsed: Parsed[SweepConfig]) -> int:
     """Measures what is missing, writes the report and `recommended.yaml`; the exit code. Raises nothing a user can cause."""
-    return guarded(lambda: _sweep(*_located(parsed)))
+    return guarded(lambda: DONE if run_trials(*located(parsed), Screen()).best else FAILED)
 
 
-def _located(parsed: Parsed[SweepConfig]) -> tuple[SweepConfig, Folder]:
+def located(parsed: Parsed[SweepConfig]) -> tuple[SweepConfig, Folder]:
+    """The sweep with a name and absolute places, and the storage. Raises SettingError."""
     config, storage = locate(Parsed(parsed.settings.training(), parsed.preset))
     if config.launch.mode != "ray":
         raise config.launch.error("mode", "must be `ray` for a sweep, whose trials Ray Tune runs")
     return replace(parsed.settings, run=config.run, storage=config.storage), storage
 
 
-def _sweep(base: SweepConfig, storage: Folder) -> int:
+def run_trials(base: SweepConfig, storage: Folder, screen: Screen) -> Answer:
+    """Measures what is missing, and answers. Raises SettingError, DataError, CannotRun."""
     assert base.run
     folder = storage / base.run
     candidates, described = candidates_of(base), _described(base)
@@ -54,15 +57,15 @@ def _sweep(base: SweepConfig, storage: Folder) -> int:
         raise base.sweep.error("price_per_hour", f"must be given: {base.sweep.cluster} has no price_per_gpu_hour")
     if folder.exists("journal"):
         raise SettingError(f"run is {base.run!r}: it is the name of a training; give the sweep another one, by --run")
-    print(f"sweep {base.run} in {storage}", flush=True)
+    screen.line(f"sweep {base.run} in {storage}")
     with Ownership.take(folder, new_attempt()):
         folder.put("config.yaml", to_yaml(base))
         tracking = Tracking(folder, base, storage)
         try:
             if base.sweep.retry:
                 _forget_failures(folder)
-            _measure_missing(base, storage, candidates, described, tracking)
-            return _conclude(base, folder, candidates, described, tracking)
+            _measure_missing(base, storage, candidates, described, tracking, screen)
+            return _conclude(base, folder, candidates, described, tracking, screen)
         except BaseException as error:
             tracking.end("failed" if isinstance(error, Exception) else "stopped")
             raise
@@ -74,6 +77,7 @@ def _measure_missing(
     candidates: Sequence[Candidate],
     described: ClusterDescription | None,
     tracking: Tracking,
+    screen: Screen,
 ) -> None:
     folder = storage / str(base.run)
     known = _known(base, folder, candidates)
@@ -82,9 +86,9 @@ def _measure_missing(
     if left <= 0:
         return
     with cluster(base.launch):
-        _prepare_all(base, storage, missing)
-        plan = Plan(base, storage, price_of(base, described), Resources.of_cluster())
-        with Board(base.sweep.space, left) as board:
+        _prepare_all(base, storage, missing, screen)
+        plan = Plan(base, storage, price_of(base, described), Resources.of_cluster(), Carried.here())
+        with Board(base.sweep.space, left, quiet=not screen.seen) as board:
             measure(plan, missing, list(known.values()), left, partial(_on_end, folder, tracking, board))
 
 
@@ -110,7 +114,7 @@ def candidates_of(base: SweepConfig) -> list[Candidate]:
     return found
 
 
-def _prepare_all(base: SweepConfig, storage: Folder, candidates: Sequence[Candidate]) -> None:
+def _prepare_all(base: SweepConfig, storage: Folder, candidates: Sequence[Candidate], screen: Screen) -> None:
     """Prepares the data that trials read, each kind once, so that no trial does.
 
     On a local cluster in this process: workers of a trial are then surely new, and none has prepared data before. Those that
@@ -122,7 +126,7 @@ def _prepare_all(base: SweepConfig, storage: Folder, candidates: Sequence[Candid
     faults = []
     for config in kinds.values():
         try:
-            prepare(config, storage, build_task(config), on_ray=joined(base.launch))
+            prepare(config, storage, build_task(config), on_ray=joined(base.launch), echo=screen.line)
         except DataError as fault:
             faults.append(fault)
     if len(faults) == len(kinds):
@@ -165,8 +169,9 @@ def _conclude(
     candidates: Sequence[Candidate],
     described: ClusterDescription | None,
     tracking: Tracking,
-) -> int:
-    """Writes the report, the recommendation and the summary; prints the last screen; the exit code."""
+    screen: Screen,
+) -> Answer:
+    """Writes the report, the recommendation and the summary; shows the last screen."""
     found = list(_known(base, folder, candidates).values())
     # What a sweep that was killed, or a server that was away, left untold.
     found = [result if result.mlflow_run_id else _logged(folder, tracking, result, len(found)) for result in found]
@@ -178,19 +183,19 @@ def _conclude(
         tracking.artifact("recommended.yaml")
     folder.put_json("summary.json", outcome.summary | {"mlflow_run_id": tracking.run_id, "unfinished": unfinished})
     tracking.end("finished" if outcome.best and not unfinished else "stopped" if unfinished else "failed")
-    _print_closing(folder, outcome, tracking, unfinished)
-    return DONE if outcome.best else FAILED
+    _show_closing(folder, outcome, tracking, unfinished, screen)
+    return outcome
 
 
-def _print_closing(folder: Folder, outcome: Answer, tracking: Tracking, unfinished: int) -> None:
+def _show_closing(folder: Folder, outcome: Answer, tracking: Tracking, unfinished: int, screen: Screen) -> None:
     storage = folder.uri.rpartition("/")[0]
-    print(outcome.text)
+    screen.line(outcome.text)
     if unfinished:
-        print(f"{unfinished} trials are missing: the same command again goes on with them", file=sys.stderr)
+        screen.warning(f"{unfinished} trials are missing: the same command again goes on with them")
     if link := tracking.comparison([result for result in outcome.results if result.measured]):
-        print(f"compare  {link}")
-    print(f"results  {folder}")
-    ui = f"python -m raystride.pipelines.record.ui --storage {storage}"
-    print(f"mlflow   {tracking.link or (ui if tracking.run_id else 'not logged there')}")
-    next_job = f"python ray_jobs/train.py --config {folder}/recommended.yaml --storage {storage}"
-    print(f"next     {next_job if outcome.best else 'look at the causes in report.html, and change sweep.space'}")
+        screen.line(f"compare  {link}")
+    screen.line(f"results  {folder}")
+    ui = f"raystride ui --storage {storage}"
+    screen.line(f"mlflow   {tracking.link or (ui if tracking.run_id else 'not logged there')}")
+    next_job = f"raystride train --config {folder}/recommended.yaml --storage {storage}"
+    screen.line(f"next     {next_job if outcome.best else 'look at the causes in report.html, and change sweep.space'}")

@@ -25,10 +25,10 @@ NUMBER = 10
 class Board:
     """Writes to standard output; without a terminal, lines only. `space` tells the columns."""
 
-    def __init__(self, space: Mapping[str, Any], total: int) -> None:
+    def __init__(self, space: Mapping[str, Any], total: int, quiet: bool = False) -> None:
         self._total, self._ended, self._began = total, 0, time.monotonic()
         self._widths = {key: _width(key, choices) for key, choices in space.items()}
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = Console(highlight=False, soft_wrap=True, quiet=quiet)
         columns = (
             TextColumn("trials"),
             BarColumn(),

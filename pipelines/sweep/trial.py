@@ -14,15 +14,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from raystride.pipelines.cluster.cluster import CannotRun
 from raystride.pipelines.cluster.resources import Resources, resolve
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.config.sweep import Sweep
 from raystride.pipelines.files import Folder
 from raystride.pipelines.hang.detector import Hung
-from raystride.pipelines.launch.driver import CannotRun, train
-from raystride.pipelines.launch.failure import OUT_OF_MEMORY, first_cause
+from raystride.pipelines.launch.driver import train
+from raystride.pipelines.launch.failure import OUT_OF_MEMORY, TrainingFailed, first_cause
 from raystride.pipelines.launch.preflight import checks_of_settings
+from raystride.pipelines.launch.screen import Screen
 from raystride.pipelines.launch.session import Watcher
+from raystride.pipelines.plugins import Carried
 from raystride.pipelines.record import read_entries
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sweep.result import (
@@ -101,7 +104,12 @@ def refusal(candidate: Candidate, there: Resources) -> Result | None:
 
 
 def run_trial(
-    candidate: Candidate, storage: Folder, there: Resources, tags: Mapping[str, str], tell: Callable[[Window], bool]
+    candidate: Candidate,
+    storage: Folder,
+    there: Resources,
+    tags: Mapping[str, str],
+    tell: Callable[[Window], bool],
+    carried: Carried | None = None,
 ) -> Result:
     """Trains the candidate's settings to the end of their windows; what became of it. Needs Ray."""
     config = candidate.config
@@ -114,7 +122,9 @@ def run_trial(
         path = Path(scratch) / "trial.txt"
         try:
             with path.open("w") as file, redirect_stdout(file), redirect_stderr(file):
-                train(config, storage, watcher=watcher, tags=tags)
+                train(config, storage, Screen(), watcher, tags, carried)
+        except TrainingFailed:
+            pass  # the watcher has what it raised
         except (CannotRun, SettingError, DataError) as error:
             refused = str(error)
         finally:

@@ -15,7 +15,7 @@ import pickle
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from raystride.pipelines.cluster.internals import free_places_of_the_dead, head_
 from raystride.pipelines.cluster.resources import Resources, resolve
 from raystride.pipelines.config.sweep import SweepConfig
 from raystride.pipelines.files import Folder
+from raystride.pipelines.plugins import Carried
 from raystride.pipelines.sweep.choice import score, token_score
 from raystride.pipelines.sweep.result import Result, Window, keep, result_at
 from raystride.pipelines.sweep.space import Candidate, meets
@@ -52,6 +53,8 @@ class Plan:
     """Of a worker; 0: unknown."""
     there: Resources
     """What the cluster has."""
+    carried: Carried = field(default_factory=Carried, repr=False)
+    """What the sweep's own script has registered."""
 
     @property
     def folder(self) -> Folder:
@@ -107,12 +110,13 @@ def _trial(parameters: dict[str, Any], plan: Plan, alone: bool) -> None:
     stopped it.
     """
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = str(END_S)  # Tune looks it up when the next trial is to come here
+    plan.carried.register()
     candidate = candidate_of(parameters, plan.base)
     result = result_at(plan.folder, candidate.key) or _breaks_a_condition(candidate) or refusal(candidate, plan.there)
     if result is None:
         free_places_of_the_dead(alone)
         told = _Told(plan, candidate)
-        result = run_trial(candidate, plan.storage, plan.there, {"raystride.sweep": str(plan.base.run)}, told)
+        result = run_trial(candidate, plan.storage, plan.there, {"raystride.sweep": str(plan.base.run)}, told, plan.carried)
     keep(plan.folder, result)
     if result.status == "hung":
         raise TookTooLong(result.cause)

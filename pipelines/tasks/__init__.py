@@ -2,6 +2,7 @@
 
 from importlib import import_module
 
+from raystride.pipelines import plugins
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.tasks.task import Encoders, Facts, Task
 
@@ -12,14 +13,28 @@ TASKS = {
     "translation": "Translation",
     "images": "Images",
 }
-"""The class of each task, in the file of its name. A task of one's own is one more line; see docs/own-task.md."""
+"""The class of each task, in the file of its name. Tasks of one's own are plug-ins; see docs/own-task.md."""
 
 __all__ = ["TASKS", "Task", "build_task"]
 
 
 def build_task(config: Config, facts: Facts | None = None, encoders: Encoders | None = None) -> Task:
-    """The task that `config.task` names, knowing what preparation learned, if it did. Raises SettingError."""
-    if config.task not in TASKS:
-        raise SettingError(f"task is {config.task!r}: it must be one of {', '.join(TASKS)}")
-    chosen: type[Task] = getattr(import_module(f"raystride.pipelines.tasks.{config.task}"), TASKS[config.task])
-    return chosen(config, facts, encoders)
+    """The task that `config.task` names, knowing what preparation learned, if it did.
+
+    Loads the settings' plug-ins. Raises SettingError where there is no such task, or a plug-in is missing.
+    """
+    plugins.load_plugins(config.plugins)
+    if config.task in TASKS:
+        chosen: type[Task] = getattr(import_module(f"raystride.pipelines.tasks.{config.task}"), TASKS[config.task])
+        return chosen(config, facts, encoders)
+    if config.task not in plugins.TASKS:
+        plugins.load_plugins(plugins.installed_plugins())
+    if config.task in plugins.TASKS:
+        return plugins.TASKS[config.task](config, facts, encoders)
+    if plugins.SCRIPT in config.plugins:
+        raise SettingError(
+            f"task is {config.task!r}: the script that trained this run has registered it, and only there it can be opened; "
+            "put it into a module of its own and name that in plugins"
+        )
+    known = ", ".join([*TASKS, *plugins.TASKS])
+    raise SettingError(f"task is {config.task!r}: it must be one of {known}, or one that a module in plugins registers")

@@ -10,6 +10,7 @@ from typing import Any
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.files import Folder
+from raystride.pipelines.plugins import Carried
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,8 @@ class Job:
     """Threads of a worker on CPUs."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What every checkpoint's manifest says of where it was made: versions, commit."""
+    carried: Carried = field(default_factory=Carried, repr=False)
+    """What the driver's own script has registered."""
     started_at: float = field(default_factory=time.time)
     """When the job's process began, in seconds since 1970."""
     milestones: dict[str, float] = field(default_factory=dict)

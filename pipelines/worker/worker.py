@@ -34,6 +34,7 @@ from raystride.pipelines.observers.ray_metrics import RayMetrics
 from raystride.pipelines.observers.stragglers import Stragglers
 from raystride.pipelines.observers.throughput import Throughput
 from raystride.pipelines.observers.tracker import Tracker
+from raystride.pipelines.plugins import OBSERVERS, load_plugins
 from raystride.pipelines.prepare.manifest import Manifest
 from raystride.pipelines.profiling.profile import Profiled
 from raystride.pipelines.profiling.stalls import StallWatch
@@ -66,6 +67,8 @@ def run_worker(
 
     `milestones` are the milestones of this worker's start so far, in seconds since 1970.
     """
+    job.carried.register()
+    load_plugins(job.config.plugins)
     sender = Sender(post, f"rank{worker.rank}")
     observers = build_observers(job, sender, job.milestones | (milestones or {}) | {"torch": time.time()})
     log = partial(_log, sender, worker)
@@ -111,6 +114,7 @@ def build_observers(job: Job, sender: Sender, milestones: dict[str, float]) -> l
         GpuMonitor(sender, every_s),
         RayMetrics(),
         Kernels(sender),
+        *(make() for make in OBSERVERS.values()),
         Tracker(sender),  # last: it sends what the others have measured
     ]
 

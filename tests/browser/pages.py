@@ -18,7 +18,7 @@ from playwright.sync_api import FrameLocator, Page
 
 @dataclass(frozen=True)
 class Links:
-    """What `python -m raystride.pipelines.record.ui` prints."""
+    """What `raystride ui` prints."""
 
     newest: str
     """The page of the run that was recorded last."""

@@ -101,7 +101,7 @@ def test_the_page_of_a_run_has_its_settings_figures_and_description(
         assert float(shown[name]) == pytest.approx(ends[name]), name
     assert (shown["optimizer.learning_rate"], shown["train.steps"], shown["model.width"]) == ("0.01", "20", "16")
     assert f"{config.storage}/hasty" in text
-    assert f"runs.py show hasty --storage {config.storage}" in text
+    assert f"raystride runs show hasty --storage {config.storage}" in text
     assert "Evaluation" not in visit.page.inner_text("body")  # MLflow's side for language models' traces
 
 

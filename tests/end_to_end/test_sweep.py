@@ -103,8 +103,8 @@ def test_the_page_the_summary_and_the_last_screen_are_there(config: SweepConfig,
     again = run_well("sweep", config, "--run", NAME)  # nothing is missing, so nothing is run
     assert again.lines[-3:] == [
         f"results  {folder}",
-        f"mlflow   python -m raystride.pipelines.record.ui --storage {config.storage}",
-        f"next     python ray_jobs/train.py --config {folder}/recommended.yaml --storage {config.storage}",
+        f"mlflow   raystride ui --storage {config.storage}",
+        f"next     raystride train --config {folder}/recommended.yaml --storage {config.storage}",
     ]
     assert any(line.startswith("compare  http") for line in again.lines)
 

@@ -122,10 +122,10 @@ def _train_and_hang(config: Config, screen: Path) -> None:
     import torch
 
     from raystride.pipelines.config.parse import Parsed
-    from raystride.pipelines.launch import session
+    from raystride.pipelines.launch import driver
     from raystride.pipelines.launch.driver import run_training
 
-    session.LEAVE_S = 0.5
+    driver.LEAVE_S = 0.5
     for_ever = threading.Event()
     begun: list[float] = []
 

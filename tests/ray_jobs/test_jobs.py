@@ -58,7 +58,7 @@ def test_a_training_ends_with_its_summary_and_three_lines(config: Config, traine
     for key in ("val_loss", "train_loss", "tokens_per_second", "seconds_to_first_step", "parameters_sha256"):
         assert figures[key], key
     assert f"results  {run_folder(config, 'trained')}" in trained.lines
-    assert "ray_jobs/evaluate.py --run trained" in trained.lines[-1]
+    assert "raystride evaluate --run trained" in trained.lines[-1]
 
 
 def test_a_complete_run_says_so_and_how_to_go_on(config: Config, trained: Outcome) -> None:
@@ -196,7 +196,7 @@ def test_generate_writes_after_the_prompt(config: Config) -> None:
 @pytest.mark.usefixtures("trained")
 def test_generate_refuses_what_is_not_there(config: Config) -> None:
     _is_refused(_generate(config, "--run", "nobody"), "--run nobody", "trained")
-    _is_refused(_generate(config), "run is ''", "runs.py list")
+    _is_refused(_generate(config), "run is ''", "raystride runs list")
     _is_refused(_generate(config, "--run", "trained", "--checkpoint", "first"), "checkpoint", "best", "last")
     _is_refused(_generate(config, "--run", "trained", "--promt", "x"), "promt", "prompt")
 

@@ -87,7 +87,7 @@ def test_it_joins_the_runs_record_and_a_server_that_is_away_loses_nothing(traine
     away = Record(mlflow_uri="http://127.0.0.1:9")
     problem = keep(scored, "test", run, 6, away, trained)
     assert problem
-    assert "runs.py replay labels" in problem
+    assert "raystride runs replay labels" in problem
     metrics = run.read_json("summary.json")["metrics"]
     assert metrics["val_accuracy"] == 0.5
     assert metrics["test_accuracy"] == scored.metrics["accuracy"]

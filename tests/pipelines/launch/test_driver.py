@@ -7,7 +7,7 @@ import pytest
 from raystride.pipelines.config import Data, Launch, Model, Validation
 from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.launch.driver import run_training
-from raystride.pipelines.launch.session import WRONG_SETTINGS
+from raystride.pipelines.launch.exit_codes import WRONG_SETTINGS
 from tests.tiny import tiny, write_text
 
 

@@ -1,4 +1,4 @@
-"""Links to MLflow's pages and Ray's, the description of a run, and what `runs.py compare` makes of them."""
+"""Links to MLflow's pages and Ray's, the description of a run, and what `raystride runs compare` makes of them."""
 
 import json
 from pathlib import Path
@@ -9,10 +9,10 @@ from raystride.pipelines.config import Config, Optimizer
 from raystride.pipelines.config.parse import to_yaml
 from raystride.pipelines.config.run import Record
 from raystride.pipelines.files import Folder
+from raystride.pipelines.launch import runs
 from raystride.pipelines.record import Recorder, Sender
 from raystride.pipelines.record.links import NOTE_TAG, VIEW, VIEW_TAG, comparison_link, job_link, run_link, runs_link
 from raystride.pipelines.record.mlflow_log import database
-from raystride.ray_jobs import runs
 from tests.pipelines.record.conftest import only_run
 
 TAGS = {"strategy": "ddp", "workers": "2", "device": "cpu", "ray_job_id": "raysubmit_x", "commit": "0123456789abcdef"}
@@ -72,7 +72,7 @@ def test_mlflow_has_the_table_and_a_description_that_a_person_may_replace(
     assert "model.width" not in said  # the same in both
     assert f"http://127.0.0.1:5077/#/compare-runs?runs=[%22{ids[0]}%22,%22{ids[1]}%22]" in said
     assert f"viewStateShareKey={VIEW}" in said
-    assert f"python -m raystride.pipelines.record.ui --storage {storage} --port 5077" in said
+    assert f"raystride ui --storage {storage} --port 5077" in said
 
     client.set_tag(run.info.run_id, NOTE_TAG, "my own words")
     record(storage, "slow", 0.125)

@@ -96,7 +96,7 @@ def test_a_server_that_is_killed_and_comes_back_lacks_nothing(
     began = time.monotonic()
     summary = recorder.finish("finished")
     assert time.monotonic() - began < 5.0
-    assert f"runs.py replay {name} --storage {storage}" in recorder.state()["warnings"][-1]
+    assert f"raystride runs replay {name} --storage {storage}" in recorder.state()["warnings"][-1]
     os.killpg(second.pid, signal.SIGCONT)
     assert runs.main(["replay", name, "--storage", storage.uri]) == 0
     run = only_run(storage, name)

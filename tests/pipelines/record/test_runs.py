@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from raystride.pipelines.launch import runs
 from raystride.pipelines.launch.owner import Owner
-from raystride.ray_jobs import runs
 
 
 @pytest.fixture

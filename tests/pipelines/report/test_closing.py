@@ -14,19 +14,19 @@ def summary(status: str = "finished", **given: object) -> dict[str, object]:
     return build_summary("small-1f3a", status, {}, given)
 
 
-@pytest.mark.parametrize(("status", "job"), [("finished", "generate.py"), ("stopped", "train.py"), ("failed", "train.py")])
+@pytest.mark.parametrize(("status", "job"), [("finished", "generate"), ("stopped", "train"), ("failed", "train")])
 def test_the_last_three_lines_say_where_and_what_next(status: str, job: str) -> None:
     text = closing_screen(summary(status, mlflow_run_id="abc"), FOLDER, "a curve", "a sample")
     last = text.splitlines()[-3:]
     assert last[0] == "results  /data/runs/small-1f3a"
-    assert last[1] == "mlflow   python -m raystride.pipelines.record.ui --storage /data/runs"
-    settings = "--config /data/runs/small-1f3a/config.yaml " if job == "train.py" else ""
-    assert last[2].startswith(f"next     python ray_jobs/{job} {settings}--run small-1f3a --storage /data/runs")
+    assert last[1] == "mlflow   raystride ui --storage /data/runs"
+    settings = "--config /data/runs/small-1f3a/config.yaml " if job == "train" else ""
+    assert last[2].startswith(f"next     raystride {job} {settings}--run small-1f3a --storage /data/runs")
 
 
 def test_what_writes_no_text_is_evaluated() -> None:
     line = closing_screen(summary(), FOLDER).splitlines()[-1]
-    assert line == "next     python ray_jobs/evaluate.py --run small-1f3a --storage /data/runs --split validation"
+    assert line == "next     raystride evaluate --run small-1f3a --storage /data/runs --split validation"
 
 
 def test_a_tracking_server_is_linked_and_a_missing_one_is_said() -> None:

@@ -12,7 +12,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from raystride.pipelines.sources import embedded
-from raystride.pipelines.sources.registry import REGISTERED
+from raystride.pipelines.sources.registry import registered_sources
 from tests.pipelines.conftest import rows, settings
 from tests.pipelines.prepare.tasks import Labelled, Pictures, made, pairs
 
@@ -76,7 +76,7 @@ def test_a_reversal_is_the_other_words_backwards() -> None:
 
 
 def test_they_are_sources_under_their_names(tmp_path: Path) -> None:
-    assert {"packages", "docstrings", "digits", "reversal"} <= set(REGISTERED)
+    assert {"packages", "docstrings", "digits", "reversal"} <= set(registered_sources())
     result = made(Labelled, settings("packages", validation_fraction=0.1), tmp_path)
     training, validation = ({tuple(row["ids"]) for row in rows(result, split)} for split in ("train", "validation"))
     assert not training & validation

@@ -167,7 +167,7 @@ def test_places_that_are_not_there(tmp_path: Path, run: Prepare) -> None:
     ]:
         with pytest.raises(DataError, match=reason):
             run(place)
-    with pytest.raises(DataError, match=r"not registered in .*: arithmetic"):
+    with pytest.raises(DataError, match=r"not registered by a module in plugins; registered are: arithmetic"):
         run("arithmetics", kind="registered")
 
 
@@ -208,7 +208,7 @@ def test_many_faults_are_counted_and_some_named(tmp_path: Path, run: Prepare) ->
 def test_a_registered_function_that_raises(run: Prepare) -> None:
     from collections.abc import Iterator
 
-    from raystride.pipelines.sources.registry import REGISTERED, register_source
+    from raystride.pipelines.plugins import SOURCES, register_source
 
     @register_source("breaks")
     def breaks() -> Iterator[str]:
@@ -221,4 +221,4 @@ def test_a_registered_function_that_raises(run: Prepare) -> None:
         ):
             run("breaks")
     finally:
-        del REGISTERED["breaks"]
+        del SOURCES["breaks"]

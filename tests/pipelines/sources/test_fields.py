@@ -140,7 +140,7 @@ def test_a_source_without_the_columns_says_what_would_have_them(tmp_path: Path) 
 def test_registered_functions_yield_tuples_and_dicts(tmp_path: Path) -> None:
     from collections.abc import Iterator
 
-    from raystride.pipelines.sources.registry import REGISTERED, register_source
+    from raystride.pipelines.plugins import SOURCES, register_source
 
     @register_source("mails")
     def mails() -> Iterator[Any]:
@@ -160,7 +160,7 @@ def test_registered_functions_yield_tuples_and_dicts(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"document 1: is 1 values for the columns text, label; yield a tuple"):
             made(Labelled, settings("lonely"), tmp_path)
     finally:
-        del REGISTERED["mails"], REGISTERED["lonely"]
+        del SOURCES["mails"], SOURCES["lonely"]
 
 
 def with_images(folder: Path, form: str) -> Path:

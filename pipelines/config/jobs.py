@@ -1,0 +1,85 @@
+"""Settings of the jobs that work with a trained model."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from raystride.pipelines.config.data import SourceKind
+from raystride.pipelines.config.run import Answering, Finished, Launch, Sample
+from raystride.pipelines.config.section import Section, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestData(Section):
+    """What the run does not know of its data."""
+
+    name: ClassVar[str] = "data"
+
+    test_source: str | None = setting(None)
+    """The source of the test set, where the run's settings name none, or another one; in the form of `data.source`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(Answering):
+    """Which run's model, and on what."""
+
+    split: Literal["test", "validation", "train"] = setting("test")
+    """Which documents: those of `data.test_source`, or those that the run validated or trained on."""
+    data: TestData = TestData()
+    """The test set."""
+    launch: Launch = Launch()
+    """Where the workers run; `--launch inline` answers in this process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predict(Answering):
+    """What to answer, and where to."""
+
+    input: str | None = setting(None)
+    """Path, glob or URI of text files (a line a question), JSON lines, CSV, Parquet or folders of images, or a Hugging Face
+    dataset."""
+    output: str | None = setting(None)
+    """Folder or URI that the answers go to."""
+    text: str | None = setting(None)
+    """One question instead, answered on the terminal; for images, the path of one."""
+    kind: SourceKind = setting("auto")
+    """What the input is; `auto` sees it from its name and its files."""
+    encoding: str = setting("utf-8")
+    """How the input's text, JSON or CSV is encoded, as Python names it."""
+    column: str | None = setting(None)
+    """The column (or JSON key) that holds the questions, where it is not called as in training."""
+    format: Literal["parquet", "jsonl"] = setting("parquet")
+    """What the answers are written as."""
+    sample: Sample = Sample()
+    """How a language model continues texts."""
+    launch: Launch = Launch()
+    """Where the workers run; `--launch inline` answers in this process."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.text is None) == (self.input is None):
+            raise self.error("input", "must name what to answer, or --text one question, not both or neither")
+        if self.input is not None and not self.output:
+            raise self.error("output", "must name a folder for the answers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate(Finished):
+    """What to write, and with which run's model."""
+
+    prompt: tuple[str, ...] | str = setting("")
+    """What the text starts with; a list such as '["def ", "class "]' writes several side by side."""
+    sample: Sample = Sample()
+    """How it is written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(Finished):
+    """Which run's model, and for whom."""
+
+    to: Literal["hugging_face", "mlflow"] = setting("hugging_face")
+    """Whose layout: that of Hugging Face's Llama, Qwen2, Qwen3 or GPT-2, in safetensors; or an MLflow model, which is logged
+    to the run as well."""
+    folder: str | None = setting(None)
+    """Folder or URI to write to; None: `export/` and the layout's name in the run's folder."""
+    sample: Sample = Sample()
+    """How a language model that MLflow serves continues texts."""

@@ -1,0 +1,37 @@
+"""Exit codes of every job, and what becomes of the errors that a user can cause: a line, and one of these codes.
+
+sys.exit(guarded(lambda: run(settings)))
+"""
+
+import errno
+import sys
+from collections.abc import Callable
+
+from raystride.pipelines.cluster.cluster import CannotRun
+from raystride.pipelines.config import SettingError
+from raystride.pipelines.launch.failure import TrainingFailed, remedies
+from raystride.pipelines.sources.faults import DataError
+
+DONE, FAILED, WRONG_SETTINGS, CANNOT_RUN = range(4)
+"""Done; the training failed; settings or data are wrong; the cluster, or a disk, cannot do it."""
+DISK_REFUSES = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM)
+"""A storage that takes no files, before a training has begun that would say so on its own screen."""
+
+
+def guarded(job: Callable[[], int]) -> int:
+    """Runs a job; what a user can cause becomes a line and an exit code."""
+    try:
+        return job()
+    except TrainingFailed:  # its screen has been shown
+        return FAILED
+    except (SettingError, DataError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG_SETTINGS
+    except CannotRun as error:
+        print(f"error: {error}", file=sys.stderr)
+        return CANNOT_RUN
+    except OSError as error:
+        if error.errno not in DISK_REFUSES:
+            raise
+        print("\n  try: ".join([f"error: {error}", *remedies(error)]), file=sys.stderr)
+        return CANNOT_RUN

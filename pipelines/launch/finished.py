@@ -1,0 +1,112 @@
+"""The jobs on a finished run: scores, answers and exports, on a cluster or in this process.
+
+scored, problem = evaluate_run(settings)                  # config.jobs.Evaluate
+answers = answer_questions(settings, ["What is the longest river?"])
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from raystride.pipelines.cluster.answering import answerers
+from raystride.pipelines.config import SettingError
+from raystride.pipelines.config.jobs import Evaluate, Export, Predict
+from raystride.pipelines.files import Folder
+from raystride.pipelines.launch.owner import read_owner
+
+if TYPE_CHECKING:
+    from raystride.pipelines.evaluate.evaluation import Scored
+    from raystride.pipelines.evaluate.opening import Opened
+    from raystride.pipelines.evaluate.prediction import Predicted
+
+Echo = Callable[[str], None]
+
+
+def evaluate_run(settings: Evaluate, echo: Echo = print) -> "tuple[Scored, str | None]":
+    """Scores the run on the split and keeps the scores in its record; also why MLflow lacks them, if it does.
+
+    Raises SettingError, DataError, CannotRun.
+    """
+    from raystride.pipelines.evaluate.evaluation import evaluate
+    from raystride.pipelines.evaluate.opening import choose
+    from raystride.pipelines.evaluate.recording import keep
+
+    storage = Folder.at(settings.storage)
+    run = storage / settings.run
+    owner = read_owner(run)
+    if owner and owner.alive:
+        raise SettingError(f"--run {settings.run} is being trained by process {owner.pid} on {owner.host}: wait for its end")
+    chosen = choose(storage, settings.run, settings.checkpoint, settings.average)
+    if settings.data.test_source:
+        data = replace(chosen.config.data, test_source=settings.data.test_source)
+        chosen = replace(chosen, config=replace(chosen.config, data=data))
+    with answerers(settings, settings.launch) as run_parts:
+        scored = evaluate(chosen, settings, settings.split, run, run_parts, echo=echo)
+    problem = keep(scored, settings.split, run, chosen.step, chosen.config.record, storage)
+    return replace(scored, logged=chosen.config.record.mlflow and not problem), problem
+
+
+def predict_files(settings: Predict, echo: Echo = print) -> "Predicted":
+    """Answers `settings.input` into files below `settings.output`. Raises SettingError, DataError, CannotRun."""
+    from raystride.pipelines.evaluate.opening import choose
+    from raystride.pipelines.evaluate.prediction import predict
+
+    chosen = choose(Folder.at(settings.storage), settings.run, settings.checkpoint, settings.average)
+    with answerers(settings, settings.launch) as run_parts:
+        predicted = predict(
+            chosen,
+            settings,
+            settings.input or "",
+            Folder.at(settings.output or ""),
+            run_parts,
+            kind=settings.kind,
+            encoding=settings.encoding,
+            column=settings.column,
+            form=settings.format,
+            sample=settings.sample,
+            echo=echo,
+        )
+    return replace(predicted, step=chosen.step)
+
+
+def answer_questions(settings: Predict, questions: Sequence[Any]) -> list[dict[str, Any]]:
+    """Answers questions in this process, in order; one of several columns is a tuple. Raises SettingError."""
+    from raystride.pipelines.evaluate.answering import Answerer
+    from raystride.pipelines.evaluate.opening import choose
+    from raystride.pipelines.sources.faults import Fault
+    from raystride.pipelines.sources.fields import document
+
+    chosen = choose(Folder.at(settings.storage), settings.run, settings.checkpoint, settings.average)
+    answerer = Answerer(chosen.with_beams(settings.beams).open(), settings, settings.sample)
+    columns = answerer.task.asked
+
+    def examples() -> Iterator[Any]:
+        for question in questions:
+            values = list(question) if isinstance(question, tuple) else [question]
+            piece = next(document(values, "the question", columns[: len(values)]), Fault("the question", "is empty"))
+            if isinstance(piece, Fault):
+                raise SettingError(f"the question {question!r} {piece.reason}")
+            yield from answerer.examples(piece)
+
+    try:
+        return list(answerer.answers(examples()))
+    except ValueError as error:
+        if isinstance(error, SettingError):
+            raise
+        raise SettingError(f"a question cannot be answered: it {error}") from error
+
+
+def export_run(settings: Export) -> "tuple[Folder, Opened]":
+    """Writes the run's model in the layout that is asked for; the folder, and what was opened. Raises SettingError."""
+    from raystride.pipelines.evaluate.opening import open_run
+
+    storage = Folder.at(settings.storage)
+    opened = open_run(storage, settings.run, settings.checkpoint, settings.average)
+    target = Folder.at(settings.folder) if settings.folder else storage / settings.run / "export" / settings.to
+    if settings.to == "mlflow":
+        from raystride.pipelines.evaluate.mlflow_model import write_mlflow_model
+
+        return write_mlflow_model(opened, target, settings.sample), opened
+    from raystride.pipelines.evaluate.export import export_hugging_face
+
+    return export_hugging_face(opened, target), opened

@@ -1,0 +1,95 @@
+"""What a training shows while it runs and when it ends: to people on a terminal, or to a program nothing but warnings.
+
+screen = Screen()                                         # or Quiet()
+screen.line("run lm_python-1f3a90c2 in /home/me/runs")
+with screen.progress() as progress: progress.update(recorder.state())
+"""
+
+import logging
+import sys
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from raystride.pipelines.launch.progress import Progress
+
+
+class Shown(Protocol):
+    """A live line, as `Progress` draws it."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def update(self, state: dict[str, Any]) -> None:
+        """Shows what `Recorder.state()` tells."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Writes a line that stays."""
+        ...
+
+    def close(self) -> None:
+        """Ends the line."""
+        ...
+
+
+class Screen:
+    """Lines on standard output, warnings and failures on standard error."""
+
+    seen = True
+    """Whether anybody sees it."""
+
+    def line(self, text: str) -> None:
+        """Says something."""
+        print(text, flush=True)
+
+    def warning(self, text: str) -> None:
+        """Says that something is not as it should be."""
+        print(f"warning: {text}", file=sys.stderr)
+
+    def failure(self, text: str) -> None:
+        """Shows why a training failed."""
+        print(text, file=sys.stderr)
+
+    def progress(self) -> Shown:
+        """The live line of a training."""
+        return Progress()
+
+
+class Quiet(Screen):
+    """For programs: warnings go to the logger `raystride`, failures are raised, all else is in what a call returns."""
+
+    seen = False
+
+    def line(self, text: str) -> None:
+        """Nothing."""
+
+    def warning(self, text: str) -> None:
+        """Logs it."""
+        logging.getLogger("raystride").warning(text)
+
+    def failure(self, text: str) -> None:
+        """Nothing."""
+
+    def progress(self) -> Shown:
+        """A line that nobody sees."""
+        return _Unseen()
+
+
+class _Unseen:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        pass
+
+    def update(self, state: dict[str, Any]) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

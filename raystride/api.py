@@ -1,0 +1,160 @@
+"""What people call from Python: the jobs as functions that return what they made and raise what went wrong.
+
+    run = train("classify_trec", {"data.source": "tickets", "train.steps": 500}, run="mine")
+    predict(run, ["What is the longest river?"])[0]["label"]
+
+`config` is a preset's name, a YAML file, a mapping or a `Config`; `settings` go over it, by full names (`train.steps`) or
+nested. All functions raise SettingError for what is wrong with settings, before anything starts, and DataError for data.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from raystride.pipelines.cluster.cluster import CannotRun, cluster
+from raystride.pipelines.config import Config, Sample, SettingError
+from raystride.pipelines.config.jobs import Evaluate, Export, Generate, Predict
+from raystride.pipelines.config.parse import configured
+from raystride.pipelines.files import Folder
+from raystride.pipelines.launch import driver
+from raystride.pipelines.launch.place import locate
+from raystride.pipelines.launch.screen import Quiet, Screen
+from raystride.run import Run
+
+if TYPE_CHECKING:
+    from raystride.pipelines.evaluate.evaluation import Scored
+    from raystride.pipelines.evaluate.prediction import Predicted
+    from raystride.pipelines.launch.preflight import Check
+    from raystride.pipelines.prepare.prepare import Prepared
+    from raystride.pipelines.sweep.answer import Answer
+
+Settings = Mapping[str, Any]
+Given = str | Settings | Config
+
+
+def train(
+    config: Given, settings: Settings | None = None, *, run: str | None = None, storage: str = "runs", progress: bool = False
+) -> Run:
+    """Trains, or goes on with a run of that name; returns it.
+
+    It joins a Ray that is initialised already and leaves it running, else starts one for itself (none with
+    `launch.mode inline`). `progress` shows what the job shows. Off the main thread Ctrl-C is the caller's.
+    Raises CannotRun where the cluster cannot run it, TrainingFailed (rank, step, cause, remedies) where the training ended
+    by an error; everything up to its newest checkpoint is kept.
+    """
+    located, place = _located(config, settings, run, storage)
+    tool = located.profile.tool
+    if tool == "ncu" or (tool == "nsys" and located.launch.mode == "inline"):
+        raise located.profile.error("tool", "has to start the process itself: use the command, `raystride train`")
+    driver.train(_beside_others(located), place, Screen() if progress else Quiet())
+    return Run(str(located.run), place / str(located.run))
+
+
+def prepare(config: Given, settings: Settings | None = None, *, storage: str = "runs", progress: bool = False) -> "Prepared":
+    """Prepares the data alone; the folder and its manifest."""
+    located, place = _located(config, settings, None, storage)
+    with nullcontext() if located.launch.mode == "inline" else cluster(located.launch):
+        return driver.prepare_data(located, place, Screen() if progress else Quiet())
+
+
+def check(config: Given, settings: Settings | None = None, *, storage: str = "runs") -> "list[Check]":
+    """What the preflight looks at before a training starts: name, whether it passed, what was found, the remedy."""
+    located, place = _located(config, settings, None, storage)
+    with nullcontext() if located.launch.mode == "inline" else cluster(located.launch):
+        return driver.checks_for(located, place, *driver.resources_for(located))
+
+
+def sweep(
+    config: Given, settings: Settings | None = None, *, run: str | None = None, storage: str = "runs", progress: bool = False
+) -> "Answer":
+    """Measures what is missing of a sweep; its answer: `results`, `best`, `recommended` (YAML), `text`."""
+    from raystride.pipelines.config.sweep import SweepConfig
+    from raystride.pipelines.sweep.driver import located, run_trials
+
+    parsed = configured(SweepConfig, config, _placed(settings, run, storage))
+    return run_trials(*located(parsed), Screen() if progress else Quiet())
+
+
+def evaluate(run: Run | str, split: str = "test", settings: Settings | None = None, *, storage: str = "runs") -> "Scored":
+    """Scores a run's model on `train`, `validation` or `test` documents: metrics with intervals, and where the files lie."""
+    from raystride.pipelines.launch.finished import evaluate_run
+
+    given = _of_run(run, storage) | {"split": split} | dict(settings or {})
+    scored, problem = evaluate_run(configured(Evaluate, given).settings, echo=_nothing)
+    if problem:
+        Quiet().warning(problem)
+    return scored
+
+
+def predict(
+    run: Run | str, questions: Sequence[Any] | None = None, settings: Settings | None = None, *, storage: str = "runs"
+) -> "list[dict[str, Any]] | Predicted":
+    """Answers questions with a run's model.
+
+    `questions` are texts (or data URIs and paths of images), answered here and in order: a mapping each, such as text,
+    label, probability. Without them the settings name files, `{"input": "mails.csv", "output": "answers"}`, which all
+    workers (with `launch.mode inline` this process) answer into files.
+    """
+    from raystride.pipelines.launch.finished import answer_questions, predict_files
+
+    given = _of_run(run, storage) | dict(settings or {})
+    if questions is None:
+        return predict_files(configured(Predict, given).settings, echo=_nothing)
+    return answer_questions(configured(Predict, given | {"text": ""}).settings, questions)
+
+
+def generate(run: Run | str, prompt: str = "", settings: Settings | None = None, *, storage: str = "runs") -> str:
+    """What a run's language model writes after the prompt; settings as `{"sample.tokens": 100}`."""
+    from raystride.pipelines.evaluate.opening import open_run
+    from raystride.pipelines.evaluate.writing import write_text
+
+    given = configured(Generate, _of_run(run, storage) | dict(settings or {})).settings
+    opened = open_run(Folder.at(given.storage), given.run, given.checkpoint, given.average)
+    sample: Sample = replace(given.sample, prompt=prompt)
+    return "".join(write_text(opened.decoder, opened.task, sample))
+
+
+def export(
+    run: Run | str,
+    to: str = "hugging_face",
+    folder: str | None = None,
+    settings: Settings | None = None,
+    *,
+    storage: str = "runs",
+) -> str:
+    """Writes a run's model for other programs, `hugging_face` or `mlflow`; the folder that it lies in."""
+    from raystride.pipelines.launch.finished import export_run
+
+    given = _of_run(run, storage) | {"to": to, "folder": folder} | dict(settings or {})
+    return str(export_run(configured(Export, given).settings)[0])
+
+
+def _located(config: Given, settings: Settings | None, run: str | None, storage: str) -> tuple[Config, Folder]:
+    return locate(configured(Config, config, _placed(settings, run, storage)))
+
+
+def _placed(settings: Settings | None, run: str | None, storage: str) -> dict[str, Any]:
+    return dict(settings or {}) | ({"run": run} if run else {}) | {"storage": storage}
+
+
+def _of_run(run: Run | str, storage: str) -> dict[str, Any]:
+    return {"run": run.name, "storage": run.storage} if isinstance(run, Run) else {"run": run, "storage": storage}
+
+
+def _beside_others(config: Config) -> Config:
+    """A Ray that the caller has initialised may span hosts, for which the trainer that starts fast is not made."""
+    if "ray" in sys.modules and config.launch.mode == "ray":
+        import ray
+
+        if ray.is_initialized():
+            return replace(config, launch=replace(config.launch, lean=False))
+    return config
+
+
+def _nothing(_: str) -> None:
+    pass
+
+
+__all__ = ["CannotRun", "SettingError", "check", "evaluate", "export", "generate", "predict", "prepare", "sweep", "train"]
