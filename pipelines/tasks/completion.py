@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raystride.model.shape import IGNORED
 from raystride.pipelines.tasks.language_model import LanguageModel
 from raystride.pipelines.tasks.padding import pad
-from raystride.pipelines.tasks.task import Column, Document, Inputs, Rows
+from raystride.pipelines.tasks.task import IGNORED, Column, Document, Inputs, Rows
 from raystride.pipelines.tokenizers.training import read_chat
 
 if TYPE_CHECKING:

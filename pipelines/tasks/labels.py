@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raystride.model.shape import IGNORED
 from raystride.pipelines.config import SettingError
-from raystride.pipelines.tasks.task import Column, Document, Facts, Inputs, Rows, Task, mean
+from raystride.pipelines.tasks.task import IGNORED, Column, Document, Facts, Inputs, Rows, Task, mean
 
 if TYPE_CHECKING:
     import torch

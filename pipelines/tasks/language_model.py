@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raystride.model.shape import IGNORED
 from raystride.pipelines.tasks.row_losses import row_losses
-from raystride.pipelines.tasks.task import Document, Inputs, Rows, Task, Window, mean
+from raystride.pipelines.tasks.task import IGNORED, Document, Inputs, Rows, Task, Window, mean
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ sums, counts = row_losses(model.logits, model.hidden(ids), targets)      # (B), 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from raystride.model.shape import IGNORED
+from raystride.pipelines.tasks.task import IGNORED
 
 if TYPE_CHECKING:
     import torch

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 import numpy as np
 
+from raystride.model.shape import IGNORED as IGNORED
 from raystride.pipelines.config import Config
 
 if TYPE_CHECKING:

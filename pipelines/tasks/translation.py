@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raystride.model.shape import IGNORED, translator_flops_per_token
+from raystride.model.shape import translator_flops_per_token
 from raystride.pipelines.config import Config
 from raystride.pipelines.tasks.overlap import Overlap
 from raystride.pipelines.tasks.padding import pad
 from raystride.pipelines.tasks.row_losses import row_losses
-from raystride.pipelines.tasks.task import Column, Document, Encoders, Facts, Inputs, Rows, Task
+from raystride.pipelines.tasks.task import IGNORED, Column, Document, Encoders, Facts, Inputs, Rows, Task
 
 if TYPE_CHECKING:
     import torch

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from raystride.model.shape import IGNORED
 from raystride.pipelines.config import Config, Model, Objective, SettingError, Tokenizer
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tasks.classification import Classification
 from raystride.pipelines.tasks.labels import scores
+from raystride.pipelines.tasks.task import IGNORED
 from raystride.pipelines.tokenizers.alphabets import ByteEncoder, CharacterEncoder
 
 LETTERS = CharacterEncoder("abcdefgh")

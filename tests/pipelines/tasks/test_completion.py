@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystride.model.shape import IGNORED
 from raystride.pipelines.config import Config, Model, Tokenizer
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tasks.completion import Completion
+from raystride.pipelines.tasks.task import IGNORED
 from raystride.pipelines.tokenizers.alphabets import ByteEncoder
 
 END = ByteEncoder.end_id

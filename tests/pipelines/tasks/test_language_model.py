@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystride.model.shape import IGNORED
 from raystride.model.transformer import Decoder
 from raystride.pipelines.config import Config, Model
 from raystride.pipelines.feed.samples import windows_in
 from raystride.pipelines.tasks import Task, build_task
 from raystride.pipelines.tasks.language_model import LanguageModel
+from raystride.pipelines.tasks.task import IGNORED
 from raystride.pipelines.tokenizers.alphabets import ByteEncoder
 
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from raystride.model.shape import IGNORED
 from raystride.model.transformer import Decoder
 from raystride.model.translator import Translator
 from raystride.pipelines.config import Model
 from raystride.pipelines.tasks import row_losses as module
 from raystride.pipelines.tasks.row_losses import row_losses
+from raystride.pipelines.tasks.task import IGNORED
 
 TARGETS = torch.tensor([[3, 1, IGNORED], [2, 2, 5], [IGNORED, IGNORED, IGNORED], [4, 0, 1]])
 IDS = torch.tensor([[1, 2, 0], [5, 3, 2], [1, 1, 1], [0, 6, 4]])

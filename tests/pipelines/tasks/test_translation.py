@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystride.model.shape import IGNORED
 from raystride.pipelines.config import Config, Model, Tokenizer
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tasks.overlap import Overlap
+from raystride.pipelines.tasks.task import IGNORED
 from raystride.pipelines.tasks.translation import Translation
 from raystride.pipelines.tokenizers.alphabets import CharacterEncoder
 
