@@ -2,6 +2,7 @@
 # make test       install, then run the tests
 # make test-of X  the tests of one room or package: make test-of feed, make test-of NAME=triton_kernels
 # make test-processors  the same three times, as on other processors: either product, and neither AVX-512 nor AMX
+# make test-ray-next  what touches Ray, with the newest Ray that pyproject.toml admits, in an environment of its own
 # make install    make .venv and install Raystride and what its developers need into it
 # make ui         the MLflow UI over the runs in runs/
 # make pictures   the pictures of docs/, from two trainings and a browser: some five minutes
@@ -13,9 +14,10 @@ PYTHON ?= python3
 VENV := .venv
 STORAGE ?= runs
 RUN := $(VENV)/bin/python
+NEXT := .venv-ray-next
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help install train test test-of test-processors ui pictures sanitize lint
+.PHONY: help install train test test-of test-processors test-ray-next ui pictures sanitize lint
 .DEFAULT_GOAL := train
 
 help:
@@ -61,6 +63,18 @@ test-processors:
 	RAYSTRIDE_LINEAR=torch $(MAKE) test
 	RAYSTRIDE_LINEAR=onednn $(MAKE) test
 	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(MAKE) test
+
+test-ray-next: $(NEXT)/.installed
+	@$(NEXT)/bin/python -c 'import ray; print("testing with Ray", ray.__version__)'
+	@$(NEXT)/bin/python -m pytest tests/pipelines/cluster tests/pipelines/launch
+
+# Ray alone may be another than constraints.txt says: what else were new would hide whose change a failure is.
+$(NEXT)/.installed: pyproject.toml constraints.txt
+	@echo "installing into $(NEXT): some 3 GB, two minutes where the index is near"
+	@$(PYTHON) -m venv $(NEXT)
+	@grep -v '^ray==' constraints.txt > $(NEXT)/constraints.txt
+	@$(NEXT)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -c $(NEXT)/constraints.txt -e ".[dev]"
+	@touch $@
 
 ui: $(VENV)/.installed
 	@$(RUN) -m raystride.pipelines.record.ui --storage $(STORAGE)

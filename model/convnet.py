@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from raystride.model.linear import Linear, use_onednn
-from raystride.model.loss import IGNORED, cross_entropy
-from raystride.model.shape import convnet_flops
+from raystride.model.loss import cross_entropy
+from raystride.model.shape import IGNORED, convnet_flops
 from raystride.triton_kernels.mse import mse
 from raystride.triton_kernels.relu import relu
 

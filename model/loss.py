@@ -6,8 +6,7 @@ loss_sum, counted = cross_entropy(logits, targets, label_smoothing=0.1)
 import torch
 import torch.nn.functional as F
 
-IGNORED = -100
-"""A target that does not count."""
+from raystride.model.shape import IGNORED
 
 
 def cross_entropy(

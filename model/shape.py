@@ -8,6 +8,9 @@
 from itertools import pairwise
 from typing import Literal, Protocol
 
+IGNORED = -100
+"""The target that every loss leaves out; PyTorch's own default."""
+
 
 class DecoderShape(Protocol):
     """Sizes and choices of a decoder; `raystride.pipelines.config.Model` documents each."""

@@ -57,6 +57,15 @@ def test_a_folder_imported_by_its_own_name_says_the_right_one(package: str) -> N
     assert done.stderr.rstrip().splitlines()[-1].startswith(f"ImportError: import raystride.{package}, not {package}")
 
 
+@pytest.mark.parametrize("path", MODULES, ids=_id)
+def test_one_file_reaches_into_private_parts_of_ray(path: Path) -> None:
+    """By import, by name in a text, or by a name of Ray's that no page of its documentation has."""
+    private = re.findall(
+        r"\bray\.[\w.]*\b_\w+|_raylet|ray\.core\b|ray\.train\.v2|__internal|_JSON_ENV_VAR", path.read_text()
+    )
+    assert not private or path == ROOT / "pipelines" / "cluster" / "internals.py"
+
+
 @cache
 def _graph() -> dict[str, set[str]]:
     """Modules of `pipelines`, and which of them each imports, at its top or inside a function."""

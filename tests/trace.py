@@ -1,4 +1,4 @@
-"""One sample's way through the house: the files of ours that it enters from its shard to its record, and how often it returns.
+"""One sample's way through the house: the files of ours that it enters between its shard and its record.
 
 One inline step of a small language model and its record, watched by `sys.setprofile` and `threading.setprofile`:
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from raystride.pipelines.cluster.internals import free_by_node, tell_of_nodes
 from raystride.pipelines.cluster.recorder_handle import RecorderHandle
 from raystride.pipelines.cluster.resources import Share
 
@@ -40,7 +41,7 @@ def train_elastic(fit: Fit, share: Share, recorder: RecorderHandle, every_s: flo
         if not (growth.most and summary.get("ending") == "stopped" and recorder.end_resize()):
             break
         most = growth.most
-        tell_of_nodes()
+        tell_of_nodes(True, recorder.warn)
     return summary
 
 
@@ -67,7 +68,7 @@ class Growth:
             with suppress(Exception):  # the recorder may be starting again, or Ray be busy: the next look will do
                 nodes = alive_nodes()
                 if nodes != known:
-                    tell_of_nodes()
+                    tell_of_nodes(self._recorder.workers() > 0, self._recorder.warn)
                     known = nodes
                 if time.monotonic() - looked >= self._every_s:
                     looked = time.monotonic()
@@ -77,7 +78,8 @@ class Growth:
         """Asks for the stop where there is room. None is looked for while no group trains: its own places seem free then."""
         workers = self._recorder.workers()
         if workers and workers < self._share.workers:
-            more = min(self._share.workers, workers + places(self._share.per_worker, free_by_node()))
+            per_worker = self._share.per_worker
+            more = min(self._share.workers, workers + places(per_worker, free_by_node(per_worker, self._recorder.warn)))
             if more > workers:
                 self.most = more
                 self._recorder.request_resize(f"room for {more} workers instead of {workers}: saving, to go on with them")
@@ -88,31 +90,8 @@ def places(per_worker: Mapping[str, float], nodes: Iterable[Mapping[str, float]]
     return sum(min(int(free.get(name, 0) // amount) for name, amount in per_worker.items()) for free in nodes)
 
 
-def free_by_node() -> list[Mapping[str, float]]:
-    """What is free on each node; where this version of Ray does not tell, on all of them as if they were one."""
-    import ray
-
-    try:
-        from ray._private.state import available_resources_per_node
-    except ImportError:
-        return [ray.available_resources()]
-    return list(available_resources_per_node().values())
-
-
 def alive_nodes() -> set[str]:
     """The nodes of the cluster by their ids."""
     import ray
 
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-
-
-def tell_of_nodes() -> None:
-    """Has Ray Train look at the nodes now; by itself it does so each 20 s, and asks for places on lost ones until then.
-
-    This reaches into Ray's internals. Where they are not as expected, nothing is told, and the run waits those 20 s.
-    """
-    import ray
-
-    with suppress(Exception):
-        coordinator = ray.get_actor("AutoscalingCoordinator", namespace="AutoscalingCoordinator")
-        ray.get(coordinator.get_reserved_resources.remote("", recompute=True), timeout=5)

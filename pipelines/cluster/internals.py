@@ -1,52 +1,245 @@
-"""A Ray Train trainer without the parts that a run on its own local cluster has no use for; it starts in half the time.
+"""All that reaches into private parts of Ray. Each use is checked before it counts, and has a way to do without.
 
-The stock TorchTrainer imports torch in the driver and in the controller, gives every process an environment of its own (so
-that none of the processes that Ray starts ahead fits), and starts actors that clean up after lost drivers, ask an autoscaler
-for nodes, manage data sets and watch for preemption. On a shared or autoscaled cluster all of that is wanted, and the stock
-trainer is used. Here the workers import torch, and join the process group, by themselves.
+| use                          | without it, after a warning                                                            |
+| ---------------------------- | -------------------------------------------------------------------------------------- |
+| `fast_start_trainer`         | the stock TorchTrainer, which starts in about twice the time                           |
+| `free_by_node`               | what is free in all, counted as if it lay spread in the worst way                      |
+| `tell_of_nodes`              | Ray Train looks at the nodes by itself, each 20 s                                      |
+| `free_places_of_the_dead`    | the public table, where all places are this sweep's; else the sweep is to start again  |
+| `head_place`                 | the node that the driver is on                                                         |
+| `in_submitted_job`           | where the working directory lies                                                       |
+| `submission_id`              | Ray's other number of the job                                                          |
 
-This reaches into Ray's internals. Where they are not as expected, importing this module or making the trainer raises, and
-`trainer.make_trainer` takes the stock trainer; `tests/pipelines/cluster/test_internals.py` holds both to the same results.
+Nothing of Ray is imported before it is asked for: a driver begins without it, and one name that is lost takes one use along.
+`tests/pipelines/cluster/test_internals.py` takes the names away, one by one; `make test-ray-next` asks the newest Ray.
 
-    FastStartTrainer(train_function, scaling_config=..., run_config=...).fit()
+    trainer = fast_start_trainer(function, settings, warn=print) or TorchTrainer(function, **settings)
 """
 
+import inspect
+import json
 import os
 import socket
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-import ray
-from ray.train.backend import Backend, BackendConfig
-from ray.train.v2._internal.callbacks import AcceleratorSetupCallback, BackendSetupCallback
-from ray.train.v2._internal.callbacks.user_callback import UserCallbackHandler
-from ray.train.v2._internal.constants import ENV_VARS_TO_PROPAGATE
-from ray.train.v2._internal.execution.controller import TrainController
-from ray.train.v2._internal.execution.failure_handling import create_failure_policy
-from ray.train.v2._internal.execution.scaling_policy.fixed import FixedScalingPolicy
-from ray.train.v2._internal.util import ObjectRefWrapper
-from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+TRAIN = "ray.train.v2._internal"
+COORDINATOR = "AutoscalingCoordinator"
+"""Name and namespace of the actor that tells Ray Train which nodes there are."""
+HEAD = "node:__internal_head__"
+"""A resource that the head node alone has, 1 of it."""
+LITTLE = 0.001
+JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""What `ray job submit` sets in the environment of the entry point, and the name under which Ray keeps that name."""
+PACKAGES = "/runtime_resources/working_dir_files/"
+"""Where a node unpacks the working directories of jobs, below the session's folder."""
+
+Warn = Callable[[str], None]
 
 
-@dataclass
-class Rendezvous(BackendConfig):  # type: ignore[misc]
+class NotThere(Exception):
+    """A private part of Ray is not where it was, or not as it was; the message says which."""
+
+
+def say(text: str) -> None:
+    """Warns on the screen, where there is no record yet."""
+    print(f"warning: {text}", file=sys.stderr)
+
+
+_told: set[str] = set()
+
+
+def _fell_back(missing: object, instead: str, warn: Warn) -> None:
+    """Warns, once a process, of what is done instead."""
+    if instead not in _told:
+        warn(_fallen(missing, instead))
+        _told.add(instead)
+
+
+def _fallen(missing: object, instead: str) -> str:
+    return f"Ray {version('ray')} is not as Raystride knows it ({missing}): {instead}"
+
+
+@contextmanager
+def _known(*others: type[Exception]) -> Iterator[None]:
+    """Raises NotThere for what a part that has changed raises, and for `others`."""
+    changed: tuple[type[Exception], ...] = (ImportError, AttributeError, TypeError, KeyError, *others)
+    try:
+        yield
+    except NotThere:
+        raise
+    except changed as error:
+        *_, last = str(error).strip().splitlines() or [""]  # an actor that died says why at the end
+        raise NotThere(f"{type(error).__name__}: {last}") from error
+
+
+def _part(module: str, name: str) -> Any:
+    """A private name. Raises NotThere."""
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise NotThere(f"{module}.{name} is gone") from error
+
+
+def _takes(function: Any, *arguments: Any, **named: Any) -> None:
+    """Raises NotThere where the function cannot be called with these arguments."""
+    try:
+        inspect.signature(function).bind(*arguments, **named)
+    except TypeError as error:
+        raise NotThere(f"{function.__qualname__}: {error}") from error
+
+
+def _overrides(ours: type, *names: str) -> type:
+    """Our class, whose methods of these names stand for those of the class below it. Raises NotThere where they do not:
+    nothing would fail then, they would just not be called."""
+    base: Any = ours.__mro__[1]
+    for name in names:
+        theirs = getattr(base, name, None)
+        if theirs is None:
+            raise NotThere(f"{base.__name__}.{name} is gone")
+        if callable(theirs) and list(inspect.signature(theirs).parameters) != list(
+            inspect.signature(getattr(ours, name)).parameters
+        ):
+            raise NotThere(f"{base.__name__}.{name} takes {inspect.signature(theirs)}")
+    return ours
+
+
+def fast_start_trainer(function: Any, settings: Mapping[str, Any], warn: Warn = say) -> Any | None:
+    """A Ray Train trainer without the parts that a run on its own local cluster has no use for; None where Ray is another.
+
+    The stock TorchTrainer imports torch in the driver and in the controller, gives every process an environment of its own
+    (so that none of the processes that Ray starts ahead fits), and starts actors that clean up after lost drivers, ask an
+    autoscaler for nodes, manage data sets and watch for preemption. On a shared or autoscaled cluster all of that is wanted,
+    and the stock trainer is used. Here the workers import torch, and join the process group, by themselves.
+
+    The controller, the first process to which a changed part would show, stands when this returns.
+    """
+    from ray.exceptions import RayActorError
+
+    try:
+        with _known(RayActorError):
+            return _trainer_class()(function, **settings)
+    except NotThere as error:
+        warn(_fallen(error, "Ray Train's own trainer starts the workers, in about twice the time"))
+        return None
+
+
+def _trainer_class() -> type:
+    """Ray Train's data-parallel trainer with a controller, workers, failure handling, and nothing else."""
+    import ray
+
+    accelerators = _part(f"{TRAIN}.callbacks", "AcceleratorSetupCallback")
+    backends = _part(f"{TRAIN}.callbacks", "BackendSetupCallback")
+    users = _part(f"{TRAIN}.callbacks.user_callback", "UserCallbackHandler")
+    failure_policy = _part(f"{TRAIN}.execution.failure_handling", "create_failure_policy")
+    reference = _part(f"{TRAIN}.util", "ObjectRefWrapper")
+    controller, scaling, rendezvous = _controller_class(), _scaling_class(), _rendezvous_class()
+    base = _part("ray.train.v2.api.data_parallel_trainer", "DataParallelTrainer")
+
+    class FastStartTrainer(base):  # type: ignore[misc, valid-type]
+        """See `fast_start_trainer`."""
+
+        def __init__(self, function: Any, **settings: Any) -> None:
+            super().__init__(function, backend_config=rendezvous(), **settings)
+            arguments = {
+                "train_fn_ref": reference(self._get_train_func()),
+                "scaling_policy": scaling(self.scaling_config),
+                "failure_policy": failure_policy(self.run_config.failure_config),
+                "train_run_context": self.train_run_context,
+                "callbacks": [
+                    accelerators(self.backend_config, self.scaling_config),
+                    backends(self.backend_config),
+                    users(user_callbacks=[], train_run_context=self.train_run_context),
+                ],
+                "validation_config": None,
+            }
+            _takes(controller.__mro__[1], **arguments)
+            self._controller = ray.remote(num_cpus=0)(controller).remote(**arguments)
+            ray.get(self._controller.stands.remote())
+
+        def fit(self) -> Any:
+            """Trains; returns Ray's Result. Raises ray.train.TrainingFailedError."""
+            ray.get(self._controller.run.remote())
+            result = ray.get(self._controller.get_result.remote())
+            if result.error:
+                raise result.error
+            return result
+
+    return _overrides(FastStartTrainer, "fit")
+
+
+def _controller_class() -> type:
+    """Ray Train's controller, which gives the workers no environment of their own.
+
+    Local workers inherit the driver's anyway. Without one, Ray can use the worker processes that it started ahead; with one
+    it starts each anew, and through one more Python.
+    """
+    base = _part(f"{TRAIN}.execution.controller", "TrainController")
+    inherited = sorted(_part(f"{TRAIN}.constants", "ENV_VARS_TO_PROPAGATE"))
+    watcher = _part(f"{TRAIN}.constants", "ENABLE_PREEMPTION_WATCHER_ENV_VAR")
+    for name in ("run", "get_result"):
+        _takes(getattr(base, name), None)
+
+    class Controller(base):  # type: ignore[misc, valid-type]
+        def __init__(self, **arguments: Any) -> None:
+            os.environ[watcher] = "0"
+            super().__init__(**arguments)
+            for name in inherited:
+                os.environ.pop(name, None)
+
+        def stands(self) -> bool:
+            """Answers when it has been made."""
+            return True
+
+    return Controller
+
+
+def _scaling_class() -> type:
+    """A fixed number of workers, without asking an autoscaler that is not there."""
+    base = _part(f"{TRAIN}.execution.scaling_policy.fixed", "FixedScalingPolicy")
+
+    class QuietScaling(base):  # type: ignore[misc, valid-type]
+        def after_controller_start(self, train_run_context: Any) -> None:
+            pass
+
+        def _maybe_send_resource_request(self) -> None:
+            pass
+
+    return _overrides(QuietScaling, "after_controller_start", "_maybe_send_resource_request")
+
+
+def _rendezvous_class() -> type:
     """Tells every worker where rank 0 is; the worker makes the process group when it has imported torch."""
+    from ray.train.backend import Backend, BackendConfig
 
-    @property
-    def backend_cls(self) -> type[Backend]:
-        """The class that does it."""
-        return _RendezvousBackend
+    group = _part(f"{TRAIN}.execution.worker_group", "WorkerGroup")
+    _takes(group.execute_single, None, 0, _free_address)
+    _takes(group.execute, None, _set_address, "address", 0)
 
+    class RendezvousBackend(Backend):  # type: ignore[misc]
+        share_cuda_visible_devices = True
 
-class _RendezvousBackend(Backend):  # type: ignore[misc]
-    share_cuda_visible_devices = True
+        def on_start(self, worker_group: Any, backend_config: Any) -> None:
+            address, port = worker_group.execute_single(0, _free_address)
+            worker_group.execute(_set_address, address, port)
 
-    def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
-        address, port = worker_group.execute_single(0, _free_address)
-        worker_group.execute(_set_address, address, port)
+    class Rendezvous(BackendConfig):  # type: ignore[misc]
+        @property
+        def backend_cls(self) -> type[Backend]:
+            return RendezvousBackend
+
+    _overrides(RendezvousBackend, "on_start", "share_cuda_visible_devices")
+    return _overrides(Rendezvous, "backend_cls")
 
 
 def _free_address() -> tuple[str, int]:
+    import ray
+
     with socket.socket() as listener:
         listener.bind(("", 0))
         return ray.util.get_node_ip_address(), listener.getsockname()[1]
@@ -56,55 +249,120 @@ def _set_address(address: str, port: int) -> None:
     os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
 
 
-class _QuietScaling(FixedScalingPolicy):  # type: ignore[misc]
-    """A fixed number of workers, without asking an autoscaler that is not there."""
+def free_by_node(per_worker: Mapping[str, float], warn: Warn = say) -> list[Mapping[str, float]]:
+    """What is free on each node. Without that, as much as is sure to hold workers of this size, as if it were one node."""
+    import ray
 
-    def after_controller_start(self, train_run_context: Any) -> None:
-        pass
+    try:
+        with _known(Exception):
+            return [dict(free) for free in _part("ray._private.state", "available_resources_per_node")().values()]
+    except NotThere as error:
+        _fell_back(error, "an elastic run grows only by workers that find a place however the free ones lie", warn)
+    free, nodes = ray.available_resources(), sum(node["Alive"] for node in ray.nodes())
+    # What is left over on a node is at most one less than a worker takes.
+    sure = {name: -((nodes * (size - 1) - free.get(name, 0)) // size) for name, size in per_worker.items()}
+    return [{name: max(0.0, number) * per_worker[name] for name, number in sure.items()}]
 
-    def _maybe_send_resource_request(self) -> None:
-        pass
 
+def tell_of_nodes(training: bool, warn: Warn = say) -> None:
+    """Has Ray Train look at the nodes now; by itself it does so each 20 s, and asks for places on lost ones until then.
 
-class _Controller(TrainController):  # type: ignore[misc]
-    """Ray Train's controller, which gives the workers no environment of their own.
-
-    Local workers inherit the driver's anyway. Without one, Ray can use the worker processes that it started ahead; with one
-    it starts each anew, and through one more Python.
+    While a group is training, the actor that looks must be there.
     """
+    import ray
 
-    def __init__(self, **arguments: Any) -> None:
-        os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
-        super().__init__(**arguments)
-        for name in ENV_VARS_TO_PROPAGATE:
-            os.environ.pop(name, None)
+    instead = "an elastic run that loses a node waits up to 20 s for places on it"
+    try:
+        actor = _part("ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator", f"_{COORDINATOR}Actor")
+        with _known():
+            _takes(actor.get_reserved_resources, None, "", recompute=True)
+        coordinator = ray.get_actor(COORDINATOR, namespace=COORDINATOR)
+    except NotThere as error:
+        return _fell_back(error, instead, warn)
+    except ValueError:
+        return _fell_back(f"no actor is called {COORDINATOR}", instead, warn) if training else None
+    with suppress(Exception):  # a busy actor: the run waits, and that is all
+        ray.get(coordinator.get_reserved_resources.remote("", recompute=True), timeout=5)
+    return None
 
 
-class FastStartTrainer(DataParallelTrainer):  # type: ignore[misc]
-    """Ray Train's data-parallel trainer with a controller, workers, failure handling, and nothing else."""
+def free_places_of_the_dead(alone: bool, warn: Warn = say) -> None:
+    """Gives back what trials hold whose processes were ended.
 
-    def __init__(self, function: Any, **settings: Any) -> None:
-        super().__init__(function, backend_config=Rendezvous(), **settings)
+    Ray keeps a placement group until its job ends, even when the actor that made it is dead, and Ray Train's controller has
+    one for its workers: after a trial that hung, the next one would wait for processors for ever (seen with Ray 2.60).
+    Its public tables do not name the maker; `alone` says that there can be no workers' places but this trial's.
+    """
+    import ray
+    from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-    def _create_default_callbacks(self) -> list[Any]:
-        return [
-            AcceleratorSetupCallback(self.backend_config, self.scaling_config),
-            BackendSetupCallback(self.backend_config),
-            UserCallbackHandler(user_callbacks=[], train_run_context=self.train_run_context),
+    try:
+        with _known(Exception):
+            left = _places_of_the_dead()
+    except NotThere as error:
+        instead = "all workers' places are given back before a trial" if alone else "after a trial that hung, start again"
+        _fell_back(error, instead, warn)
+        table = placement_group_table().items() if alone else ()
+        left = [
+            bytes.fromhex(key)
+            for key, group in table
+            if group["state"] != "REMOVED" and any({"CPU", "GPU"} & set(bundle) for bundle in group["bundles"].values())
         ]
+    for key in left:
+        remove_placement_group(PlacementGroup(ray.PlacementGroupID(key)))
 
-    def fit(self) -> Any:
-        """Trains; returns Ray's Result. Raises ray.train.TrainingFailedError."""
-        controller = ray.remote(num_cpus=0)(_Controller).remote(
-            train_fn_ref=ObjectRefWrapper(self._get_train_func()),
-            scaling_policy=_QuietScaling(self.scaling_config),
-            failure_policy=create_failure_policy(self.run_config.failure_config),
-            train_run_context=self.train_run_context,
-            callbacks=self._create_default_callbacks(),
-            validation_config=None,
+
+def _places_of_the_dead() -> list[bytes]:
+    """The placement groups of this job whose makers are dead."""
+    import ray
+
+    actors = _part("ray._private.state", "actors")()
+    accessor = _part("ray._private.state", "state")._connect_and_get_accessor()
+    tables = import_module("ray.core.generated.gcs_pb2")
+    dead_state = tables.ActorTableData.ActorState.Name(tables.ActorTableData.DEAD)
+    job = ray.get_runtime_context().get_job_id()
+    dead = {key for key, actor in actors.items() if actor["State"] == dead_state}
+    groups = map(tables.PlacementGroupTableData.FromString, accessor.get_placement_group_table())
+    return [
+        group.placement_group_id
+        for group in groups
+        if group.state != tables.PlacementGroupTableData.REMOVED
+        and group.creator_job_id.hex() == job
+        and group.creator_actor_id.hex() in dead
+    ]
+
+
+def head_place(warn: Warn = say) -> dict[str, float]:
+    """A place on the head node, and nothing that workers need."""
+    import ray
+
+    if HEAD in ray.cluster_resources():
+        return {HEAD: LITTLE}
+    _fell_back(f"no node has {HEAD}", "trials are driven from this node, whether it is the head or not", warn)
+    return {f"node:{ray.util.get_node_ip_address()}": LITTLE}
+
+
+def in_submitted_job(warn: Warn = say) -> bool:
+    """Whether this process is one that `ray job submit` started. Asks no Ray."""
+    if JOB in os.environ:
+        return True
+    unpacked = PACKAGES in f"{Path.cwd()}/"
+    if unpacked:
+        _fell_back(
+            f"{JOB} is not set", "this is taken for a submitted job, since it runs in a package that Ray unpacked", warn
         )
-        ray.get(controller.run.remote())
-        result = ray.get(controller.get_result.remote())
-        if result.error:
-            raise result.error
-        return result
+    return unpacked
+
+
+def submission_id(warn: Warn = say) -> str | None:
+    """The name of the submitted job; None where there is none, or Ray does not tell."""
+    try:
+        text = os.environ.get(JOB) or os.environ.get(_part("ray._private.runtime_env.constants", JOB))
+        if text is None:
+            return None
+        with _known(ValueError):
+            return str(json.loads(text)["metadata"]["job_submission_id"])
+    except NotThere as error:
+        if in_submitted_job(warn):
+            _fell_back(error, "the record names the job by Ray's other number", warn)
+        return None

@@ -17,7 +17,7 @@ from typing import Any
 
 from raystride.pipelines.hang.heartbeat import Heartbeat, HeartbeatTable
 from raystride.pipelines.record import Recorder
-from raystride.pipelines.record.sender import Entry
+from raystride.pipelines.record.sender import Entry, Sender
 
 ASK_S = 0.5
 SILENT_S = 3.0
@@ -96,6 +96,12 @@ class RecorderHandle:
         import ray
 
         return int(ray.get(self.actor.receive.remote(sender, entries), timeout=30))
+
+    def warn(self, text: str) -> None:
+        """Records a warning for people, from the driver."""
+        sender = Sender(self.post, "driver")
+        sender.warn(text)
+        sender.close()
 
     def state(self) -> dict[str, Any]:
         """The newest figures, for the progress line."""

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from raystride.pipelines.cluster.elastic import NEVER_S, train_elastic
+from raystride.pipelines.cluster.internals import Warn, fast_start_trainer
 from raystride.pipelines.cluster.recorder_handle import RecorderHandle, StopPoll
 from raystride.pipelines.cluster.resources import Share
 from raystride.pipelines.hang.heartbeat import HeartbeatSender
@@ -40,9 +41,8 @@ def _train(job: Job, share: Share, recorder: RecorderHandle, *, fast_start: bool
 
     def fit(most: int, number: int) -> dict[str, Any]:
         rest = _with_less_time(job, time.monotonic() - began) if number else job
-        result = make_trainer(
-            worker_main, trainer_settings(rest, share, recorder, most, number), fast_start=fast_start
-        ).fit()
+        settings = trainer_settings(rest, share, recorder, most, number)
+        result = make_trainer(worker_main, settings, fast_start=fast_start, warn=recorder.warn).fit()
         return dict(result.return_value or {})
 
     # Without checkpoints a stop would lose all, so such a run keeps the workers that it has.
@@ -84,15 +84,11 @@ def _with_less_time(job: Job, seconds: float) -> Job:
     return replace(job, config=replace(job.config, train=replace(train, hours=left)))
 
 
-def make_trainer(function: Any, settings: dict[str, Any], *, fast_start: bool) -> Any:
-    """The fast-start trainer where it is asked for and Ray's internals are as it knows them, else the stock TorchTrainer."""
-    if fast_start:
-        try:
-            from raystride.pipelines.cluster.internals import FastStartTrainer
-
-            return FastStartTrainer(function, **settings)
-        except (ImportError, AttributeError, TypeError):
-            pass  # another version of Ray: what the fast-start trainer leaves out is not where it was
+def make_trainer(function: Any, settings: dict[str, Any], *, fast_start: bool, warn: Warn) -> Any:
+    """The fast-start trainer where it is asked for, else the stock TorchTrainer; this one also, after a warning, where Ray's
+    internals are not as the other knows them."""
+    if fast_start and (trainer := fast_start_trainer(function, settings, warn)):
+        return trainer
     from ray.train.torch import TorchTrainer
 
     return TorchTrainer(function, **settings)

@@ -1,6 +1,6 @@
 """An evaluation in the record of its run: `summary.json`, the journal, and through it MLflow, which may be away.
 
-problem = keep(scored, "test", storage / "my-run", config.record, storage)   # None, or why MLflow does not have it yet
+problem = keep(scored, "test", storage / "my-run", 500, config.record, storage)   # None, or why MLflow does not have it yet
 """
 
 import time

@@ -18,6 +18,7 @@ from typing import Any
 
 from raystride.model.hugging_face_config import check_description
 from raystride.pipelines.cluster.cluster import CannotRun, cluster, joined, on_a_worker
+from raystride.pipelines.cluster.internals import submission_id
 from raystride.pipelines.cluster.resources import Resources, Share, resolve
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import Parsed
@@ -31,7 +32,7 @@ from raystride.pipelines.hang.process import process_start
 from raystride.pipelines.launch.exit_codes import CANNOT_RUN, DONE, guarded
 from raystride.pipelines.launch.failure import TrainingFailed
 from raystride.pipelines.launch.owner import Ownership, new_attempt
-from raystride.pipelines.launch.place import locate, submission_id
+from raystride.pipelines.launch.place import locate
 from raystride.pipelines.launch.preflight import Check, failing, preflight
 from raystride.pipelines.launch.profiled import under_profiler
 from raystride.pipelines.launch.resume import (

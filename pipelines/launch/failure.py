@@ -13,6 +13,10 @@ from raystride.pipelines.hang.detector import Hung
 
 FRAMES = 4
 ROOT = Path(__file__).resolve().parents[2]
+OUT_OF_MEMORY = re.compile(
+    r"out ?of ?memory|allocate memory|MemoryError|bad_alloc|ALLOC_FAILED|running low on memory|\bOOM\b", re.IGNORECASE
+)
+"""As PyTorch, NumPy, C++, cuBLAS and Ray say it."""
 REMEDIES = (
     (
         r"Hung: ",
@@ -24,7 +28,7 @@ REMEDIES = (
         "a worker was killed, often for memory: see the node's log, lower its memory, or add --launch.restarts 3",
     ),
     (
-        r"out of memory|OutOfMemory|Cannot allocate memory|\bOOM\b",
+        OUT_OF_MEMORY.pattern,
         "lower train.micro_batch_slots or train.slot_size, or the model's size",
     ),
     (

@@ -15,6 +15,7 @@ from raystride.pipelines.cluster.resources import Share
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import from_yaml, to_yaml
 from raystride.pipelines.files import Folder
+from raystride.pipelines.train.names import MANIFEST
 
 SETTINGS = "config.yaml"
 ENVIRONMENT = "environment.json"
@@ -103,7 +104,7 @@ def what_bits_depend_on(config: Config, environment: dict[str, Any], share: Shar
 def refuse_other_bits(checkpoints: Folder, bits: dict[str, Any]) -> None:
     """Raises SettingError where the newest checkpoint of an exact run was made under what gives other bits."""
     for name in sorted((name for name in checkpoints.names() if name.startswith("step-")), reverse=True):
-        before = _json(checkpoints / name, "MANIFEST.json").get("bits")
+        before = _json(checkpoints / name, MANIFEST).get("bits")
         if before is None:
             continue
         changed = [f"{key}: {before.get(key)} before, {bits[key]} now" for key in bits if before.get(key) != bits[key]]

@@ -66,7 +66,7 @@ class Observer:
         """With the figures of an interval or of a validation, already the same on every worker."""
 
     def on_checkpoint(self, step: int, path: str) -> None:
-        """When the checkpoint of `step` is complete at `path`."""
+        """When the checkpoint of `step` is complete at `path`, some steps later as a rule; never where its save failed."""
 
     def on_error(self, error: BaseException) -> None:
         """When the loop ends with an exception, which goes on its way afterwards."""

@@ -3,7 +3,7 @@
 The division depends on the source and the settings alone, never on the number of workers: so an interrupted preparation
 goes on where it was, on whatever cluster, and gives the same shards.
 
-    parts = divide(sources, config.data)                      # (Part(number=0, slices=..., split=None), ...)
+    parts = divide(source, None, config.data)                 # (Part(number=0, slices=..., split=None), ...)
     for document in sample(reader, sampled_slices(slices, 64 << 20), 64 << 20): ...
 """
 

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import ray
 from ray.data import DataContext
-from ray.data._internal.execution.interfaces import TaskContext
 from ray.data.block import Block, BlockMetadata
 from ray.data.datasource import Datasink, Datasource, ReadTask, WriteResult
 
@@ -56,7 +55,7 @@ class _Shards(Datasink[dict[str, Any]]):  # type: ignore[misc]
         self._job = job
         self.records: list[dict[str, Any]] = []
 
-    def write(self, blocks: Iterable[Block], ctx: TaskContext) -> dict[str, Any]:
+    def write(self, blocks: Iterable[Block], ctx: Any) -> dict[str, Any]:
         return write_part(self._job, blocks)
 
     def on_write_complete(self, write_result: WriteResult[dict[str, Any]]) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 
 from raystride.pipelines.feed.order import Order, digest
 from raystride.pipelines.files import Folder
+from raystride.pipelines.train.names import MANIFEST, step_name
 
 CHUNK = 1 << 20
 """Positions at a time: 8 MiB of numbers."""
@@ -69,13 +70,13 @@ def audit(checkpoints: Folder) -> Audit:
     epochs: dict[int, int] = defaultdict(int)
     for manifest in chain:
         if manifest["order"] != newest["order"]:
-            raise Broken(f"{_name(manifest['step'])} has the samples in another order than {_name(newest['step'])}")
+            raise Broken(f"{step_name(manifest['step'])} has the samples in another order than {step_name(newest['step'])}")
         first, end = manifest["positions"]
         fed = sum(int(each, 16) for each in manifest["fed"].values()) % 2**64
         missing = sum(_digest(order, *place, defaultdict(int)) for place in _left_out(manifest))
         if (fed + missing) % 2**64 != _digest(order, first, end, epochs):
             raise Broken(
-                f"{_name(manifest['step'])}: its {len(manifest['fed'])} worker(s) did not feed the samples at positions "
+                f"{step_name(manifest['step'])}: its {len(manifest['fed'])} worker(s) did not feed the samples at positions "
                 f"{first:,} to {end - 1:,} once each"
             )
     whole = newest["positions"][1] // order.samples
@@ -117,19 +118,19 @@ def _chain(checkpoints: Folder) -> Iterator[dict[str, Any]]:
         step, parent_step, first = manifest["step"], manifest["parent_step"], manifest["positions"][0]
         if parent_step == 0 and first == 0:
             return
-        parent = _read(checkpoints, _name(parent_step)) if parent_step < step else None
+        parent = _read(checkpoints, step_name(parent_step)) if parent_step < step else None
         if parent is None:
-            raise Broken(f"{_name(step)} follows {_name(parent_step)}, of which there is no manifest")
+            raise Broken(f"{step_name(step)} follows {step_name(parent_step)}, of which there is no manifest")
         if parent["positions"][1] != first:
             end = parent["positions"][1]
-            raise Broken(f"{_name(step)} begins at position {first:,}, but {_name(parent_step)} ends before {end:,}")
+            raise Broken(f"{step_name(step)} begins at position {first:,}, but {step_name(parent_step)} ends before {end:,}")
         manifest = parent
 
 
 def _read(checkpoints: Folder, name: str) -> dict[str, Any] | None:
     """A manifest that has all that an audit needs, else None."""
     try:
-        manifest = dict(checkpoints.read_json(f"{name}/MANIFEST.json"))
+        manifest = dict(checkpoints.read_json(f"{name}/{MANIFEST}"))
     except (OSError, ValueError):
         return None
     return manifest if {"step", "parent_step", "positions", "fed", "order", "world", "attempt"} <= manifest.keys() else None
@@ -151,10 +152,6 @@ def _all_once(samples: int, epoch: int) -> int:
     """The digest of samples 0, 1, 2, ... of an epoch, in no order at all."""
     starts = range(0, samples, CHUNK)
     return sum(digest(np.array(epoch), np.arange(start, min(samples, start + CHUNK))) for start in starts) % 2**64
-
-
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -8,7 +8,7 @@ fsdp       parameters, gradients and optimiser state in shards (FSDP2)
 deepspeed  the same by DeepSpeed's ZeRO, stage by stage
 partitions what DeepSpeed's optimisers hold, in the form of ours
 exact      buckets whose sums have the same bits for any number of workers, along a `tree` over the slots
-memory     bytes a worker will need, told beforehand, with its `activations`; needs no PyTorch, which the driver does without
+recompute  what is computed again in backward, or compiled
 """
 
 from functools import partial
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from raystride.pipelines.config import Config
     from raystride.pipelines.strategies.strategy import Strategy
 
-EXTRA = 4
-"""Numbers that travel with the gradients; see `train.step`."""
+LOSS, TARGETS, STOP, OUT_OF_TIME = SUMMED = range(4)
+"""Where in `measured` (fp32), which travels with the gradients, the loss sum, the targets, and the numbers of workers that
+ask to end are."""
 
 
 def build_strategy(config: "Config", *, device: "torch.device", rank: int, world: int) -> "Strategy":
@@ -60,13 +61,13 @@ def build_strategy(config: "Config", *, device: "torch.device", rank: int, world
         from raystride.pipelines.strategies.exact import ExactBuckets
 
         shares = [share(train.slots, each, world) for each in range(world)]
-        buckets = partial(ExactBuckets, bucket_bytes=bucket_bytes, extra=EXTRA, shares=shares, rank=rank)
+        buckets = partial(ExactBuckets, bucket_bytes=bucket_bytes, extra=len(SUMMED), shares=shares, rank=rank)
         return DataParallel(device, rank, world, buckets)
     if world > 1:
         from raystride.pipelines.strategies.ddp import DataParallel
         from raystride.pipelines.strategies.reduction import Buckets
 
-        return DataParallel(device, rank, world, partial(Buckets, bucket_bytes=bucket_bytes, extra=EXTRA))
+        return DataParallel(device, rank, world, partial(Buckets, bucket_bytes=bucket_bytes, extra=len(SUMMED)))
     from raystride.pipelines.strategies.strategy import Single
 
     return Single(device)

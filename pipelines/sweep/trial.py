@@ -6,7 +6,6 @@ This runs in the process that drives the trial; what computes are Ray Train's wo
 training prints goes to `trial.txt` in its own folder.
 """
 
-import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
@@ -22,7 +21,7 @@ from raystride.pipelines.config.sweep import Sweep
 from raystride.pipelines.files import Folder
 from raystride.pipelines.hang.detector import Hung
 from raystride.pipelines.launch.driver import train
-from raystride.pipelines.launch.failure import TrainingFailed, first_cause
+from raystride.pipelines.launch.failure import OUT_OF_MEMORY, TrainingFailed, first_cause
 from raystride.pipelines.launch.preflight import checks_of_settings
 from raystride.pipelines.launch.screen import Screen
 from raystride.pipelines.launch.session import Watcher
@@ -42,10 +41,6 @@ from raystride.pipelines.sweep.result import (
 )
 from raystride.pipelines.sweep.space import Candidate
 
-OUT_OF_MEMORY = re.compile(
-    r"out ?of ?memory|allocate memory|MemoryError|bad_alloc|ALLOC_FAILED|running low on memory|\bOOM\b", re.IGNORECASE
-)
-"""As PyTorch, NumPy, C++, cuBLAS and Ray say it."""
 LEAVE_S = 30.0
 """How long a trial whose time is up may take to end by itself."""
 

@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray import tune
 
+from raystride.pipelines.cluster.cluster import joined
+from raystride.pipelines.cluster.internals import free_places_of_the_dead, head_place
 from raystride.pipelines.cluster.resources import Resources, resolve
 from raystride.pipelines.config.sweep import SweepConfig
 from raystride.pipelines.files import Folder
@@ -31,8 +32,6 @@ from raystride.pipelines.sweep.result import Result, Window, keep, result_at
 from raystride.pipelines.sweep.space import Candidate, meets
 from raystride.pipelines.sweep.trial import TookTooLong, ended, refusal, result_of, run_trial, why
 
-HEAD = {"node:__internal_head__": 0.001}
-"""What a trial's driver asks for: a place on the head node, and nothing that workers need."""
 QUIET = {
     "RAY_AIR_NEW_OUTPUT": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative places are those of the sweep's own working directory
@@ -76,15 +75,18 @@ def measure(
     sweep = plan.base.sweep
     chosen = sweep.search == "optuna"
     trials = [{"settings": dict(each.settings), "round": each.round} for each in candidates]
-    function = tune.with_parameters(_trial, plan=plan)
+    together = 1 if sweep.isolated else sweep.concurrent
+    alone = together == 1 and not joined(plan.base.launch)
+    free_places_of_the_dead(alone)  # there are none yet: where Ray is another, it is said here, where people see it
+    function = tune.with_parameters(_trial, plan=plan, alone=alone)
     tune.Tuner(
-        tune.with_resources(function, tune.PlacementGroupFactory([HEAD])),
+        tune.with_resources(function, tune.PlacementGroupFactory([head_place()])),
         param_space=_distributions(plan.base) if chosen else {TRIAL: tune.grid_search(trials)},
         tune_config=tune.TuneConfig(
             metric=SCORE,
             mode="min",
             num_samples=left if chosen else 1,
-            max_concurrent_trials=1 if sweep.isolated else sweep.concurrent,
+            max_concurrent_trials=together,
             search_alg=_optuna(plan, known) if chosen else None,
             scheduler=_scheduler(plan.base),
             reuse_actors=True,
@@ -101,15 +103,18 @@ def candidate_of(parameters: Mapping[str, Any], base: SweepConfig) -> Candidate:
     return Candidate(base, trial["settings"], trial["round"]) if trial else Candidate(base, dict(parameters))
 
 
-def _trial(parameters: dict[str, Any], plan: Plan) -> None:
-    """What Tune runs. Raises where the trial hung, so that its process, and with it all that it started, is ended;
-    SystemExit where Tune stopped it."""
+def _trial(parameters: dict[str, Any], plan: Plan, alone: bool) -> None:
+    """What Tune runs, `alone` where no one else can have workers on the cluster.
+
+    Raises where the trial hung, so that its process, and with it all that it started, is ended; SystemExit where Tune
+    stopped it.
+    """
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = str(END_S)  # Tune looks it up when the next trial is to come here
     plan.carried.register()
     candidate = candidate_of(parameters, plan.base)
     result = result_at(plan.folder, candidate.key) or _breaks_a_condition(candidate) or refusal(candidate, plan.there)
     if result is None:
-        _free_places_of_the_dead()
+        free_places_of_the_dead(alone)
         told = _Told(plan, candidate)
         result = run_trial(candidate, plan.storage, plan.there, {"raystride.sweep": str(plan.base.run)}, told, plan.carried)
     keep(plan.folder, result)
@@ -120,26 +125,6 @@ def _trial(parameters: dict[str, Any], plan: Plan) -> None:
     value = score(result, plan.base.sweep, plan.price_per_hour)
     # Not a number, which both Optuna and ASHA leave out, where infinite would spoil their quantiles.
     tune.report({SCORE: value if math.isfinite(value) else math.nan, WINDOW: plan.base.sweep.windows + 1})
-
-
-def _free_places_of_the_dead() -> None:
-    """Gives back what trials hold whose processes were ended.
-
-    Ray keeps a placement group until its job ends, even when the actor that made it is dead, and Ray Train's controller has
-    one for its workers: after a trial that hung, the next one would wait for processors for ever (seen with Ray 2.60).
-    Its public tables do not name the maker.
-    """
-    from ray._private.state import state
-    from ray.core.generated.gcs_pb2 import PlacementGroupTableData
-    from ray.util.placement_group import PlacementGroup, remove_placement_group
-
-    job = ray.get_runtime_context().get_job_id()
-    dead = {key for key, actor in ray._private.state.actors().items() if actor["State"] == "DEAD"}
-    for raw in state._connect_and_get_accessor().get_placement_group_table():
-        group = PlacementGroupTableData.FromString(raw)
-        held = group.state != PlacementGroupTableData.PlacementGroupState.REMOVED
-        if held and group.creator_job_id.hex() == job and group.creator_actor_id.hex() in dead:
-            remove_placement_group(PlacementGroup(ray.PlacementGroupID(group.placement_group_id)))
 
 
 class _Told:

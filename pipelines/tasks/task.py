@@ -17,14 +17,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 import numpy as np
 
+from raystride.model.shape import IGNORED as IGNORED
 from raystride.pipelines.config import Config
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-IGNORED = -100
-"""The target that the loss leaves out."""
 
 Document = tuple[str, ...]
 """What a source yields: the values of the task's columns. An image is a data URI of its file (RFC 2397)."""

@@ -5,5 +5,5 @@ step        forward and backward of a step's micro-batches, norm, clipping, upda
 loop        steps, logging, validation, checkpoints, the end
 optimizer   update rules and schedules
 validation  the same samples in the same batches for any number of workers
-checkpoint  saving in the background, loading, retention;  storage: the files of one checkpoint
+checkpoint  saving in the background, loading, retention;  storage: the files of one checkpoint;  names: how they are called
 """

@@ -13,6 +13,7 @@ their manifests, so that the whole history of what was fed can be audited.
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from raystride.pipelines.files import Folder
+from raystride.pipelines.train.names import MANIFEST, step_name
 from raystride.pipelines.train.optimizer import Updater
 from raystride.pipelines.train.staging import Staging
 from raystride.pipelines.train.state import TrainState
@@ -84,6 +86,7 @@ class Checkpoints:
         self.world = dist.get_world_size() if group else 1
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._committed: deque[int] = deque()
         self._claim = ""
         self._staging = Staging()
 
@@ -123,6 +126,11 @@ class Checkpoints:
         """Whether a save is still being written."""
         return self._thread is not None and self._thread.is_alive()
 
+    def committed(self) -> Iterator[int]:
+        """The steps whose checkpoints are complete, and were not when this was last asked. Waits for nothing."""
+        while self._committed:
+            yield self._committed.popleft()
+
     def wait(self) -> None:
         """Waits for a save that is under way. Raises what it met."""
         if self._thread:
@@ -159,6 +167,7 @@ class Checkpoints:
             arrived()
             writer = CheckpointWriter(folder, self.attempt, self.rank, header, fed, self.extra, self._may_commit)
             save(tensors, writer, self.group)
+            self._committed.append(step)  # the coordinator answers its ranks when the manifest is there
             if self.rank == 0:
                 self.folder.put("last", f"{step_name(step)}\n")
                 if best:
@@ -182,7 +191,7 @@ class Checkpoints:
             if name in keep and owner is None:
                 continue  # damaged: nobody can say what belongs to it
             for inside in folder.names():
-                if inside not in ("MANIFEST.json", owner):
+                if inside not in (MANIFEST, owner):
                     folder.remove(inside)
             if name not in whole:
                 folder.remove()
@@ -190,7 +199,7 @@ class Checkpoints:
     def steps(self) -> list[str]:
         """Names of the checkpoints that have a manifest, oldest first."""
         names = [name for name in self.folder.names() if name.startswith("step-")]
-        return sorted(name for name in names if self.folder.exists(f"{name}/MANIFEST.json"))
+        return sorted(name for name in names if self.folder.exists(f"{name}/{MANIFEST}"))
 
     def newest(self) -> Found | None:
         """The newest checkpoint that is whole. All ranks get the same."""
@@ -218,7 +227,7 @@ class Checkpoints:
         from raystride.pipelines.train.storage import FORMAT, check_file
 
         try:
-            manifest = folder.read_json("MANIFEST.json")
+            manifest = folder.read_json(MANIFEST)
             if manifest["format"] != FORMAT:
                 return f"its format is {manifest['format']}, this version reads {FORMAT}", {}
             files = sorted(manifest["files"].items())[self.rank :: self.world]
@@ -244,15 +253,10 @@ class Checkpoints:
                 optimizer.load_state(parameter, _held(name, wanted, optimizer))
 
 
-def step_name(step: int) -> str:
-    """The folder of a step's checkpoint."""
-    return f"step-{step:08d}"
-
-
 def _attempt_of(folder: Folder) -> str | None:
     """The attempt that a checkpoint's manifest names; None where it cannot be read."""
     try:
-        return str(folder.read_json("MANIFEST.json")["attempt"])
+        return str(folder.read_json(MANIFEST)["attempt"])
     except (ValueError, KeyError, TypeError, OSError):
         return None
 

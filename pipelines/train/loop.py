@@ -3,7 +3,7 @@
 Every rank runs it and decides alike, because all that it decides by (step, metrics, the stop request) is the same on every
 rank: summed with the gradients, or over all workers.
 
-    training = Training(config=config, task=task, strategy=strategy, model=model, ...)
+    training = Training(config, strategy, model, optimizer, loader, state, rules, validate, checkpoints, header)
     ending, metrics = training.run()                          # Ending.DONE, {"val_loss": 1.88, ...}
 """
 
@@ -20,15 +20,13 @@ from torch import nn
 from raystride.pipelines.config import Config
 from raystride.pipelines.feed.loader import Loader, Step
 from raystride.pipelines.phases import phase
+from raystride.pipelines.strategies import OUT_OF_TIME, STOP, TARGETS
 from raystride.pipelines.strategies.strategy import Strategy
 from raystride.pipelines.train.checkpoint import Checkpoints
 from raystride.pipelines.train.guard import Diagnosis, Diverged, GoBack, Guard
 from raystride.pipelines.train.optimizer import Updater, learning_rate
 from raystride.pipelines.train.state import LeftOut, TrainState
 from raystride.pipelines.train.step import (
-    OUT_OF_TIME,
-    STOP,
-    TARGETS,
     VERDICT,
     Agreement,
     StepResult,
@@ -106,6 +104,7 @@ class Training:
         except BaseException:
             if self.checkpoints:
                 self.checkpoints.wait_after_error()
+                self._tell_of_commits()
             raise
         return ending, self.metrics
 
@@ -142,6 +141,7 @@ class Training:
         self.state.advance(step)
         self._sums += result.measured[: TARGETS + 1]
         self._watch("on_step", self.state.step)
+        self._tell_of_commits()
         if self._due(self.config.train.log_every):
             self._log(result)
         validation, checkpoint = self._due(self.config.validation.every), self._due(self.config.checkpoint.every)
@@ -164,6 +164,7 @@ class Training:
         """Loads the newest checkpoint, from where the loop comes again without these slots. Raises Diverged without one."""
         assert self.checkpoints is not None
         self.checkpoints.wait()
+        self._tell_of_commits()
         if (found := self.checkpoints.newest()) is None:
             raise Diverged("there is no whole checkpoint to go back to; set guard.policy skip")
         self.checkpoints.load(found, self.model, self.optimizer)
@@ -269,8 +270,14 @@ class Training:
         with phase("checkpoint"):
             self.checkpoints.save(self.model, self.optimizer, self.state, self.header, best=best)
         self._saved_at = self.state.step
-        self._watch("on_checkpoint", self.state.step, str(self.checkpoints.path(self.state.step)))
+        self._tell_of_commits()  # the save before has ended, by itself or because this one waited for it
         self._pause(began)
+
+    def _tell_of_commits(self) -> None:
+        """Saves end in the background, and ranks need not hear of it at the same step: nothing is decided by it."""
+        if checkpoints := self.checkpoints:
+            for step in checkpoints.committed():
+                self._watch("on_checkpoint", step, str(checkpoints.path(step)))
 
     def _finish(self, ending: Ending) -> None:
         """Validates and saves where the last step has not been yet, and waits until it is written."""
@@ -283,6 +290,7 @@ class Training:
             if self._saved_at != self.state.step or improved:
                 self._save(best=improved)
             self.checkpoints.wait()
+            self._tell_of_commits()
 
     def _pause(self, began: float) -> None:
         self._watch("on_pause", time.perf_counter() - began)

@@ -1,12 +1,16 @@
 """How numbers are held and multiplied, by the name that `train.precision` has, and the loss scale of float16.
 
-| precision | parameters | products | gradients, moments, master | Apex |
-| fp32      | fp32       | fp32     | fp32, fp32, none           | O0   |
-| tf32      | fp32       | tf32     | fp32, fp32, none           | O0   |
-| bf16      | fp32       | bfloat16 | fp32, fp32, none           | O1   |
-| fp16      | fp32       | float16  | fp32, fp32, none           | O1   |
-| pure_bf16 | bfloat16   | bfloat16 | fp32, fp32, fp32           | O2   |
-| the same, rounded stochastically | fp32, fp32, none        | O3   |
+| precision                            | parameters | products | gradients, moments | master | Apex |
+| ------------------------------------ | ---------- | -------- | ------------------ | ------ | ---- |
+| fp32                                 | fp32       | fp32     | fp32               | none   | O0   |
+| tf32                                 | fp32       | tf32     | fp32               | none   | O0   |
+| bf16                                 | fp32       | bfloat16 | fp32               | none   | O1   |
+| fp16                                 | fp32       | float16  | fp32               | none   | O1   |
+| pure_bf16                            | bfloat16   | bfloat16 | fp32               | fp32   | O2   |
+| pure_bf16, train.stochastic_rounding | bfloat16   | bfloat16 | fp32               | none   | O3   |
+
+NVIDIA's Apex numbers its levels by how much is in 16 bits: O0 nothing, O1 products, O2 parameters beside a full master copy,
+O3 parameters alone, which here are rounded stochastically so that small updates are not lost.
 
     precision = Precision("fp16")
     with precision.autocast(device):

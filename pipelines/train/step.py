@@ -21,14 +21,15 @@ from raystride.pipelines.feed.loader import Step
 from raystride.pipelines.feed.order import mix64
 from raystride.pipelines.feed.samples import Samples
 from raystride.pipelines.phases import phase
+from raystride.pipelines.strategies import LOSS, OUT_OF_TIME, STOP, SUMMED, TARGETS
 from raystride.pipelines.strategies.strategy import Strategy
 from raystride.pipelines.train.optimizer import Updater
 from raystride.pipelines.train.precision import LEAST_SCALE, LossScale, Precision
 from raystride.pipelines.train.state import TrainState
 
-LOSS, TARGETS, STOP, OUT_OF_TIME, VERDICT = range(5)
-"""Where in the measured vector (fp32, 5) the loss sum, the targets, the numbers of workers that ask to end, and the check's
-verdict are. The first four travel with the gradients. Of a step that changed nothing, loss and targets are 0."""
+VERDICT = len(SUMMED)
+"""Where in a step's measured vector (fp32) the check's verdict is: after what was summed over the workers. Of a step that
+changed nothing, loss and targets are 0."""
 
 
 FINE, NOT_FINITE, SPIKE, OVERFLOW = range(4)
@@ -113,7 +114,7 @@ class StepResult:
     """What a step leaves on the device."""
 
     measured: torch.Tensor
-    """Sums over all workers, fp32 (5): see LOSS, TARGETS, STOP, OUT_OF_TIME, VERDICT."""
+    """Sums over all workers (`strategies.SUMMED`), and VERDICT; fp32."""
     gradient_norm: torch.Tensor
     """Euclidean norm of the mean gradient before clipping, a scalar."""
 
@@ -130,7 +131,7 @@ def train_step(
     """Runs a step at a learning rate. `stop`: whether this worker wants to end (by signal, by the clock)."""
     device = strategy.device
     strategy.begin()
-    measured = torch.zeros(4, device=device)
+    measured = torch.zeros(len(SUMMED), device=device)
     if any(stop):
         measured[STOP], measured[OUT_OF_TIME] = stop
     for number, batch in enumerate(step.micro_batches):

@@ -39,10 +39,10 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from raystride.pipelines.files import Folder
+from raystride.pipelines.train.names import MANIFEST
 
 # One worker saves and loads without a process group, which DCP takes for a mistake.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", module="torch.distributed")
-MANIFEST = "MANIFEST.json"
 FORMAT = 1
 
 

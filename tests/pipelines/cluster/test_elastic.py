@@ -23,6 +23,9 @@ class MadeUp:
     def workers(self) -> int:
         return self.now
 
+    def warn(self, text: str) -> None:
+        raise AssertionError(text)
+
     def request_resize(self, text: str) -> None:
         self.resize = True
 
@@ -50,8 +53,8 @@ def free(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
     found: list[dict[str, float]] = []
     monkeypatch.setattr(elastic, "LOOK_S", 0.01)
     monkeypatch.setattr(elastic, "alive_nodes", lambda: {"head"})
-    monkeypatch.setattr(elastic, "tell_of_nodes", lambda: None)
-    monkeypatch.setattr(elastic, "free_by_node", lambda: found)
+    monkeypatch.setattr(elastic, "tell_of_nodes", lambda training, warn: None)
+    monkeypatch.setattr(elastic, "free_by_node", lambda per_worker, warn: found)
     return found
 
 

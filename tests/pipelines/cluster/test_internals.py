@@ -1,17 +1,37 @@
-"""The fast-start trainer and Ray's own train the same bits; where Ray is another, the stock one is made."""
+"""What reaches into Ray works with this Ray; without any one of the names, what stands for it works, and says so."""
 
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import ray
+import ray.train.torch  # before a name goes that it uses: in another Ray it would use none that is gone
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
+from raystride.pipelines.cluster import internals
 from raystride.pipelines.cluster.cluster import QUIET
+from raystride.pipelines.cluster.internals import (
+    JOB,
+    TRAIN,
+    free_by_node,
+    free_places_of_the_dead,
+    head_place,
+    in_submitted_job,
+    submission_id,
+    tell_of_nodes,
+)
 from raystride.pipelines.cluster.recorder_handle import RecorderHandle
 from raystride.pipelines.cluster.resources import Share
 from raystride.pipelines.cluster.trainer import make_trainer, train_on_ray
 from raystride.pipelines.config import Record
 from raystride.pipelines.files import Folder
+from raystride.pipelines.record import read_entries
 from raystride.pipelines.worker.job import Job
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
@@ -21,7 +41,8 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `cluster` sets for every job."""
+    """What `cluster` sets for every job; and nothing has been warned of yet."""
+    monkeypatch.setattr(internals, "_told", set())
     for name, value in QUIET.items():
         monkeypatch.setenv(name, value)
 
@@ -52,25 +73,292 @@ def _settings() -> dict[str, Any]:
     return {"scaling_config": ScalingConfig(num_workers=1), "run_config": RunConfig(name="name")}
 
 
-def _kind(fast_start: bool) -> str:
-    return type(make_trainer(lambda config: None, _settings(), fast_start=fast_start)).__name__
+def _kind(warned: list[str], *, fast_start: bool = True) -> str:
+    return type(make_trainer(lambda config: None, _settings(), fast_start=fast_start, warn=warned.append)).__name__
+
+
+def _falls_back(*words: str) -> None:
+    """The stock trainer is made, and one warning names what is missing, and the version of Ray."""
+    warned: list[str] = []
+    assert _kind(warned) == "TorchTrainer"
+    (text,) = warned
+    assert all(word in text for word in (f"Ray {ray.__version__}", *words)), text
 
 
 def test_each_is_made_where_it_is_asked_for() -> None:
-    assert _kind(fast_start=True) == "FastStartTrainer"
-    assert _kind(fast_start=False) == "TorchTrainer"
+    warned: list[str] = []
+    assert _kind(warned) == "FastStartTrainer"
+    assert _kind(warned, fast_start=False) == "TorchTrainer"
+    assert not warned
 
 
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("ray.train.v2._internal.execution.failure_handling", "create_failure_policy"),
-        ("ray.train.v2._internal.callbacks", "BackendSetupCallback"),
-        ("ray.train.v2._internal.constants", "ENV_VARS_TO_PROPAGATE"),
+        (f"{TRAIN}.callbacks", "AcceleratorSetupCallback"),
+        (f"{TRAIN}.callbacks", "BackendSetupCallback"),
+        (f"{TRAIN}.callbacks.user_callback", "UserCallbackHandler"),
+        (f"{TRAIN}.constants", "ENV_VARS_TO_PROPAGATE"),
+        (f"{TRAIN}.constants", "ENABLE_PREEMPTION_WATCHER_ENV_VAR"),
+        (f"{TRAIN}.execution.controller", "TrainController"),
+        (f"{TRAIN}.execution.failure_handling", "create_failure_policy"),
+        (f"{TRAIN}.execution.scaling_policy.fixed", "FixedScalingPolicy"),
+        (f"{TRAIN}.execution.worker_group", "WorkerGroup"),
+        (f"{TRAIN}.util", "ObjectRefWrapper"),
+        ("ray.train.v2.api.data_parallel_trainer.DataParallelTrainer", "_get_train_func"),
+        (f"{TRAIN}.execution.controller.TrainController", "get_result"),
+        (f"{TRAIN}.execution.scaling_policy.scaling_policy.ScalingPolicy", "_maybe_send_resource_request"),
+        ("ray.train.backend.Backend", "share_cuda_visible_devices"),
     ],
 )
-def test_another_ray_gets_the_stock_trainer(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
-    __import__(module)
-    monkeypatch.delattr(sys.modules[module], name)
-    monkeypatch.delitem(sys.modules, "raystride.pipelines.cluster.internals", raising=False)
-    assert _kind(fast_start=True) == "TorchTrainer"
+def test_without_a_name_the_stock_trainer_is_made(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
+    module, _, owner = module.rpartition(".") if module.rpartition(".")[2][0].isupper() else (module, "", "")
+    found = import_module(module)
+    monkeypatch.delattr(getattr(found, owner) if owner else found, name)
+    _falls_back(name, "Ray Train's own trainer starts the workers")
+
+
+def _change_controller(monkeypatch: pytest.MonkeyPatch, changed: type) -> None:
+    """Puts it where the fast start finds Ray Train's; the stock trainer has its own by another name."""
+    monkeypatch.setattr(f"{TRAIN}.execution.controller.TrainController", changed)
+
+
+def _controller() -> Any:
+    return import_module(f"{TRAIN}.execution.controller").TrainController
+
+
+@pytest.mark.timeout(600)
+def test_a_controller_of_other_keywords_trains_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They were met in fit() alone, when the record had begun and there was no way back."""
+
+    class Changed(_controller()):  # type: ignore[misc]
+        def __init__(self, train_fn: Any, train_run_context: Any, policies: Any, callbacks: Any) -> None:
+            raise AssertionError
+
+    _change_controller(monkeypatch, Changed)
+    config = tiny(write_text(tmp_path))
+    summary = _trained(make_job(config, tmp_path, "changed"), fast_start=True)
+    assert (summary["steps"], summary["workers"], summary["ending"]) == (6, 2, "done")
+    told = [entry for entry in read_entries(Folder(str(tmp_path)) / "changed") if entry["values"].get("name") == "warning"]
+    assert [("train_fn" in entry["values"]["text"], ray.__version__ in entry["values"]["text"]) for entry in told] == [
+        (True, True)
+    ]
+
+
+def test_a_controller_that_wants_more_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Changed(_controller()):  # type: ignore[misc]
+        def __init__(self, placement: Any, **others: Any) -> None:
+            raise AssertionError
+
+    _change_controller(monkeypatch, Changed)
+    _falls_back("placement")
+
+
+def test_a_controller_that_fails_in_its_own_process_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Changed(_controller()):  # type: ignore[misc]
+        def __init__(self, **arguments: Any) -> None:
+            raise TypeError("it is made of other parts now")
+
+    _change_controller(monkeypatch, Changed)
+    _falls_back("it is made of other parts now")
+
+
+def test_a_hook_that_is_called_otherwise_is_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = import_module(f"{TRAIN}.execution.scaling_policy.fixed").FixedScalingPolicy
+    monkeypatch.setattr(policy, "after_controller_start", lambda self, context, cluster: None, raising=False)
+    _falls_back("after_controller_start", "cluster")
+
+
+def test_a_group_that_is_called_otherwise_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = import_module(f"{TRAIN}.execution.worker_group").WorkerGroup
+    monkeypatch.setattr(group, "execute_single", lambda self, function, *, rank: None)
+    _falls_back("positional")
+
+
+STATE = "ray._private.state"
+CPU = {"CPU": 1.0}
+
+
+def test_free_places_are_told_by_node_or_as_many_as_are_sure(monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: list[str] = []
+    assert [free["CPU"] for free in free_by_node(CPU, warned.append)] == [2.0]
+    assert not warned
+    monkeypatch.delattr(f"{STATE}.available_resources_per_node")
+    for _ in range(2):
+        assert free_by_node(CPU, warned.append) == [{"CPU": 2.0}]
+    (text,) = warned
+    assert f"{STATE}.available_resources_per_node is gone" in text
+    assert free_by_node({"CPU": 4.0}, warned.append) == [{"CPU": 0.0}]
+    # Seven free ones on two nodes may lie as 3 and 4 or as 1 and 6: a worker of three finds a place once at least.
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 7.0})
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}, {"Alive": True}, {"Alive": False}])
+    assert free_by_node({"CPU": 3.0}, warned.append) == [{"CPU": 3.0}]
+    assert free_by_node(CPU, warned.append) == [{"CPU": 7.0}]
+
+
+def test_free_places_in_another_form_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(f"{STATE}.available_resources_per_node", lambda: [("node", 2.0)])
+    assert free_by_node(CPU, warned.append) == [{"CPU": 2.0}]
+    assert len(warned) == 1
+
+
+ACTOR = "ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator._AutoscalingCoordinatorActor"
+
+
+def _rename(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks for the actor by another name: Ray's own lives as long as the cluster, once a stock trainer has made it."""
+    there = import_module(ACTOR.rpartition(".")[0])
+    monkeypatch.setattr(internals, "COORDINATOR", "Another")
+    monkeypatch.setattr(there, "_AnotherActor", there._AutoscalingCoordinatorActor, raising=False)
+
+
+def test_ray_train_is_told_of_nodes_where_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Coordinator:
+        def __init__(self) -> None:
+            self.asked: list[Any] = []
+
+        def get_reserved_resources(self, requester: str, recompute: bool = False) -> None:
+            self.asked.append((requester, recompute))
+
+        def told(self) -> list[Any]:
+            return self.asked
+
+    _rename(monkeypatch)
+    warned: list[str] = []
+    tell_of_nodes(False, warned.append)  # before the first group there is no such actor
+    assert not warned
+    there = ray.remote(num_cpus=0)(Coordinator).options(name="Another", namespace="Another").remote()
+    ray.get(there.told.remote())
+    tell_of_nodes(True, warned.append)
+    assert ray.get(there.told.remote()) == [("", True)]
+    assert not warned
+
+
+@pytest.mark.parametrize("change", ["name", "keyword", "actor"])
+def test_where_it_does_not_listen_it_is_said_once(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    import_module(ACTOR.rpartition(".")[0])
+    if change == "name":
+        monkeypatch.delattr(ACTOR)
+    if change == "keyword":
+        monkeypatch.setattr(f"{ACTOR}.get_reserved_resources", lambda self, requester: None)
+    if change == "actor":
+        _rename(monkeypatch)
+    warned: list[str] = []
+    for _ in range(2):
+        tell_of_nodes(True, warned.append)
+    (text,) = warned
+    assert "20 s" in text
+
+
+class Controller:
+    """As Ray Train's: it reserves places for workers."""
+
+    def reserve(self) -> str:
+        group = placement_group([{"CPU": 1}])
+        ray.get(group.ready())
+        return str(group.id.hex())
+
+
+@contextmanager
+def _places() -> Iterator[tuple[str, str]]:
+    """Two placement groups, the maker of the first of which has died."""
+    dead, alive = (ray.remote(num_cpus=0)(Controller).remote() for _ in range(2))
+    held, kept = ray.get([dead.reserve.remote(), alive.reserve.remote()])
+    ray.kill(dead)
+    try:
+        yield held, kept
+    finally:
+        for key in (held, kept):
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(key))))
+        ray.kill(alive)
+
+
+def _state(key: str) -> str:
+    return str(placement_group_table()[key]["state"])
+
+
+def test_places_of_a_controller_that_was_ended_are_free_again_and_no_others() -> None:
+    warned: list[str] = []
+    with _places() as (held, kept):
+        deadline = time.monotonic() + 30
+        while _state(held) != "REMOVED":
+            assert time.monotonic() < deadline
+            free_places_of_the_dead(False, warned.append)
+            time.sleep(0.1)
+        assert _state(kept) == "CREATED"
+    assert not warned
+
+
+def _without_accessor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes the name from us, and leaves the public table what it needs of it."""
+    module = import_module(STATE)
+    other = type("Other", (), {"placement_group_table": module.state.placement_group_table})
+    monkeypatch.setattr(module, "state", other)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _without_accessor,
+        lambda monkeypatch: monkeypatch.delattr(f"{STATE}.actors"),
+        lambda monkeypatch: monkeypatch.setattr(f"{STATE}.actors", lambda: {"12ab": {"Condition": "DEAD"}}),
+        lambda monkeypatch: monkeypatch.setitem(sys.modules, "ray.core.generated.gcs_pb2", ModuleType("gcs_pb2")),
+    ],
+    ids=["accessor", "actors", "actor", "tables"],
+)
+def test_without_the_makers_all_workers_places_are_free_where_one_is_alone(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    change(monkeypatch)
+    warned: list[str] = []
+    with _places() as places:
+        free_places_of_the_dead(False, warned.append)
+        assert [_state(key) for key in places] == ["CREATED", "CREATED"]
+        free_places_of_the_dead(True, warned.append)
+        assert [_state(key) for key in places] == ["REMOVED", "REMOVED"]
+    assert [ray.__version__ in text for text in warned] == [True, True]
+    assert "start again" in warned[0]
+
+
+def test_drivers_of_trials_have_a_place_that_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: list[str] = []
+    assert head_place(warned.append) == {"node:__internal_head__": 0.001}
+    assert not warned
+    monkeypatch.setattr(internals, "HEAD", "node:__another__")
+    place = head_place(warned.append)
+    assert len(warned) == 1
+    assert ray.get(ray.remote(num_cpus=0, resources=place)(lambda: "it ran").remote(), timeout=60) == "it ran"
+
+
+def test_a_submitted_job_is_known_by_its_variable_or_its_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    warned: list[str] = []
+    assert not in_submitted_job(warned.append)
+    monkeypatch.setenv(JOB, "{}")
+    assert in_submitted_job(warned.append)
+    assert not warned
+    monkeypatch.delenv(JOB)
+    place = tmp_path / "session_1" / "runtime_resources" / "working_dir_files" / "_ray_pkg_12"
+    place.mkdir(parents=True)
+    monkeypatch.chdir(place)
+    assert in_submitted_job(warned.append)
+    assert JOB in warned[0]
+
+
+def test_a_submitted_job_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: list[str] = []
+    assert submission_id(warned.append) is None
+    monkeypatch.setenv(JOB, '{"metadata": {"job_submission_id": "raysubmit_1"}}')
+    assert submission_id(warned.append) == "raysubmit_1"
+    monkeypatch.delenv(JOB)
+    monkeypatch.setattr(f"ray._private.runtime_env.constants.{JOB}", "RAY_JOB")
+    monkeypatch.setenv("RAY_JOB", '{"metadata": {"job_submission_id": "raysubmit_2"}}')
+    assert submission_id(warned.append) == "raysubmit_2"
+    assert not warned
+    monkeypatch.setenv(JOB, '{"submission": "raysubmit_3"}')
+    assert submission_id(warned.append) is None
+    assert "metadata" in warned[0]
+    monkeypatch.delenv(JOB)
+    monkeypatch.delattr(f"ray._private.runtime_env.constants.{JOB}")
+    assert submission_id(warned.append) is None
+    assert len(warned) == 1

@@ -78,7 +78,11 @@ def test_ranks_that_only_lost_their_peer_come_last(lost: BaseException) -> None:
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [
-        (MemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "train.micro_batch_slots"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), "train.micro_batch_slots"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "train.slot_size"),
+        (RuntimeError("std::bad_alloc"), "train.slot_size"),
+        (MemoryError(), "train.slot_size"),
+        (OSError(12, "Cannot allocate memory"), "train.slot_size"),
         (ArithmeticError("the loss is nan in the steps up to 30"), "optimizer.learning_rate"),
         (OSError(28, "No space left on device"), "checkpoint.keep"),
         (OSError(30, "Read-only file system"), "--storage"),

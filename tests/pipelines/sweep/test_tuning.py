@@ -1,13 +1,10 @@
 """What Tune's words mean for a sweep, and what becomes of trials that Tune ends; real Tune trials, without a cluster."""
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
-import ray
 from ray.tune.experiment import Trial
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from raystride.pipelines.cluster.resources import Resources
 from raystride.pipelines.config.sweep import SweepConfig
@@ -22,7 +19,6 @@ from raystride.pipelines.sweep.tuning import (
     _breaks_a_condition,
     _distributions,
     _Ends,
-    _free_places_of_the_dead,
     _optuna,
     candidate_of,
 )
@@ -103,30 +99,6 @@ def test_a_process_that_died_leaves_a_result_that_says_so(plan: Plan) -> None:
     assert result.status == "failed"
     assert result.cause.startswith("the process that drove the trial ended; its trial.txt")
     assert results(plan.folder) == {candidate.key: result}
-
-
-class Controller:
-    """As Ray Train's: it reserves places for workers."""
-
-    def reserve(self) -> str:
-        group = placement_group([{"CPU": 1}])
-        ray.get(group.ready())
-        return str(group.id.hex())
-
-
-@pytest.mark.usefixtures("ray_cluster")
-def test_places_of_a_controller_that_was_ended_are_free_again_and_no_others() -> None:
-    dead, alive = (ray.remote(num_cpus=0)(Controller).remote() for _ in range(2))
-    held, kept = ray.get(dead.reserve.remote()), ray.get(alive.reserve.remote())
-    ray.kill(dead)
-    deadline = time.monotonic() + 30
-    while placement_group_table()[held]["state"] != "REMOVED":
-        assert time.monotonic() < deadline
-        _free_places_of_the_dead()
-        time.sleep(0.1)
-    assert placement_group_table()[kept]["state"] == "CREATED"
-    remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(kept))))
-    ray.kill(alive)
 
 
 def optuna_base(**settings: Any) -> SweepConfig:

@@ -1,5 +1,8 @@
 """The loop in this process: it learns, logs, validates, saves, ends for every reason it may end, and goes on exactly."""
 
+import os
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +12,7 @@ import pytest
 
 from raystride.pipelines.config import Checkpoint, Config, Model, Optimizer, Train, Validation
 from raystride.pipelines.observers.observer import Observer
+from raystride.pipelines.train.checkpoint import CLAIM
 from raystride.pipelines.train.fingerprint import parameters_sha256
 from raystride.pipelines.train.guard import Diverged
 from raystride.pipelines.train.loop import Ending, Training
@@ -24,9 +28,12 @@ class Notes(Observer):
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
         self.logged: dict[int, dict[str, float]] = {}
+        self.then: Callable[[int], None] = lambda step: None
+        """Called after each step."""
 
     def on_step(self, step: int) -> None:
         self.calls.append(("step", step))
+        self.then(step)
 
     def on_log(self, step: int, measured: dict[str, float]) -> None:
         self.logged.setdefault(step, {}).update(measured)
@@ -132,6 +139,69 @@ def test_no_checkpoint_is_written_where_none_is_wanted(folder: Path) -> None:
     config = _config(folder, checkpoint=Checkpoint(every=0))
     _training(folder, config, "none").run()
     assert not (folder / "none" / "checkpoints").exists()
+
+
+class Held:
+    """The claim of a run as a pipe: whoever is about to commit a checkpoint reads it, and waits there for `release`."""
+
+    def __init__(self, folder: Path, config: Config, run: str) -> None:
+        self.notes = Notes()
+        self.notes.then = self.after
+        self.training = _training(folder, config, run, self.notes)
+        self.checkpoints = self.training.checkpoints
+        assert self.checkpoints
+        self._claim = folder / run / "checkpoints" / CLAIM
+        self._text = self._claim.read_text()
+        self._claim.unlink()
+        os.mkfifo(self._claim)
+
+    def after(self, step: int) -> None:
+        """Releases the save of step 3 after step 4, and waits for it."""
+        if step == 4:
+            self.release()
+            while self.checkpoints.under_way():
+                time.sleep(0.001)
+
+    def release(self) -> None:
+        """Lets the save that is under way commit, and those after it pass."""
+        assert not list(self._claim.parent.glob("step-*/MANIFEST.json"))
+        self._claim.write_text(self._text)
+        whole = self._claim.with_name("whole")
+        whole.write_text(self._text)
+        whole.replace(self._claim)
+
+
+SHORT = Train(steps=5, slots=4, slot_size=2, log_every=50)
+
+
+def test_observers_hear_of_a_checkpoint_when_its_manifest_is_there(folder: Path) -> None:
+    held = Held(folder, _config(folder, train=SHORT), "slow")
+    held.training.run()
+    steps = [("step", step) for step in range(1, 6)]
+    assert held.notes.calls == [*steps[:4], ("checkpoint", 3), steps[4], ("checkpoint", 5)]
+
+
+def test_a_save_that_ends_after_an_error_is_heard_of(folder: Path) -> None:
+    held = Held(folder, _config(folder, train=SHORT), "late")
+
+    def fail(step: int) -> None:
+        if step == 4:
+            threading.Timer(0.2, held.release).start()
+            raise RuntimeError("an observer of one's own")
+
+    held.notes.then = fail
+    with pytest.raises(RuntimeError, match="of one's own"):
+        held.training.run()
+    assert held.notes.calls[-2:] == [("step", 4), ("checkpoint", 3)]
+
+
+def test_no_observer_hears_of_a_save_that_failed(folder: Path) -> None:
+    notes = Notes()
+    training = _training(folder, _config(folder, train=SHORT), "failed", notes)
+    (folder / "failed" / "checkpoints" / CLAIM).write_text("another 12ab\n")
+    with pytest.raises(Exception, match="another has taken this run over"):
+        training.run()
+    assert notes.calls == [("step", step) for step in range(1, 6)]
 
 
 def test_a_loss_that_is_no_number_ends_the_run(folder: Path) -> None:

@@ -10,13 +10,10 @@ from hypothesis import strategies as st
 from raystride.model.transformer import Decoder
 from raystride.pipelines.config import Config, Model, Optimizer, Scaling, Train
 from raystride.pipelines.feed.loader import MicroBatch, Step
-from raystride.pipelines.strategies import build_strategy
+from raystride.pipelines.strategies import LOSS, STOP, TARGETS, build_strategy
 from raystride.pipelines.strategies.strategy import Single, norm_of
 from raystride.pipelines.train.optimizer import Updater, build_optimizer
 from raystride.pipelines.train.step import (
-    LOSS,
-    STOP,
-    TARGETS,
     Agreement,
     StepCheck,
     StepRules,
