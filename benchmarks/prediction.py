@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.pairs import Comparison, command_line, machine, machine_line, report, take_turns
 from benchmarks.runs import small_text
-from raystride.model.generate import choose, generate
+from raystride.model.generate import choose_token, generate
 from raystride.model.transformer import Decoder
 from raystride.pipelines.config import Answering, Config, Data, Model, Sample, Tokenizer
 from raystride.pipelines.evaluate.answering import Answerer
@@ -138,7 +138,7 @@ def uncached(model: Decoder, row: list[int]) -> float:
     with torch.no_grad():
         for _ in range(LONG):
             logits = model.logits(model.hidden(ids)[:, -1])
-            ids = torch.cat((ids, choose(logits, temperature=0.0, top_k=0, top_p=1.0)[:, None]), 1)
+            ids = torch.cat((ids, choose_token(logits, temperature=0.0, top_k=0, top_p=1.0)[:, None]), 1)
     return LONG / (time.perf_counter() - began)
 
 

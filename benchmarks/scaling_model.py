@@ -16,7 +16,15 @@ from typing import Any
 import yaml
 
 from benchmarks.pairs import command_line, machine, machine_line
-from raystride.pipelines.scaling_model import ClusterDescription, HeldBack, Link, Observation, ScalingModel, Work, held_back
+from raystride.pipelines.scaling_model import (
+    ClusterDescription,
+    HeldBack,
+    NetworkLink,
+    Observation,
+    ScalingModel,
+    Work,
+    held_back,
+)
 
 TABLES = Path(__file__).with_name("published_scaling.yaml")
 AIM = 0.10
@@ -51,7 +59,9 @@ def described(stated: Mapping[str, Any]) -> ClusterDescription | None:
     found = stated.get("cluster")
     if found is None:
         return None
-    return ClusterDescription(stated["device"], found["gpus_per_node"], Link(**found["intra"]), Link(**found["inter"]))
+    return ClusterDescription(
+        stated["device"], found["gpus_per_node"], NetworkLink(**found["intra"]), NetworkLink(**found["inter"])
+    )
 
 
 def guess(trials: Sequence[Observation], work: Work, up_to: int) -> float:

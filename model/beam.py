@@ -12,7 +12,7 @@ Sentences that are done leave the batch. With one beam this is the greedy choice
 
 import torch
 
-from raystride.model.translator import Decoding, Translator
+from raystride.model.translator import DecodingState, Translator
 
 
 def translate(
@@ -42,7 +42,7 @@ def translate(
     model.eval()
     try:
         with torch.no_grad():  # not inference mode: a model in shards keeps what it gathers
-            decoding = Decoding(model.encode(source, lengths), lengths, model.shape.layers, longest)
+            decoding = DecodingState(model.encode(source, lengths), lengths, model.shape.layers, longest)
             search = _Search(len(source), beams, longest, end_id, length_penalty, source.device)
             last = torch.full((len(source) * beams,), start_id, device=source.device)
             for _ in range(longest):

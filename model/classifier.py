@@ -52,7 +52,7 @@ class Classifier(nn.Module):
         # Zeros, so that it begins as the mean.
         self.query = nn.Parameter(torch.zeros(shape.width)) if shape.pooling == "attention" else None
         sizes = shape.windows if shape.pooling == "windows" else ()
-        self.windows = nn.ModuleList(Window(shape, size, onednn) for size in sizes)
+        self.windows = nn.ModuleList(WindowConvolution(shape, size, onednn) for size in sizes)
         self.head = Linear(pooled_width(shape), classes, bias=True, onednn=onednn)
         self.register_buffer("class_weights", torch.tensor(class_weights) if class_weights else None, persistent=False)
         initialise(self, shape, additions=max(1, 2 * shape.layers))
@@ -93,7 +93,7 @@ class Classifier(nn.Module):
         return classifier_flops_per_token(self.shape)
 
 
-class Window(nn.Module):
+class WindowConvolution(nn.Module):
     """A convolution over neighbouring tokens, and the maximum of each channel over the text (Kim, 2014, section 2)."""
 
     def __init__(self, shape: ClassifierShape, size: int, onednn: bool) -> None:

@@ -49,7 +49,7 @@ def generate(
                     logits = _prefill(model, [row[-keep:] for row in rows], caches, padding)
                 else:
                     logits = _step(model, [row[-1] for row in rows], caches, padding)
-                chosen = choose(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+                chosen = choose_token(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
             next_ids: list[int] = chosen.tolist()
             for row, token in zip(rows, next_ids, strict=True):
                 row.append(token)
@@ -58,7 +58,7 @@ def generate(
         model.train(was_training)
 
 
-def choose(
+def choose_token(
     logits: torch.Tensor, *, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None = None
 ) -> torch.Tensor:
     """One id a row from logits (B, V). Top-p keeps the smallest set of likeliest ids that reaches p (Holtzman, 2020)."""

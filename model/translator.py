@@ -72,7 +72,7 @@ class TargetBlock(nn.Module):
         return x + self.dropout(self.feed_forward(y))  # type: ignore[no-any-return]
 
 
-class Decoding:
+class DecodingState:
     """What is known of B sentences while R rows of translations are written, R a multiple of B.
 
     Memory (B, S, C) and lengths (B,) of the sources; by layer of the decoder a cache of the rows, for `longest` tokens, and
@@ -151,13 +151,13 @@ class Translator(nn.Module):
             x = block(x, rotation, None, None, lengths)
         return self.encoder_norm(x)  # type: ignore[no-any-return]
 
-    def decode(self, ids: torch.Tensor, decoding: Decoding) -> torch.Tensor:
+    def decode(self, ids: torch.Tensor, decoding: DecodingState) -> torch.Tensor:
         """Logits (R, V) of what follows the next token (R,) of every row."""
         hidden = self._hidden(ids[:, None], decoding.memory, decoding.lengths, decoding)[:, 0]
         return linear(hidden, self._targets().weight, onednn=self.onednn)
 
     def _hidden(
-        self, ids: torch.Tensor, memory: torch.Tensor, lengths: torch.Tensor, decoding: Decoding | None = None
+        self, ids: torch.Tensor, memory: torch.Tensor, lengths: torch.Tensor, decoding: DecodingState | None = None
     ) -> torch.Tensor:
         """The normalised last hidden states (R, T, C) of targets (R, T), which come after those in the caches."""
         positions = None

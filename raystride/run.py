@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class StoredCheckpoint:
     """A whole checkpoint of a run."""
 
     step: int
@@ -83,12 +83,12 @@ class Run:
         return pa.table(columns)
 
     @property
-    def checkpoints(self) -> list[Checkpoint]:
+    def checkpoints(self) -> list[StoredCheckpoint]:
         """Those that were committed and not pruned, oldest first."""
         from raystride.pipelines.train.checkpoint import Checkpoints
 
         kept = Checkpoints(self.folder / "checkpoints", attempt="", keep=1)
-        return [Checkpoint(int(name.removeprefix("step-")), (kept.folder / name).uri) for name in sorted(kept.steps())]
+        return [StoredCheckpoint(int(name.removeprefix("step-")), (kept.folder / name).uri) for name in sorted(kept.steps())]
 
     def load_model(self, checkpoint: str | int = "best") -> "nn.Module":
         """The trained network in evaluation mode: of the checkpoint `best`, `last`, or of a step. Raises SettingError."""

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,10 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # Two processes test side by side on two cores; two threads in each of them wait for each other most of the time. Jobs set
 # their own number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What was compiled for one kind of processor must not be found where tests pretend to run on another: PyTorch does not look.
+_KIND = os.environ.get("ATEN_CPU_CAPABILITY", "own")
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-tests-{os.getuid()}-{_KIND}")
 
 settings.register_profile("raystride", deadline=None, max_examples=50)
 settings.load_profile("raystride")

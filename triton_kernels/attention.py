@@ -165,7 +165,7 @@ def _differentiate(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor |
 _attention.register_autograd(_differentiate, setup_context=_save)
 
 
-def refusal(
+def why_refused(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None = None, scale: float | None = None
 ) -> str:
     """Why the kernels cannot take this call; empty if they can."""
@@ -205,7 +205,7 @@ def attention(
     if window < 0 or (window and not causal):
         raise ValueError(f"a window ({window}) is a number of keys up to a query's own position: it needs causal")
     rest = {"causal": causal, "window": window, "key_lengths": key_lengths, "scale": scale, "dropout": dropout}
-    if not takes_triton("attention", q, refusal=refusal(q, k, v, mask=mask, scale=scale)):
+    if not takes_triton("attention", q, refusal=why_refused(q, k, v, mask=mask, scale=scale)):
         return attention_reference(q, k, v, mask=mask, seed=seed, **rest)  # type: ignore[arg-type]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     # Heads over 128 in fp32 would spill there: their scores are summed by columns in the other kernel.

@@ -16,11 +16,11 @@ from raystride.triton_kernels.attention_masks import (
     is_visible,
     key_range,
     load_rows,
+    masked_work,
     product_of_rows,
     query_range,
     sequence_of,
     store_rows,
-    work_of,
 )
 from raystride.triton_kernels.attention_problem import (
     Rules,
@@ -46,7 +46,7 @@ def _attention_delta_kernel(
     o, grad, delta, query_offsets, o_b, o_h, o_t, grad_b, grad_h, grad_t, lse_b, lse_h, H, T, blocks, heads,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    block, head = work_of(blocks, heads, heads, False)
+    block, head = masked_work(blocks, heads, heads, False)
     b, h = head // H, head % H
     query_start, T, _, _, _ = sequence_of(b, None, query_offsets, query_offsets, T, T)
     query = block * BLOCK_M
@@ -111,7 +111,7 @@ def _attention_backward_keys_kernel(
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    block, head = work_of(blocks, heads, section, False)
+    block, head = masked_work(blocks, heads, section, False)
     b, g = head // G, head % G
     query_start, T, key_start, S, length = sequence_of(b, key_lengths, query_offsets, key_offsets, T, S)
     key = block * BLOCK_N
@@ -194,7 +194,7 @@ def _attention_backward_queries_kernel(
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    block, head = work_of(blocks, heads, section, CAUSAL)
+    block, head = masked_work(blocks, heads, section, CAUSAL)
     b, h = head // H, head % H
     g = h // group
     query_start, T, key_start, S, length = sequence_of(b, key_lengths, query_offsets, key_offsets, T, S)

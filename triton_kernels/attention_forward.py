@@ -15,10 +15,10 @@ from raystride.triton_kernels.attention_masks import (
     is_visible,
     key_range,
     load_rows,
+    masked_work,
     product_of_rows,
     sequence_of,
     store_rows,
-    work_of,
 )
 from raystride.triton_kernels.attention_problem import (
     Rules,
@@ -77,7 +77,7 @@ def _attention_forward_kernel(
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    block, head = work_of(blocks, heads, section, CAUSAL)
+    block, head = masked_work(blocks, heads, section, CAUSAL)
     b, h = head // H, head % H
     g = h // group
     query_start, T, key_start, S, length = sequence_of(b, key_lengths, query_offsets, key_offsets, T, S)

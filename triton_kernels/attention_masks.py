@@ -62,7 +62,7 @@ def kept_weights(
 
 
 @jit
-def work_of(blocks, heads, section, HEAVIEST_LAST: tl.constexpr):
+def masked_work(blocks, heads, section, HEAVIEST_LAST: tl.constexpr):
     """The block and the head (of all batches) of this program.
 
     The first block of every head of a section comes first, then the second of each: heads that share keys run side by side,

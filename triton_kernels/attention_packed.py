@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from raystride.triton_kernels.attention import attention_reference, refusal
+from raystride.triton_kernels.attention import attention_reference, why_refused
 from raystride.triton_kernels.attention_backward import differentiate
 from raystride.triton_kernels.attention_forward import attend
 from raystride.triton_kernels.attention_problem import Rules, Sequences, rows_readable
@@ -139,7 +139,7 @@ def attention_packed(
     """
     if window < 0 or (window and not causal):
         raise ValueError(f"a window ({window}) is a number of keys up to a query's own position: it needs causal")
-    if not takes_triton("attention_packed", q, refusal=refusal(q, k, v, scale=scale)):
+    if not takes_triton("attention_packed", q, refusal=why_refused(q, k, v, scale=scale)):
         rules: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "dropout": dropout, "seed": seed}
         return attention_packed_reference(q, k, v, query_offsets, key_offsets, **rules)
     scale = q.shape[-1] ** -0.5 if scale is None else scale

@@ -223,7 +223,7 @@ def _compile_number(architecture: str, operation: str | None, only_shipped: bool
     return compile_recorded(_recorded_here(architecture, operation, only_shipped)[number])
 
 
-def report(
+def compile_all(
     architectures: Sequence[str], operation: str | None = None, only_shipped: bool = False, processes: int | None = None
 ) -> Iterator[Compiled]:
     """Compiles in several processes (as many as there are processors) and gives rows in order."""
@@ -256,7 +256,7 @@ def _cells(row: Compiled) -> list[str]:
     return [row.kernel, row.label, row.tile, *figures, f"{row.seconds:.1f}"]
 
 
-def page(rows: Sequence[Compiled]) -> str:
+def compiled_page(rows: Sequence[Compiled]) -> str:
     """The report as a Markdown page, a table for each architecture."""
     import triton
 
@@ -289,14 +289,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, help="compilers side by side; default: as many as processors")
     options = parser.parse_args(arguments)
     rows, wrong = [], 0
-    for row in report(options.architecture or list(ARCHITECTURES), options.operation, options.shipped, options.processes):
+    for row in compile_all(
+        options.architecture or list(ARCHITECTURES), options.operation, options.shipped, options.processes
+    ):
         rows.append(row)
         wrong += bool(faults(row)) and row.shipped
         remark = f"  <- {'; '.join(faults(row))}" if faults(row) else ""
         text = json.dumps(asdict(row) | {"faults": faults(row)}) if options.json else "  ".join(_cells(row)) + remark
         print(text if options.json else f"{row.architecture:7}{text}", flush=True)
     if options.write:
-        options.write.write_text(page(rows))
+        options.write.write_text(compiled_page(rows))
     if not options.json:
         print(f"{len(rows)} kernels compiled; {wrong} with faults")
     return int(wrong > 0)

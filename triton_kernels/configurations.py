@@ -25,7 +25,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-class Family(NamedTuple):
+class TileFamily(NamedTuple):
     """What the cost model knows of an architecture, from the data sheets and programming guides of its maker."""
 
     processors: int
@@ -40,11 +40,11 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
-    "sm_80": Family(108, 163 << 10, 2048, 150, 16),
-    "sm_86": Family(84, 99 << 10, 1024, 150, 16),
-    "sm_90": Family(132, 227 << 10, 4096, 180, 64),
-    "sm_100": Family(148, 227 << 10, 8192, 180, 64),
-    "gfx942": Family(304, 64 << 10, 2048, 300, 16),
+    "sm_80": TileFamily(108, 163 << 10, 2048, 150, 16),
+    "sm_86": TileFamily(84, 99 << 10, 1024, 150, 16),
+    "sm_90": TileFamily(132, 227 << 10, 4096, 180, 64),
+    "sm_100": TileFamily(148, 227 << 10, 8192, 180, 64),
+    "gfx942": TileFamily(304, 64 << 10, 2048, 300, 16),
 }
 """By the name of the architecture that stands for its family. sm_86 stands for all with 99 KiB of shared memory."""
 KERNELS = ("attention_forward", "attention_backward_keys", "attention_backward_queries", "attention_decoding")
@@ -171,7 +171,7 @@ def _registers(kernel: str, one: Tile, head_size: int) -> int:
     return words // (32 * one.warps)
 
 
-def _cycles(kernel: str, one: Tile, head_size: int, width: int, of: Family) -> float:
+def _cycles(kernel: str, one: Tile, head_size: int, width: int, of: TileFamily) -> float:
     """Estimated for a whole launch: tensor cores, exponentials and loads of a step, its steps, and waves of programs."""
     products = {"attention_backward_keys": 4, "attention_backward_queries": 3}.get(kernel, 2)
     streams = one.block_m if kernel == "attention_backward_keys" else one.block_n

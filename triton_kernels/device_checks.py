@@ -33,7 +33,7 @@ REPEATS = 3
 
 
 @dataclass(frozen=True)
-class Check:
+class DeviceCheck:
     """What one call on the device gave."""
 
     name: str
@@ -124,7 +124,7 @@ def _quick_calls(device: torch.device) -> Iterator[Call]:
             yield name, ours, reference, shapes
 
 
-def run_checks(device: torch.device, quick: bool = False) -> Iterator[Check]:
+def run_checks(device: torch.device, quick: bool = False) -> Iterator[DeviceCheck]:
     """All checks, in fp32, fp16 and bf16; quick: one of each operation, in bf16."""
     for dtype in (torch.bfloat16,) if quick else (torch.float32, torch.float16, torch.bfloat16):
         for name, ours, reference, shapes in _quick_calls(device) if quick else _calls(device):
@@ -134,10 +134,10 @@ def run_checks(device: torch.device, quick: bool = False) -> Iterator[Check]:
             try:
                 yield _check(label, ours, reference, inputs)
             except Exception as error:
-                yield Check(label, float("nan"), False, f"{type(error).__name__}: {str(error).splitlines()[0]}")
+                yield DeviceCheck(label, float("nan"), False, f"{type(error).__name__}: {str(error).splitlines()[0]}")
 
 
-def _check(name: str, ours: Function, reference: Function, inputs: list[torch.Tensor]) -> Check:
+def _check(name: str, ours: Function, reference: Function, inputs: list[torch.Tensor]) -> DeviceCheck:
     runs = [_results(ours, inputs) for _ in range(REPEATS)]
     same = all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
     theirs = _results(reference, inputs)
@@ -147,7 +147,7 @@ def _check(name: str, ours: Function, reference: Function, inputs: list[torch.Te
         size = float(wanted.abs().max())
         allowed = 2 * float((other.double() - wanted).abs().max()) + 2 * torch.finfo(mine.dtype).eps * size
         worst = max(worst, float((mine.double() - wanted).abs().max()) / allowed)
-    return Check(name, worst, same)
+    return DeviceCheck(name, worst, same)
 
 
 def _results(function: Function, inputs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ from raystride.pipelines.config import Answering, Launch
 if TYPE_CHECKING:
     import numpy as np
 
-    from raystride.pipelines.evaluate.parts import Work
+    from raystride.pipelines.evaluate.parts import AnswerWork
     from raystride.pipelines.evaluate.prediction import RunParts
     from raystride.pipelines.sources.pieces import Part
 
@@ -38,7 +38,7 @@ def answerers(settings: Answering, launch: Launch) -> "Iterator[RunParts]":
         yield _on_cluster
 
 
-def _on_cluster(work: "Work", parts: "list[Part]") -> None:
+def _on_cluster(work: "AnswerWork", parts: "list[Part]") -> None:
     settings, there = work.settings, Resources.of_cluster()
     cuda = settings.device == "cuda" or (settings.device == "auto" and there.gpus >= 1)
     workers = int(there.gpus if cuda else there.cpus) if settings.workers == "auto" else settings.workers
@@ -53,7 +53,7 @@ def _on_cluster(work: "Work", parts: "list[Part]") -> None:
 class _Actor:
     """A worker with its model."""
 
-    def __init__(self, work: "Work", parts: "dict[int, Part]") -> None:
+    def __init__(self, work: "AnswerWork", parts: "dict[int, Part]") -> None:
         self._work, self._parts, self._answerer = work, parts, work.answerer()
 
     def __call__(self, batch: "dict[str, np.ndarray]") -> "dict[str, np.ndarray]":
@@ -71,7 +71,7 @@ class _Actor:
         return batch | {"problem": np.array([problem])}
 
 
-def answer_on_ray(work: "Work", parts: "list[Part]", *, workers: int, per_worker: Mapping[str, float]) -> None:
+def answer_on_ray(work: "AnswerWork", parts: "list[Part]", *, workers: int, per_worker: Mapping[str, float]) -> None:
     """Answers the parts on so many actors with so many CPUs or GPUs each. Raises DataError as a part raised it."""
     import ray
     from ray.data import ActorPoolStrategy

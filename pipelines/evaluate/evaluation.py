@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from raystride.pipelines.config import Answering, SettingError
 from raystride.pipelines.evaluate.opening import Chosen
-from raystride.pipelines.evaluate.parts import Work
+from raystride.pipelines.evaluate.parts import AnswerWork
 from raystride.pipelines.evaluate.pictures import confusion_picture, reliability_picture
 from raystride.pipelines.evaluate.prediction import (
     LEAST,
@@ -25,7 +25,7 @@ from raystride.pipelines.evaluate.prediction import (
     Predicted,
     RunParts,
     answer_all,
-    digest,
+    digest_of,
     made_of,
     with_small_parts,
 )
@@ -69,7 +69,7 @@ def evaluate(
     """Answers the split's documents and scores them. Raises DataError, SettingError."""
     folder = run / "evaluate" / split
     sources, parts = _parts(chosen, split, settings)
-    work = Work(
+    work = AnswerWork(
         chosen=chosen,
         settings=settings,
         folder=folder / "answers",
@@ -77,7 +77,7 @@ def evaluate(
         split=None if split == "test" else split,
         graded=True,
     )
-    origin = {"input": digest([source.identity for source in sources.values()]), **made_of(work)}
+    origin = {"input": digest_of([source.identity for source in sources.values()]), **made_of(work)}
     _forget_others(work.folder, origin)
     answered = answer_all(work, parts, origin, run_parts, echo)
     if not answered.rows:

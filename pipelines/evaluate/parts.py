@@ -1,6 +1,6 @@
 """A part of some data, answered: its documents read, answered, and written as one file with its record, which comes last.
 
-work = Work(chosen=chosen, settings=settings, folder=folder, readers={"": reader}, form="jsonl")
+work = AnswerWork(chosen=chosen, settings=settings, folder=folder, readers={"": reader}, form="jsonl")
 answer_part(work, work.answerer(), part)                  # {"part": 3, "rows": 512, "file": "00003.jsonl", ...}
 """
 
@@ -28,7 +28,7 @@ FAULTS_NAMED = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class AnswerWork:
     """What all parts have in common. Small: it travels to every worker."""
 
     chosen: Chosen
@@ -49,7 +49,7 @@ class Work:
         return Answerer(self.chosen.with_beams(self.settings.beams).open(), self.settings, self.sample, graded=self.graded)
 
 
-def answer_part(work: Work, answerer: Answerer, part: Part) -> dict[str, Any]:
+def answer_part(work: AnswerWork, answerer: Answerer, part: Part) -> dict[str, Any]:
     """Writes a part's file and its record, which is returned. Raises DataError unless faults are skipped."""
     faults: list[dict[str, str]] = []
     rows = answerer.answers(_examples(work, answerer, part, faults))
@@ -85,7 +85,7 @@ def records(folder: Folder) -> dict[int, dict[str, Any]]:
     return found
 
 
-def _examples(work: Work, answerer: Answerer, part: Part, faults: list[dict[str, str]]) -> Iterator[Example]:
+def _examples(work: AnswerWork, answerer: Answerer, part: Part, faults: list[dict[str, str]]) -> Iterator[Example]:
     for item in _items(work, part):
         fault = item
         if isinstance(item, Piece):
@@ -100,7 +100,7 @@ def _examples(work: Work, answerer: Answerer, part: Part, faults: list[dict[str,
         faults.append({"place": fault.place, "reason": fault.reason})
 
 
-def _items(work: Work, part: Part) -> Iterator[Piece | Fault]:
+def _items(work: AnswerWork, part: Part) -> Iterator[Piece | Fault]:
     fraction, wanted = work.chosen.config.data.validation_fraction, work.split == "validation"
     for item in items(work.readers[part.split or ""], part):
         divided = isinstance(item, Piece) and work.split is not None and part.split is None

@@ -18,7 +18,7 @@ from typing import Any
 from raystride.pipelines.config import Answering, Data, Sample, SettingError
 from raystride.pipelines.config.data import SourceKind
 from raystride.pipelines.evaluate.opening import Chosen
-from raystride.pipelines.evaluate.parts import RECORDS, Form, Work, answer_part, records
+from raystride.pipelines.evaluate.parts import RECORDS, AnswerWork, Form, answer_part, records
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare import progress
 from raystride.pipelines.prepare.parts import parts_of
@@ -32,7 +32,7 @@ PARTS = 64
 LEAST, USUAL, MOST = 4 << 10, 1 << 20, 4096
 """Bytes of a part at least and as a rule, and how many parts there are at most."""
 
-RunParts = Callable[[Work, list[Part]], None]
+RunParts = Callable[[AnswerWork, list[Part]], None]
 """Answers parts, here or on a cluster."""
 Echo = Callable[[str], None]
 
@@ -76,8 +76,8 @@ def predict(
     source = open_source(data, name, columns, whole=True)
     if source.kind == "text":
         source = open_source(replace(data, kind="lines"), name, columns)
-    work = Work(chosen=chosen, settings=settings, sample=sample, folder=folder, readers={"": source.reader}, form=form)
-    origin = {"input": digest(source.identity), "columns": [each.name for each in columns], **made_of(work)}
+    work = AnswerWork(chosen=chosen, settings=settings, sample=sample, folder=folder, readers={"": source.reader}, form=form)
+    origin = {"input": digest_of(source.identity), "columns": [each.name for each in columns], **made_of(work)}
     parts = list(parts_of(source, with_small_parts(data, source)))
     return answer_all(work, parts, origin, run_parts, echo)
 
@@ -89,7 +89,7 @@ def with_small_parts(data: Data, source: Source, least: int = LEAST) -> Data:
     return replace(data, shard_mib=min(size / 2**20, 4096))
 
 
-def answer_all(work: Work, parts: list[Part], origin: dict[str, Any], run_parts: RunParts, echo: Echo) -> Predicted:
+def answer_all(work: AnswerWork, parts: list[Part], origin: dict[str, Any], run_parts: RunParts, echo: Echo) -> Predicted:
     """Answers the parts that have no file yet; `origin` is what answers are made of.
 
     Raises DataError, and SettingError where the folder holds answers that are made of something else.
@@ -120,14 +120,14 @@ def answer_all(work: Work, parts: list[Part], origin: dict[str, Any], run_parts:
     return Predicted(rows=rows, skipped=skipped, faults=faults, files=files, rate=rate)
 
 
-def answer_here(work: Work, parts: list[Part]) -> None:
+def answer_here(work: AnswerWork, parts: list[Part]) -> None:
     """Answers parts in this process."""
     answerer = work.answerer()
     for part in parts:
         answer_part(work, answerer, part)
 
 
-def made_of(work: Work) -> dict[str, Any]:
+def made_of(work: AnswerWork) -> dict[str, Any]:
     """What else than the data makes answers what they are."""
     settings = work.settings
     content: dict[str, Any] = {key: getattr(settings, key) for key in ("run", "batch", "precision", "beams", "on_error")}
@@ -150,12 +150,12 @@ def _refuse_others(before: dict[str, Any], now: dict[str, Any], folder: Folder) 
         )
 
 
-def digest(content: Any) -> str:
+def digest_of(content: Any) -> str:
     """16 hexadecimal digits of something that JSON can say."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-class Meter:
+class RowMeter:
     """Counts the rows of parts that were finished since it was made."""
 
     def __init__(self, folder: Folder, parts: list[Part]) -> None:
@@ -180,9 +180,9 @@ class Meter:
 
 
 @contextmanager
-def shown(folder: Folder, parts: list[Part], echo: Callable[[str], None]) -> Iterator[Meter]:
+def shown(folder: Folder, parts: list[Part], echo: Callable[[str], None]) -> Iterator[RowMeter]:
     """Shows the progress of `parts` while the block runs."""
-    meter = Meter(folder, parts)
+    meter = RowMeter(folder, parts)
     try:
         with progress.shown("answering", meter, echo):
             yield meter

@@ -19,7 +19,7 @@ from raystride.pipelines.record.mlflow_log import MLFLOW_REFERENCE, MlflowLog
 SENDER = "evaluation"
 
 
-def figures(scored: Scored, split: Split) -> dict[str, float]:
+def scored_figures(scored: Scored, split: Split) -> dict[str, float]:
     """The metrics and the bounds of their intervals under the names that the record gives them: `test_accuracy_low`."""
     found = {f"{split}_{name}": value for name, value in scored.metrics.items()}
     for name, (low, high) in scored.intervals.items():
@@ -29,7 +29,7 @@ def figures(scored: Scored, split: Split) -> dict[str, float]:
 
 def keep(scored: Scored, split: Split, run: Folder, step: int, record: Record, storage: Folder) -> str | None:
     """Adds an evaluation to the run's record; why MLflow lacks it, if it does. Raises OSError."""
-    found = figures(scored, split)
+    found = scored_figures(scored, split)
     artifacts = [f"evaluate/{split}/{name}" for name in scored.files]
     attempt = f"evaluation-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
     Journal(run, attempt).append(list(_entries(attempt, step, found, artifacts)))

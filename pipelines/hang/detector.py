@@ -123,7 +123,7 @@ class Hung(RuntimeError):
         """As Ray's errors have them, so that the screen names the rank."""
 
 
-def describe(hang: Hang) -> str:
+def describe_hang(hang: Hang) -> str:
     """Who holds up whom, where, and for how long, in a line."""
     if not hang.culprits:
         everywhere = ", ".join(sorted({heartbeat.inside or "no phase" for heartbeat in hang.heartbeats.values()}))

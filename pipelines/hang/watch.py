@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from raystride.pipelines.files import Folder
-from raystride.pipelines.hang.detector import Hang, HangDetector, HangS, Hung, describe
+from raystride.pipelines.hang.detector import Hang, HangDetector, HangS, Hung, describe_hang
 from raystride.pipelines.hang.heartbeat import Heartbeat
 from raystride.pipelines.hang.process import Process
 from raystride.pipelines.hang.stack_dump import StackDump, end, examine
@@ -94,20 +94,20 @@ def keep(hang: Hang, found: dict[int, StackDump], folder: Folder, post: Post) ->
     kept = f"where all stood: {name}"
     sender = Sender(post, "hang-watch")
     try:
-        folder.put(name, report(hang, found))
+        folder.put(name, hang_report(hang, found))
         sender.put("artifact", {"name": name})
     except OSError as error:
         kept = f"where all stood could not be written: {error}"
-    text = f"{describe(hang)}; {kept}"
+    text = f"{describe_hang(hang)}; {kept}"
     sender.warn(f"the workers hung and were ended: {text}")
     sender.close()
     culprit = found.get(hang.culprits[0]) if hang.culprits else None
     return Hung(text, hang, culprit.frames() if culprit else [])
 
 
-def report(hang: Hang, found: dict[int, StackDump]) -> str:
+def hang_report(hang: Hang, found: dict[int, StackDump]) -> str:
     """The text of the file: the verdict, then what each worker's process is at, those first that the others wait for."""
-    parts = [f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {describe(hang)}\n"]
+    parts = [f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {describe_hang(hang)}\n"]
     for rank in sorted(hang.heartbeats, key=lambda rank: (rank not in hang.culprits, rank)):
         heartbeat = hang.heartbeats[rank]
         role = "held up the others" if rank in hang.culprits else "waited"

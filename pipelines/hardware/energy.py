@@ -4,7 +4,7 @@ A device (a GPU, a processor's package) is read as a dict of figures. Energy is 
 one, else its power integrated by trapezoids. A reason to slow down counts by the card's own counter of seconds where there
 is one, else for the whole time between two readings where it held at the second.
 
-    meter = Meter()
+    meter = EnergyMeter()
     meter.add({"power_usage_watts": 300.0, "utilization_percentage": 97.0}, now=0.0)
     meter.add({"power_usage_watts": 500.0, "utilization_percentage": 98.0}, now=5.0); meter.joules      # 2000.0
 """
@@ -75,7 +75,7 @@ class Card:
         return figures
 
 
-class Meter:
+class EnergyMeter:
     """One device's account. Figures of readings that are missing now and then only make it coarser."""
 
     def __init__(self) -> None:

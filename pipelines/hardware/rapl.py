@@ -3,7 +3,7 @@
 A package is a processor with its cores, caches and memory controller: not the machine, and other processes are included. The
 counter is in microjoules and begins again at a range that the kernel states, after minutes or hours.
 
-    for package in packages(): print(package.name, package.read())        # cpu_package_0 {"energy_counter_joules": 0.0}
+    for package in rapl_packages(): print(package.name, package.read())        # cpu_package_0 {"energy_counter_joules": 0.0}
 """
 
 from pathlib import Path
@@ -35,7 +35,7 @@ class Package:
         return {COUNTER: self._counted / 1e6}
 
 
-def packages(root: Path = POWERCAP) -> list[Package]:
+def rapl_packages(root: Path = POWERCAP) -> list[Package]:
     """The packages that may be read here. Their parts (cores, memory) lie beside them and are left out, like `psys`."""
     found = []
     for folder in sorted(root.glob("intel-rapl:*")):

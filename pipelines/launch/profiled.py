@@ -18,7 +18,7 @@ from raystride.pipelines.cluster.resources import Resources, resolve
 from raystride.pipelines.config import Config
 from raystride.pipelines.files import Folder
 from raystride.pipelines.pages import heading, page, paragraph, table
-from raystride.pipelines.profiling.nsight_commands import COMPUTE, SESSION, compute_command, read_table, systems_command
+from raystride.pipelines.profiling.nsight_commands import COMPUTE, SESSION, compute_command, read_csv_table, systems_command
 from raystride.pipelines.profiling.profile import PLACE
 from raystride.pipelines.record.mlflow_log import MlflowLog
 from raystride.triton_kernels.processes import run_in_group
@@ -97,7 +97,7 @@ def why_no_report(said: str) -> str:
 
 def speed_of_light(text: str) -> list[dict[str, float | str]]:
     """Kernel, microseconds and shares of the peaks, from `ncu --csv --page raw`: header, a row of units, a row a launch."""
-    rows = read_table(text)
+    rows = read_csv_table(text)
     if not rows:
         return []
     units = rows[0]

@@ -126,7 +126,7 @@ def prune_run(storage: Folder, given: argparse.Namespace) -> None:
     if run.owner:
         raise Refused(f"{run.name} is owned by process {run.owner.pid} on {run.owner.host}: stop it first")
     if given.all:
-        freed = size(run.folder)
+        freed = folder_size(run.folder)
         run.folder.remove()
         print(f"removed {run.folder}: {_bytes(freed)} freed")
         return
@@ -140,7 +140,7 @@ def prune_run(storage: Folder, given: argparse.Namespace) -> None:
         if step in kept:
             continue
         for attempt in _data_folders(checkpoints / step):
-            freed += size(checkpoints / step / attempt)
+            freed += folder_size(checkpoints / step / attempt)
             (checkpoints / step).remove(attempt)
         print(f"removed the data of {step}")
     print(f"{_bytes(freed)} freed; {len([step for step in with_data if step in kept])} checkpoints left in {run.folder}")
@@ -197,7 +197,7 @@ def find_run(storage: Folder, name: str) -> StoredRun:
     return StoredRun(name, folder, summary, owner if owner and owner.alive else None)
 
 
-def size(folder: Folder) -> int:
+def folder_size(folder: Folder) -> int:
     """Bytes of all files below a folder."""
     if folder.local:
         return sum(path.stat().st_size for path in folder.local.rglob("*") if path.is_file())

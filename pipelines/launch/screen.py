@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self
 from raystride.pipelines.launch.progress import Progress
 
 
-class Shown(Protocol):
+class LiveLine(Protocol):
     """A live line, as `Progress` draws it."""
 
     def __enter__(self) -> Self: ...
@@ -53,7 +53,7 @@ class Screen:
         """Shows why a training failed."""
         print(text, file=sys.stderr)
 
-    def progress(self) -> Shown:
+    def progress(self) -> LiveLine:
         """The live line of a training."""
         return Progress()
 
@@ -73,7 +73,7 @@ class Quiet(Screen):
     def failure(self, text: str) -> None:
         """Nothing."""
 
-    def progress(self) -> Shown:
+    def progress(self) -> LiveLine:
         """A line that nobody sees."""
         return _Unseen()
 

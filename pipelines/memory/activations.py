@@ -57,7 +57,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Part:
+class PartMemory:
     """A part of a block's backward."""
 
     saved: float
@@ -71,14 +71,14 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockMemory:
     """What `strategies.recompute` and FSDP take for one piece: an item of the network's `ModuleList`s."""
 
     input: float
     """Bytes of what comes in, all that is kept where the block is computed again."""
     products: float
     """Bytes that are kept where products and attention are not computed again."""
-    parts: tuple[Part, ...]
+    parts: tuple[PartMemory, ...]
     """In the order of the backward."""
     gradient: float
     """Bytes of the stream's gradient during its backward."""
@@ -108,7 +108,7 @@ class Network:
 
     sizes: list[int]
     """Numbers of each parameter, in the network's order."""
-    blocks: list[Block]
+    blocks: list[BlockMemory]
     """In the order of the forward."""
     front: float
     """Bytes that what comes before the blocks saves."""
@@ -148,5 +148,5 @@ def moments(network: Network, arithmetic: Arithmetic, checkpointing: str) -> lis
     return [*found, network.ending]
 
 
-def _copies(blocks: Iterable[Block], arithmetic: Arithmetic) -> float:
+def _copies(blocks: Iterable[BlockMemory], arithmetic: Arithmetic) -> float:
     return arithmetic.product * sum(block.matrices for block in blocks) if arithmetic.cast else 0.0

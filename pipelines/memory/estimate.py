@@ -57,7 +57,7 @@ def estimate(config: Config, facts: Facts, *, workers: int, device: str) -> Memo
     """
     slots = -(-config.train.slots // workers)
     together = min(slots, config.train.together or slots)
-    means = arithmetic(config, device)
+    means = arithmetic_of(config, device)
     network = network_of(config, facts, slots=together, arithmetic=means)
     if network is None:
         return None
@@ -69,7 +69,7 @@ def estimate(config: Config, facts: Facts, *, workers: int, device: str) -> Memo
     return _whole(config, network, held, workers, several=slots > together)
 
 
-def arithmetic(config: Config, device: str) -> Arithmetic:
+def arithmetic_of(config: Config, device: str) -> Arithmetic:
     """What a run's activations are made of."""
     gpu, precision = device == "cuda", config.train.precision
     stream = HALF if precision == "pure_bf16" else FP32

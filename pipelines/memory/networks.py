@@ -14,7 +14,7 @@ from typing import Any
 from raystride.model.shape import convnet_layers, is_tied, pooled_width, post_norm, window_sizes
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.model import Model
-from raystride.pipelines.memory.activations import FP32, Arithmetic, Block, Moment, Network, Part
+from raystride.pipelines.memory.activations import FP32, Arithmetic, BlockMemory, Moment, Network, PartMemory
 from raystride.pipelines.memory.saved import Saved, attention_sizes, cross_sizes, feed_forward_sizes, norm_sizes
 
 Facts = Mapping[str, Any]
@@ -77,7 +77,7 @@ def classifier(config: Config, facts: Facts, slots: int, arithmetic: Arithmetic)
     )
 
 
-def _windows(saved: Saved, shape: Model) -> list[Block]:
+def _windows(saved: Saved, shape: Model) -> list[BlockMemory]:
     """Those of pooling by windows, in whose backward the last comes first; what the final norm saves waits for the first."""
     if shape.pooling != "windows":
         return []
@@ -85,10 +85,12 @@ def _windows(saved: Saved, shape: Model) -> list[Block]:
     blocks = []
     for each, size in enumerate(shape.windows):
         seen, found = size * shape.width, shape.window_channels
-        part = Part(numbers * (seen + found), numbers * seen, (seen + 1) * found, seen * found)
+        part = PartMemory(numbers * (seen + found), numbers * seen, (seen + 1) * found, seen * found)
         norm = 0.0 if each or post_norm(shape) else saved.final
         gradient = saved.stream if each < last else 0.0
-        blocks.append(Block(0.0 if each else saved.stream, numbers * found, (part,), gradient, seen * found, beside=norm))
+        blocks.append(
+            BlockMemory(0.0 if each else saved.stream, numbers * found, (part,), gradient, seen * found, beside=norm)
+        )
     return blocks
 
 
@@ -106,7 +108,7 @@ def translator(config: Config, facts: Facts, slots: int, arithmetic: Arithmetic)
     sizes += encoders * _block_sizes(shape) + _final_sizes(shape)
     sizes += shape.layers * (attention_sizes(shape) + cross_sizes(shape) + feed_forward_sizes(shape)) + _final_sizes(shape)
     # The target embedding's gradient is added to the head's, into new memory.
-    embedded = Part(0.0, FP32 * head * (1 + shared), 0, 0 if shared else head)
+    embedded = PartMemory(0.0, FP32 * head * (1 + shared), 0, 0 if shared else head)
     first = replace(block, parts=(*block.parts, embedded))
     blocks = [*[saved.block()] * (encoders - 1), last, first, *[block] * (shape.layers - 1)]
     ending = saved.stream + 2 * FP32 * head * shared
@@ -140,7 +142,7 @@ def convnet(config: Config, facts: Facts, slots: int, arithmetic: Arithmetic) ->
 
 def _layer_of_images(
     inputs: int, outputs: int, taken: int, given: int, left: int, arithmetic: Arithmetic, *, first: bool
-) -> Block:
+) -> BlockMemory:
     """A layer that takes and leaves so many numbers; `given` is what a convolution gives to its ReLU, and 0 of a full layer.
 
     A layer saves its input; pooling what it reads, which ReLU saves too, and where it found what it leaves.
@@ -148,14 +150,14 @@ def _layer_of_images(
     p = arithmetic.product
     saved, pooled = p * taken + arithmetic.stream * taken * (first and arithmetic.cast), given > left
     own, weights = (inputs + 1) * outputs, inputs * outputs
-    through = Part(saved, p * ((given and given - left) + (0 if first else taken)), own, weights)
-    parts: tuple[Part, ...] = (through,)
+    through = PartMemory(saved, p * ((given and given - left) + (0 if first else taken)), own, weights)
+    parts: tuple[PartMemory, ...] = (through,)
     if given:
         # ReLU's gradient comes to be beside pooling's, when what pooling was given and saved has gone.
         relu = max(p * given, p * (2 * given - left) - _PLACE * left * pooled)
-        parts = (Part((p * given + _PLACE * left) * pooled, relu, 0, 0), through)
+        parts = (PartMemory((p * given + _PLACE * left) * pooled, relu, 0, 0), through)
     kept = saved + (0 if given else p * left)
-    return Block(saved, kept, parts, p * left, weights)
+    return BlockMemory(saved, kept, parts, p * left, weights)
 
 
 def _tokens(config: Config, slots: int, sides: int = 1) -> int:

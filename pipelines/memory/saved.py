@@ -28,7 +28,7 @@ from raystride.model.shape import (
     matrices,
     query_width,
 )
-from raystride.pipelines.memory.activations import FP32, Arithmetic, Block, Part
+from raystride.pipelines.memory.activations import FP32, Arithmetic, BlockMemory, PartMemory
 
 
 class Saved:
@@ -56,11 +56,11 @@ class Saved:
         self.embedded = tokens * self._mask + 2 * FP32 * shape.context * head_size(shape) * self._llama
         """What comes before the blocks."""
 
-    def block(self) -> Block:
+    def block(self) -> BlockMemory:
         """A block with one attention."""
         return self._block((self._feed_forward(), self._attention()), self._products(), self.stream)
 
-    def target_block(self, source: int) -> Block:
+    def target_block(self, source: int) -> BlockMemory:
         """A block with an attention to a memory of so many tokens besides."""
         p, width, heads = self.arithmetic.product, self.shape.width, self.shape.heads
         queries, memory = self.tokens * self._queries, source * 2 * self._keys
@@ -70,7 +70,7 @@ class Saved:
         saved += source * width * p * self.arithmetic.cast
         working = self.tokens * self._matrix if self._plain else 2 * queries + memory
         sizes = cross_sizes(self.shape)
-        cross = Part(saved, working, sum(sizes), width * query_width(self.shape))
+        cross = PartMemory(saved, working, sum(sizes), width * query_width(self.shape))
         products = (
             queries + memory + self.tokens * (width * p + (self._matrix if self._plain else self._queries + 4 * heads))
         )
@@ -78,11 +78,11 @@ class Saved:
         gradient = self.stream + source * width * self.arithmetic.stream
         return self._block((self._feed_forward(), cross, self._attention()), self._products() + products, gradient)
 
-    def _block(self, parts: tuple[Part, ...], products: float, gradient: float) -> Block:
+    def _block(self, parts: tuple[PartMemory, ...], products: float, gradient: float) -> BlockMemory:
         weights = matrices(self.shape) + (attention_weights(self.shape) if len(parts) > 2 else 0)
-        return Block(self.stream, self.stream + products, parts, gradient, weights)
+        return BlockMemory(self.stream, self.stream + products, parts, gradient, weights)
 
-    def _attention(self) -> Part:
+    def _attention(self) -> PartMemory:
         shape, queries, keys = self.shape, self._queries, self._keys
         qkv = queries + 2 * keys
         turned = (queries + keys) * self._llama
@@ -92,15 +92,15 @@ class Saved:
             attending += (queries + keys) * ((not self._llama and not self._plain) + (not self.arithmetic.kernels))
         saved = self.tokens * (self._read + attending + queries + self._mask + self._padding)
         working = self.tokens * (self._matrix if self._plain else queries + qkv)
-        return Part(saved, working, sum(attention_sizes(shape)), shape.width * query_width(shape))
+        return PartMemory(saved, working, sum(attention_sizes(shape)), shape.width * query_width(shape))
 
-    def _feed_forward(self) -> Part:
+    def _feed_forward(self) -> PartMemory:
         shape, arithmetic = self.shape, self.arithmetic
         times = (3 if arithmetic.kernels else 4) if self._llama else 2 if shape.flavour == "gpt2" else 1
         saved = self.tokens * (self._read + times * self._hidden + self._mask)
         working = (2 if self._llama else 1) * self._hidden
         working += shape.width * arithmetic.product - self._mask if shape.dropout else 0
-        return Part(saved, self.tokens * working, sum(feed_forward_sizes(shape)), shape.width * hidden_width(shape))
+        return PartMemory(saved, self.tokens * working, sum(feed_forward_sizes(shape)), shape.width * hidden_width(shape))
 
     def _products(self) -> float:
         """What products and self-attention give."""

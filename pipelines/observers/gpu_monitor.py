@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raystride.pipelines.hardware.amd import amd_cards
-from raystride.pipelines.hardware.energy import Device, Figures, LostError, Meter
+from raystride.pipelines.hardware.energy import Device, EnergyMeter, Figures, LostError
 from raystride.pipelines.hardware.nvml import nvidia_cards
-from raystride.pipelines.hardware.rapl import POWERCAP, packages
+from raystride.pipelines.hardware.rapl import POWERCAP, rapl_packages
 from raystride.pipelines.observers.background import Background
 from raystride.pipelines.observers.observer import RunFacts
 from raystride.pipelines.record.state import run_figures
@@ -84,7 +84,7 @@ class Sampler:
     """Reads devices when told to and keeps their accounts; `sample` is given the time, in seconds of any clock."""
 
     def __init__(self, devices: Sequence[Device], run: RunFacts, warn: Warn) -> None:
-        self._meters: dict[str, tuple[Device, Meter]] = {device.name: (device, Meter()) for device in devices}
+        self._meters: dict[str, tuple[Device, EnergyMeter]] = {device.name: (device, EnergyMeter()) for device in devices}
         self._run = run
         self._warn = warn
         self._covers = "GPUs" if run.device != "cpu" else "CPU packages"
@@ -141,7 +141,7 @@ class Sampler:
 def find_devices(run: RunFacts, powercap: Path, warn: Warn) -> list[Device]:
     """What this node's part of the run draws its power through: its GPUs, or for a run on CPUs the processors' packages."""
     if run.device == "cpu":
-        return list(packages(powercap))
+        return list(rapl_packages(powercap))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         return list(nvidia_cards(visible, run.world))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ray.util.metrics import Gauge
 
 
-class Shown(NamedTuple):
+class ShownFigure(NamedTuple):
     """How a figure is shown."""
 
     name: str
@@ -26,16 +26,18 @@ class Shown(NamedTuple):
 
 
 GAUGES = {
-    "train_loss": Shown("raystride_loss", "Training loss of the newest interval."),
-    "val_loss": Shown("raystride_val_loss", "Loss of the newest validation."),
-    "tokens_per_second": Shown(
+    "train_loss": ShownFigure("raystride_loss", "Training loss of the newest interval."),
+    "val_loss": ShownFigure("raystride_val_loss", "Loss of the newest validation."),
+    "tokens_per_second": ShownFigure(
         "raystride_tokens_per_second", "Tokens a second of the newest interval, all workers together."
     ),
-    "mfu": Shown("raystride_mfu", "Share of the devices' peak FLOP/s that the model used, 0 to 1; where the peak is known."),
-    "step_seconds_p50": Shown("raystride_step_seconds", "Median seconds of a step of the newest interval.", each=True),
-    "data_wait_share": Shown("raystride_data_wait_share", "Share of the time spent waiting for data, 0 to 1.", each=True),
+    "mfu": ShownFigure(
+        "raystride_mfu", "Share of the devices' peak FLOP/s that the model used, 0 to 1; where the peak is known."
+    ),
+    "step_seconds_p50": ShownFigure("raystride_step_seconds", "Median seconds of a step of the newest interval.", each=True),
+    "data_wait_share": ShownFigure("raystride_data_wait_share", "Share of the time that waits for data, 0 to 1.", each=True),
 }
-STEP = Shown("raystride_step", "Newest step that was logged.")
+STEP = ShownFigure("raystride_step", "Newest step that was logged.")
 
 
 class RayMetrics(Observer):
@@ -51,7 +53,7 @@ class RayMetrics(Observer):
             return
         from ray.util.metrics import Gauge
 
-        def gauge(shown: Shown) -> Gauge:
+        def gauge(shown: ShownFigure) -> Gauge:
             made = Gauge(shown.name, description=shown.text, tag_keys=("run", "rank"))
             made.set_default_tags({"run": run.run, "rank": str(run.rank)})
             return made

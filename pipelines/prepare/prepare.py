@@ -19,7 +19,7 @@ from raystride.pipelines.prepare.manifest import FILE, Manifest, Shard
 from raystride.pipelines.prepare.parts import divide, sample, sampled_slices
 from raystride.pipelines.prepare.progress import Meter, shown
 from raystride.pipelines.prepare.shards import same_file
-from raystride.pipelines.prepare.stages import SPLITS, Job, id_type, read_part, survey_part, tokenise, write_part
+from raystride.pipelines.prepare.stages import SPLITS, Preparation, id_type, read_part, survey_part, tokenise, write_part
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.pieces import Part, Slice
 from raystride.pipelines.sources.source import Source
@@ -56,7 +56,7 @@ def prepare(config: Config, storage: Folder, task: Task, *, on_ray: bool = True,
     started = time.time()
     parts = divide(source, validation, config.data)
     readers = {"train": source.reader, "validation": (validation or source).reader}
-    job = Job(folder, readers, task, config.data.validation_fraction, config.data.on_error == "skip")
+    job = Preparation(folder, readers, task, config.data.validation_fraction, config.data.on_error == "skip")
     for name in task.tokenizers:
         _make_tokenizer(config, job, parts, name, on_ray, echo)
     encoders = Tokenizers(folder, task.tokenizers)
@@ -83,7 +83,7 @@ def finished(folder: Folder) -> Manifest | None:
     return manifest if all(folder.size(shard.file) == shard.bytes for shard in shards) else None
 
 
-def _make_tokenizer(config: Config, job: Job, parts: tuple[Part, ...], name: str, on_ray: bool, echo: Echo) -> None:
+def _make_tokenizer(config: Config, job: Preparation, parts: tuple[Part, ...], name: str, on_ray: bool, echo: Echo) -> None:
     """Makes one of the prepared folder's tokenizers, in one task, unless an interrupted preparation left it."""
     try:
         load_tokenizer(job.folder / name)
@@ -105,7 +105,7 @@ def _make_tokenizer(config: Config, job: Job, parts: tuple[Part, ...], name: str
         echo(line)
 
 
-def _train(settings: Tokenizer, job: Job, slices: list[Slice], size: int, name: str) -> list[str]:
+def _train(settings: Tokenizer, job: Preparation, slices: list[Slice], size: int, name: str) -> list[str]:
     """Makes the tokenizer; the lines to print, since a task of Ray's has no terminal."""
     lines: list[str] = []
     documents = sample(job.readers["train"], slices, size)
@@ -114,7 +114,7 @@ def _train(settings: Tokenizer, job: Job, slices: list[Slice], size: int, name: 
     return lines
 
 
-def _facts(job: Job, parts: tuple[Part, ...], on_ray: bool, echo: Echo) -> Facts:
+def _facts(job: Preparation, parts: tuple[Part, ...], on_ray: bool, echo: Echo) -> Facts:
     """What the task learns of the data, unless an interrupted preparation left it: where it must, in a pass over all."""
     if not job.task.surveyed:
         return job.task.learn([])
@@ -134,7 +134,7 @@ def _facts(job: Job, parts: tuple[Part, ...], on_ray: bool, echo: Echo) -> Facts
     return _facts(job, parts, on_ray, echo)  # as JSON has them, whoever reads them
 
 
-def _run(job: Job, parts: tuple[Part, ...], on_ray: bool, echo: Echo) -> list[dict[str, Any]]:
+def _run(job: Preparation, parts: tuple[Part, ...], on_ray: bool, echo: Echo) -> list[dict[str, Any]]:
     """The records of all parts, in order: those of an interrupted preparation, and those made now."""
     done = _done(job.folder)
     left = [part for part in parts if part.number not in done]

@@ -19,7 +19,7 @@ from ray.data import DataContext
 from ray.data.block import Block, BlockMetadata
 from ray.data.datasource import Datasink, Datasource, ReadTask, WriteResult
 
-from raystride.pipelines.prepare.stages import Job, read_part, tokenise, write_part
+from raystride.pipelines.prepare.stages import Preparation, read_part, tokenise, write_part
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.pieces import Part
 
@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 class _Parts(Datasource):  # type: ignore[misc]
     """A read task a part."""
 
-    def __init__(self, job: Job, parts: list[Part]) -> None:
+    def __init__(self, job: Preparation, parts: list[Part]) -> None:
         super().__init__()
         self._job, self._parts = job, parts
 
@@ -51,7 +51,7 @@ class _Parts(Datasource):  # type: ignore[misc]
 class _Shards(Datasink[dict[str, Any]]):  # type: ignore[misc]
     """Writes the shards of the part whose tables a task has."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Preparation) -> None:
         self._job = job
         self.records: list[dict[str, Any]] = []
 
@@ -62,7 +62,7 @@ class _Shards(Datasink[dict[str, Any]]):  # type: ignore[misc]
         self.records = list(write_result.write_returns)
 
 
-def run_parts(job: Job, parts: list[Part]) -> list[dict[str, Any]]:
+def run_parts(job: Preparation, parts: list[Part]) -> list[dict[str, Any]]:
     """Prepares the parts on the cluster; their records. Raises DataError as a stage raised it."""
     sink = _Shards(job)
     with quiet_context(), _unwrapped():
@@ -74,7 +74,7 @@ def run_parts(job: Job, parts: list[Part]) -> list[dict[str, Any]]:
 class _Tokenise:
     """The second stage as an object, since Ray Data names operators after what it maps."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Preparation) -> None:
         self._job = job
         self.__name__ = "tokenise"
 
@@ -82,7 +82,7 @@ class _Tokenise:
         return tokenise(self._job, table)
 
 
-def run_each(function: Callable[[Job, Part], Result], job: Job, parts: Iterable[Part]) -> list[Result]:
+def run_each(function: Callable[[Preparation, Part], Result], job: Preparation, parts: Iterable[Part]) -> list[Result]:
     """The function's results, a task a part, in their order. Raises DataError as it does."""
     remote, shared = ray.remote(function).options(max_retries=1), ray.put(job)
     with _unwrapped():

@@ -48,7 +48,7 @@ _TEXT = pa.schema(
 
 
 @dataclass(frozen=True)
-class Job:
+class Preparation:
     """What every part of a preparation has in common. Small: it travels with each task."""
 
     folder: Folder
@@ -67,7 +67,7 @@ def validates(identity: str, fraction: float) -> bool:
     return int.from_bytes(digest) < fraction * 2**64
 
 
-def read_part(job: Job, part: Part) -> Iterator[pa.Table]:
+def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
     """The part's pieces in order, then an empty row to say that it is whole. Raises DataError unless faults are skipped."""
     rows: list[tuple[Any, ...]] = []
     size, document, ended = 0, -1, True
@@ -92,12 +92,12 @@ def read_part(job: Job, part: Part) -> Iterator[pa.Table]:
     yield _table(rows)
 
 
-def survey_part(job: Job, part: Part) -> Facts:
+def survey_part(job: Preparation, part: Part) -> Facts:
     """What the task is to know of the part's documents. Raises DataError unless faults are skipped."""
     return job.task.survey(_documents(job, part))
 
 
-def _documents(job: Job, part: Part) -> Iterator[Document]:
+def _documents(job: Preparation, part: Part) -> Iterator[Document]:
     for item in items(job.readers[part.split or "train"], part):
         if isinstance(item, Piece):
             yield item.document
@@ -118,7 +118,7 @@ def _table(rows: list[tuple[Any, ...]]) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=_TEXT)
 
 
-def tokenise(job: Job, table: pa.Table) -> pa.Table:
+def tokenise(job: Preparation, table: pa.Table) -> pa.Table:
     """The table with the ids of each text instead of the text. An unfinished document's stretch gets no end token.
 
     A document that the task cannot encode becomes a fault. Raises DataError unless faults are skipped.
@@ -160,7 +160,7 @@ def _encode(task: Task, document: Document, ends: bool) -> tuple[np.ndarray, np.
     return ids, None if mask is None else mask.astype(np.uint8)
 
 
-def _with_faults(job: Job, table: pa.Table, faults: dict[int, str]) -> pa.Table:
+def _with_faults(job: Preparation, table: pa.Table, faults: dict[int, str]) -> pa.Table:
     """The table with faults instead of some documents. Raises DataError unless faults are skipped."""
     if not job.skip:
         row, reason = next(iter(faults.items()))
@@ -181,7 +181,7 @@ def id_type(task: Task) -> pa.DataType:
     return pa.uint16() if task.ids <= 2**16 else pa.uint32()
 
 
-def write_part(job: Job, tables: Iterable[pa.Table]) -> dict[str, Any]:
+def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
     """Writes a part's shards, then its record, which is returned: part, shards by split, faults, and how many there were."""
     writers: dict[str, ShardWriter] = {}
     faults: list[dict[str, str]] = []

@@ -21,7 +21,7 @@ import torch
 
 from raystride.pipelines.pages import heading, paragraph, table
 from raystride.pipelines.phases import PHASES, Listener
-from raystride.pipelines.profiling.nsight_commands import COMPUTE, SESSION, ProfileError, read_table
+from raystride.pipelines.profiling.nsight_commands import COMPUTE, SESSION, ProfileError, read_csv_table
 
 LIMIT_S = 300.0
 """How long one command of nsys may take."""
@@ -163,7 +163,7 @@ def _summary(report: Path, names: tuple[str, ...]) -> list[dict[str, str]]:
     for name in names:
         command = ["nsys", "stats", "--report", name, "--format", "csv", "--output", "-", str(report)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
-        if rows := read_table(done.stdout):
+        if rows := read_csv_table(done.stdout):
             return rows
     return []
 

@@ -42,7 +42,7 @@ def compute_command(report: str, kernel: str, log: str) -> list[str]:
     return ["env", f"{COMPUTE}=1", "ncu", *filters, "--log-file", log, "--force-overwrite", "--export", report]
 
 
-def read_table(text: str) -> list[dict[str, str]]:
+def read_csv_table(text: str) -> list[dict[str, str]]:
     """The CSV table in what a tool printed, whose header is the first line with several commas."""
     lines = text.splitlines()
     start = next((at for at, line in enumerate(lines) if line.count(",") >= 3), len(lines))

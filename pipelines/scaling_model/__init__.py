@@ -9,7 +9,7 @@ model        predictions as intervals, and the error made on trials that were he
     model = ScalingModel(observations, described); model.predict(work).step_seconds
 """
 
-from raystride.pipelines.scaling_model.described import ClusterDescription, ClusterError, Link
+from raystride.pipelines.scaling_model.described import ClusterDescription, ClusterError, NetworkLink
 from raystride.pipelines.scaling_model.interval import Interval
 from raystride.pipelines.scaling_model.model import HeldBack, NotPredicted, Prediction, ScalingModel, held_back
 from raystride.pipelines.scaling_model.observation import Observation, TrialError, Work
@@ -19,7 +19,7 @@ __all__ = [
     "ClusterError",
     "HeldBack",
     "Interval",
-    "Link",
+    "NetworkLink",
     "NotPredicted",
     "Observation",
     "Prediction",

@@ -24,7 +24,7 @@ class ClusterError(ValueError):
 
 
 @dataclass(frozen=True)
-class Link:
+class NetworkLink:
     """A link as its data sheet states it."""
 
     gb_per_s: float
@@ -41,9 +41,9 @@ class ClusterDescription:
     """The name under which trials ran on such workers."""
     gpus_per_node: int
     """Workers of a node."""
-    intra: Link
+    intra: NetworkLink
     """Between the workers of a node; `gb_per_s` is that of one worker."""
-    inter: Link
+    inter: NetworkLink
     """Between nodes; `gb_per_s` is that of a node, which its workers share."""
     price_per_gpu_hour: float | None = None
     """In any currency; none: costs are not told."""
@@ -60,8 +60,8 @@ class ClusterDescription:
             raise ClusterError(f"sweep.cluster is {where}: it cannot be read ({error}); name a YAML file") from error
         values = _entries(cls, loaded, where, "")
         for name in ("intra", "inter"):
-            entries = _entries(Link, values[name], where, f"{name}.")
-            values[name] = Link(**{key: _number(entries[key], where, f"{name}.{key}") for key in entries})
+            entries = _entries(NetworkLink, values[name], where, f"{name}.")
+            values[name] = NetworkLink(**{key: _number(entries[key], where, f"{name}.{key}") for key in entries})
         if not isinstance(values["device"], str) or not values["device"]:
             raise ClusterError(f"{where}: device is {values['device']!r}: it must be the name that trials give their device")
         for name in ("price_per_gpu_hour", "peak_tflops"):

@@ -8,7 +8,7 @@ Least squares would set such terms to zero and hide both, and resampling a handf
 Errors are relative and follow Student's t with four degrees of freedom, so that one disturbed trial moves little (Lange,
 Little and Taylor, 1989). Their size is an unknown too.
 
-    draws = draw(observations, cluster, steps=1500)               # {"overlap": array of draws x 1, ...}
+    draws = draw_unknowns(observations, cluster, steps=1500)               # {"overlap": array of draws x 1, ...}
 """
 
 import math
@@ -20,8 +20,8 @@ from scipy.optimize import least_squares
 
 from raystride.pipelines.scaling_model.described import ClusterDescription
 from raystride.pipelines.scaling_model.observation import Observation
-from raystride.pipelines.scaling_model.sampling import Array, sample
-from raystride.pipelines.scaling_model.terms import Table, seconds_of, table
+from raystride.pipelines.scaling_model.sampling import Array, sample_density
+from raystride.pipelines.scaling_model.terms import Table, seconds_of, terms_table
 
 FREEDOM = 4.0
 """Degrees of freedom of the errors' distribution."""
@@ -86,7 +86,7 @@ class Posterior:
     """What is believed of the unknowns after some trials: a density over their logarithms, a column each."""
 
     def __init__(self, observations: Sequence[Observation], believed: Mapping[str, Prior]) -> None:
-        self.table: Table = table([one.work for one in observations])
+        self.table: Table = terms_table([one.work for one in observations])
         self.groups = sorted(set(self.table.groups))
         self.names = [*believed, *(f"compute {group}" for group in self.groups)]
         self._seconds = np.array([one.seconds - one.data_seconds for one in observations])
@@ -165,13 +165,13 @@ class Posterior:
         return place, np.asarray(np.linalg.inv(slopes(place).T @ slopes(place)), dtype=np.float64)
 
 
-def draw(
+def draw_unknowns(
     observations: Sequence[Observation], cluster: ClusterDescription | None, *, steps: int, seed: int = 0
 ) -> dict[str, Array]:
     """Draws of all unknowns, by name, a column each; the same for the same arguments."""
     rng = np.random.default_rng(seed)
     posterior = Posterior(observations, priors(cluster))
-    return posterior.values(sample(posterior.density, posterior.start(WALKERS, rng), steps=steps, rng=rng))
+    return posterior.values(sample_density(posterior.density, posterior.start(WALKERS, rng), steps=steps, rng=rng))
 
 
 def _student(errors: Array) -> Array:

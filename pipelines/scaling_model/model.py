@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from raystride.pipelines.scaling_model.described import ClusterDescription
-from raystride.pipelines.scaling_model.fit import FREEDOM, draw
+from raystride.pipelines.scaling_model.fit import FREEDOM, draw_unknowns
 from raystride.pipelines.scaling_model.identified import Term, identify
 from raystride.pipelines.scaling_model.interval import Interval
 from raystride.pipelines.scaling_model.observation import Observation, TrialError, Work
 from raystride.pipelines.scaling_model.power import Power
 from raystride.pipelines.scaling_model.sampling import Array
-from raystride.pipelines.scaling_model.terms import Parts, seconds_of, table
+from raystride.pipelines.scaling_model.terms import Parts, seconds_of, terms_table
 
 WORKERS = (8, 64, 512, 4096)
 """Group sizes that are predicted unless others are asked for."""
@@ -110,7 +110,7 @@ class ScalingModel:
         """From one trial or more, in a second or two; the same trials give the same model. Raises TrialError without any."""
         if not observations:
             raise TrialError("the scaling model got no trials: at least one must have ended")
-        return cls(tuple(observations), cluster, draw(observations, cluster, steps=steps))
+        return cls(tuple(observations), cluster, draw_unknowns(observations, cluster, steps=steps))
 
     def terms(self) -> list[Term]:
         """Every unknown: its value, and whether trials or description tell it."""
@@ -171,7 +171,7 @@ class ScalingModel:
         return ()
 
     def _parts(self, work: Work) -> Parts:
-        return seconds_of(table([work]), self.draws)
+        return seconds_of(terms_table([work]), self.draws)
 
     def _noisy(self, parts: Parts) -> Array:
         """Seconds of a step with data, as a further trial would measure them."""

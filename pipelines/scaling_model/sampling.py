@@ -4,7 +4,7 @@ Differential evolution Markov chains (ter Braak, 2006): a walker proposes a step
 ensemble's other half, so that neither scales nor correlations of the unknowns matter. No derivatives are needed: the time of
 a step has kinks, where communication stops being hidden.
 
-    draws = sample(log_density, start, steps=1000, rng=np.random.default_rng(0))     # start: walkers x unknowns
+    draws = sample_density(log_density, start, steps=1000, rng=np.random.default_rng(0))     # start: walkers x unknowns
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ KEPT = 10
 """One state of so many is kept, as neighbouring ones are alike."""
 
 
-def sample(density: Density, start: Array, *, steps: int, rng: np.random.Generator) -> Array:
+def sample_density(density: Density, start: Array, *, steps: int, rng: np.random.Generator) -> Array:
     """Draws x unknowns, the first quarter of `steps` left out.
 
     `density` gives the logarithm, up to a constant, for each row of its argument.

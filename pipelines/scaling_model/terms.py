@@ -17,7 +17,7 @@ Double binary trees over the nodes (Sanders, Speck and Träff, 2009; in NCCL sin
 nodes; the faster of the two is taken.
 
     traffic = traffic_of(work)
-    parts = seconds_of(table([work, ...]), values)             # arrays, draws x works
+    parts = seconds_of(terms_table([work, ...]), values)             # arrays, draws x works
 """
 
 import math
@@ -158,7 +158,7 @@ class Table:
         return self.columns[name]
 
 
-def table(works: Sequence[Work]) -> Table:
+def terms_table(works: Sequence[Work]) -> Table:
     """What the formulas need of each."""
     rows = []
     for work in works:

@@ -41,7 +41,7 @@ class Rule(Protocol):
 
 
 @dataclass(frozen=True)
-class Placement:
+class Partition:
     """Where this worker's part of a parameter lies."""
 
     flat: nn.Parameter
@@ -115,7 +115,7 @@ class Partitions:
                 state[key] = value.to(place.flat.device)
         self._rule.load_state(place.flat, state)
 
-    def _put(self, parameter: nn.Parameter, place: Placement, value: torch.Tensor) -> None:
+    def _put(self, parameter: nn.Parameter, place: Partition, value: torch.Tensor) -> None:
         """Sets a parameter: in fp32, and where the model computes with it."""
         whole = _whole(value)
         part = whole.reshape(-1)[place.first :][: place.count]
@@ -127,7 +127,7 @@ class Partitions:
         if parameter.numel():  # a small one, which DeepSpeed keeps whole
             parameter.copy_(whole)
 
-    def _rows(self, parameter: nn.Parameter, place: Placement, flat: torch.Tensor) -> DTensor:
+    def _rows(self, parameter: nn.Parameter, place: Partition, flat: torch.Tensor) -> DTensor:
         """This worker's rows of what the workers' partitions hold of a parameter."""
         whole = torch.zeros(whole_shape(parameter), dtype=flat.dtype, device=self._device)
         whole.view(-1)[place.first :][: place.count].copy_(_part(flat, place))
@@ -145,7 +145,7 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _part(flat: torch.Tensor, place: Placement) -> torch.Tensor:
+def _part(flat: torch.Tensor, place: Partition) -> torch.Tensor:
     return flat[place.start : place.start + place.count]
 
 
@@ -155,20 +155,20 @@ def _flats(zero: Any) -> list[nn.Parameter]:
     return next(list(getattr(zero, name)) for name in names if hasattr(zero, name))
 
 
-def _places(zero: Any, rank: int) -> Iterator[tuple[nn.Parameter, Placement]]:
+def _places(zero: Any, rank: int) -> Iterator[tuple[nn.Parameter, Partition]]:
     flats = _flats(zero)
     if hasattr(zero, "fp16_groups"):
         for parameter in (parameter for group in zero.fp16_groups for parameter in group):
             number, start, count = zero.grad_position[zero.get_param_id(parameter)]
             first = count * rank
-            yield parameter, Placement(flats[number], start, first, max(0, min(count, parameter.ds_numel - first)))
+            yield parameter, Partition(flats[number], start, first, max(0, min(count, parameter.ds_numel - first)))
         return
     groups = zero.bit16_groups if hasattr(zero, "bit16_groups") else zero.bf16_groups
     for flat, group in zip(flats, groups, strict=True):
         for parameter in group:
             there = parameter._hp_mapping
             if there is None:
-                yield parameter, Placement(flat, 0, 0, 0)
+                yield parameter, Partition(flat, 0, 0, 0)
             else:
                 address = there.hp_fragment_address
-                yield parameter, Placement(flat, address.start, there.lp_fragment_address.start, address.numel)
+                yield parameter, Partition(flat, address.start, there.lp_fragment_address.start, address.numel)

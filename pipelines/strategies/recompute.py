@@ -6,10 +6,14 @@ block runs outside of both.
     model = recompute(model, config.train)
 """
 
+import getpass
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,12 +34,25 @@ def recompute(model: nn.Module, settings: Train) -> nn.Module:
         selective = settings.activation_checkpointing == "selective"
         for block in blocks(model):
             block.forward = _Checkpointed(block.forward, selective)  # type: ignore[method-assign]
+    if settings.compile != "none":
+        _keep_processors_apart()
     if settings.compile == "block":
         for block in blocks(model):
             block.compile()
     elif settings.compile == "model":
         model.compile()
     return model
+
+
+def _keep_processors_apart() -> None:
+    """Gives what is compiled a cache of this kind of processor.
+
+    PyTorch's own is not told which vector instructions it was made for: what AVX-512 has left there gives NaN, or ends the
+    process, where the same code runs with AVX2 (PyTorch 2.13).
+    """
+    capability = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "-")
+    place = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}_{capability}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(place))
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from raystride.pipelines.sweep.progress import Board
 from raystride.pipelines.sweep.result import WITHOUT_FIGURES, Result, forget, keep, keys, results
 from raystride.pipelines.sweep.space import Candidate, draw, grid
 from raystride.pipelines.sweep.tracking import Tracking
-from raystride.pipelines.sweep.tuning import Plan, measure
+from raystride.pipelines.sweep.tuning import SweepPlan, measure
 from raystride.pipelines.tasks import build_task
 
 
@@ -87,7 +87,7 @@ def _measure_missing(
         return
     with cluster(base.launch):
         _prepare_all(base, storage, missing, screen)
-        plan = Plan(base, storage, price_of(base, described), Resources.of_cluster(), Carried.here())
+        plan = SweepPlan(base, storage, price_of(base, described), Resources.of_cluster(), Carried.here())
         with Board(base.sweep.space, left, quiet=not screen.seen) as board:
             measure(plan, missing, list(known.values()), left, partial(_on_end, folder, tracking, board))
 

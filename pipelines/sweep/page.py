@@ -108,7 +108,7 @@ def _step_parts(families: Sequence[views.Family]) -> Iterator[str]:
         yield missing("No step was measured.")
         return
     family = families[0]
-    yield pictures.step_parts(family)
+    yield pictures.trial_step_parts(family)
     first, last = family.results[0], family.results[-1]
     text = f"These trials: {family.label}."
     if last.workers > first.workers:

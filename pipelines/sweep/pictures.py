@@ -135,7 +135,7 @@ def tradeoff(given: Tradeoff, best: Result | None, time: str) -> str:
     return svg(figure)
 
 
-def step_parts(family: Family) -> str:
+def trial_step_parts(family: Family) -> str:
     """Milliseconds of a step by part and number of workers, stacked."""
     figure = empty_figure(3.0)
     axes = figure.subplots()

@@ -42,7 +42,7 @@ FIGURES = (
 
 
 @dataclass(frozen=True)
-class Window:
+class MeasuredWindow:
     """A few steps that were measured together."""
 
     begin: int
@@ -111,9 +111,9 @@ class Result:
         return self.status in MEASURED and bool(self.speeds)
 
 
-def windows_of(entries: Iterable[Mapping[str, Any]]) -> list[Window]:
+def windows_of(entries: Iterable[Mapping[str, Any]]) -> list[MeasuredWindow]:
     """The windows of a journal's newest attempt, from its first step."""
-    attempt, found, previous = None, list[Window](), 0
+    attempt, found, previous = None, list[MeasuredWindow](), 0
     for entry in entries:
         if entry["attempt"] != attempt:
             attempt, found, previous = entry["attempt"], [], 0
@@ -122,7 +122,7 @@ def windows_of(entries: Iterable[Mapping[str, Any]]) -> list[Window]:
             continue
         speed, seconds, step = float(values["tokens_per_second"]), float(values["step_seconds_mean"]), int(entry["step"])
         shares = {name: values.get(f"phase_{name}_share", 0.0) for name in PARTS}
-        found.append(Window(previous, step, speed, seconds, shares, _finite(values.get("train_loss"))))
+        found.append(MeasuredWindow(previous, step, speed, seconds, shares, _finite(values.get("train_loss"))))
         previous = step
     return found
 
@@ -132,13 +132,13 @@ def _finite(value: Any) -> float | None:
     return float(value) if value is not None and math.isfinite(float(value)) else None
 
 
-def mean_shares(windows: Sequence[Window]) -> dict[str, float]:
+def mean_shares(windows: Sequence[MeasuredWindow]) -> dict[str, float]:
     """Mean share of a step's time by part, and the rest."""
     shares = {name: statistics.fmean(window.shares[name] for window in windows) for name in PARTS}
     return shares | {"rest": max(0.0, 1 - sum(shares.values()))}
 
 
-def seconds_to_loss(windows: Sequence[Window], target: float) -> float | None:
+def seconds_to_loss(windows: Sequence[MeasuredWindow], target: float) -> float | None:
     """Seconds of training until a window's mean loss is the target or less; None where none is."""
     elapsed = 0.0
     for window in windows:

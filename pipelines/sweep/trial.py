@@ -31,9 +31,9 @@ from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sweep.result import (
     FIGURES,
     MEASURED,
+    MeasuredWindow,
     Result,
     Status,
-    Window,
     mean_shares,
     relative_half_width,
     seconds_to_loss,
@@ -55,7 +55,7 @@ class Measuring(Watcher):
     `tell` hears of each window, and says whether the trial is to go on.
     """
 
-    def __init__(self, candidate: Candidate, folder: Folder, tell: Callable[[Window], bool]) -> None:
+    def __init__(self, candidate: Candidate, folder: Folder, tell: Callable[[MeasuredWindow], bool]) -> None:
         self._sweep, self._folder, self._tell = candidate.base.sweep, folder, tell
         self._deadline = time.monotonic() + self._sweep.timeout_s
         self._told = self._step = 0
@@ -108,7 +108,7 @@ def run_trial(
     storage: Folder,
     there: Resources,
     tags: Mapping[str, str],
-    tell: Callable[[Window], bool],
+    tell: Callable[[MeasuredWindow], bool],
     carried: Carried | None = None,
 ) -> Result:
     """Trains the candidate's settings to the end of their windows; what became of it. Needs Ray."""
@@ -194,7 +194,7 @@ def result_of(
     )
 
 
-def enough(windows: list[Window], sweep: Sweep) -> bool:
+def enough(windows: list[MeasuredWindow], sweep: Sweep) -> bool:
     """Whether a trial may end: the loss is reached where that is the aim, else the speed is known well enough."""
     if sweep.objective == "time_to_loss":
         return seconds_to_loss(windows, sweep.target_loss) is not None

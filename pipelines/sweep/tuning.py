@@ -28,7 +28,7 @@ from raystride.pipelines.config.sweep import SweepConfig
 from raystride.pipelines.files import Folder
 from raystride.pipelines.plugins import Carried
 from raystride.pipelines.sweep.choice import score, token_score
-from raystride.pipelines.sweep.result import Result, Window, keep, result_at
+from raystride.pipelines.sweep.result import MeasuredWindow, Result, keep, result_at
 from raystride.pipelines.sweep.space import Candidate, meets
 from raystride.pipelines.sweep.trial import TookTooLong, ended, refusal, result_of, run_trial, why
 
@@ -44,7 +44,7 @@ END_S = 60
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """What all trials of a sweep share."""
 
     base: SweepConfig
@@ -64,7 +64,7 @@ class Plan:
 
 
 def measure(
-    plan: Plan, candidates: Sequence[Candidate], known: Sequence[Result], left: int, done: Callable[[Result], None]
+    plan: SweepPlan, candidates: Sequence[Candidate], known: Sequence[Result], left: int, done: Callable[[Result], None]
 ) -> None:
     """Runs the candidates, or with `sweep.search` optuna `left` that it suggests, knowing what was measured before.
 
@@ -103,7 +103,7 @@ def candidate_of(parameters: Mapping[str, Any], base: SweepConfig) -> Candidate:
     return Candidate(base, trial["settings"], trial["round"]) if trial else Candidate(base, dict(parameters))
 
 
-def _trial(parameters: dict[str, Any], plan: Plan, alone: bool) -> None:
+def _trial(parameters: dict[str, Any], plan: SweepPlan, alone: bool) -> None:
     """What Tune runs, `alone` where no one else can have workers on the cluster.
 
     Raises where the trial hung, so that its process, and with it all that it started, is ended; SystemExit where Tune
@@ -133,13 +133,13 @@ class _Told:
     With the objective energy, which is known at the end alone, it hears of the speed.
     """
 
-    def __init__(self, plan: Plan, candidate: Candidate) -> None:
+    def __init__(self, plan: SweepPlan, candidate: Candidate) -> None:
         assert candidate.config
         self._plan, self._asked = plan, plan.base.sweep.stop_bad != "none"
         self._workers = resolve(candidate.config, plan.there).workers
         self._speeds: list[float] = []
 
-    def __call__(self, window: Window) -> bool:
+    def __call__(self, window: MeasuredWindow) -> bool:
         sweep = self._plan.base.sweep
         if not self._asked or window.begin < sweep.warmup_steps:
             return True
@@ -157,7 +157,7 @@ class _Told:
 class _Ends(tune.Callback):  # type: ignore[misc]
     """Hears from Tune, in the sweep's own process, which trials ended."""
 
-    def __init__(self, plan: Plan, done: Callable[[Result], None]) -> None:
+    def __init__(self, plan: SweepPlan, done: Callable[[Result], None]) -> None:
         self._plan, self._done = plan, done
         self._stopped: list[Any] = []
         """Trials that Tune stopped, whose trainings are ending."""
@@ -235,7 +235,7 @@ def _distributions(base: SweepConfig) -> dict[str, Any]:
     return found
 
 
-def _optuna(plan: Plan, known: Iterable[Result]) -> Any:
+def _optuna(plan: SweepPlan, known: Iterable[Result]) -> Any:
     """Optuna's TPE, told of what was measured before."""
     import optuna
     from ray.tune.search.optuna import OptunaSearch

@@ -34,7 +34,7 @@ Inputs = tuple["torch.Tensor", ...]
 """What a model takes besides the targets."""
 
 
-class Chat(Protocol):
+class ChatTemplate(Protocol):
     """How a tokenizer writes turns of a chat; see `raystride.pipelines.tokenizers.chat`."""
 
     def question(self, prompt: str) -> np.ndarray:
@@ -53,7 +53,7 @@ class Encoder(Protocol):
     end_id: int
 
     @property
-    def chat(self) -> Chat | None:
+    def chat(self) -> ChatTemplate | None:
         """Its chat template, where it has one."""
         ...
 

@@ -92,12 +92,12 @@ def load_chat(folder: Folder, encoder: TextEncoder) -> Chat | None:
     """The chat of a tokenizer's folder; None where it was saved without one."""
     if not folder.exists(FILE):
         return None
-    tokenizer = parse(folder.read("tokenizer.json").decode())
+    tokenizer = parse_tokenizer(folder.read("tokenizer.json").decode())
     specials = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     return Chat(folder.read_json(FILE), specials, encoder)
 
 
-def parse(content: str) -> "Tokenizer":
+def parse_tokenizer(content: str) -> "Tokenizer":
     """The tokenizer, which takes special tokens in a text as ordinary text. Raises ValueError where it is none."""
     from tokenizers import Tokenizer
 

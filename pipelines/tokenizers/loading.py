@@ -15,7 +15,7 @@ from typing import Any
 from raystride.pipelines.files import Folder
 from raystride.pipelines.tokenizers.alphabets import ByteEncoder, CharacterEncoder
 from raystride.pipelines.tokenizers.byte_pairs import BytePairEncoder, byte_pairs
-from raystride.pipelines.tokenizers.chat import load_chat, parse
+from raystride.pipelines.tokenizers.chat import load_chat, parse_tokenizer
 from raystride.pipelines.tokenizers.ready import ReadyEncoder, size
 
 KIND_FILE = "tokenizer_kind.json"
@@ -79,7 +79,7 @@ def build_encoder(kind: dict[str, Any], content: str) -> AnyEncoder:
         return ByteEncoder()
     if kind["kind"] == "characters":
         return CharacterEncoder(kind["characters"])
-    tokenizer = parse(content)
+    tokenizer = parse_tokenizer(content)
     end_id = tokenizer.get_vocab(with_added_tokens=True)[kind["end_token"]]
     if kind["encoder"] == "tokenizers":
         return ReadyEncoder(content, end_id)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from raystride.pipelines.config import SettingError
-from raystride.pipelines.tokenizers.chat import Chat, parse
+from raystride.pipelines.tokenizers.chat import Chat, parse_tokenizer
 from raystride.pipelines.tokenizers.runs import bounded
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class ReadyEncoder:
     chat: Chat | None = None
 
     def __init__(self, content: str, end_id: int) -> None:
-        self._tokenizer = parse(content)
+        self._tokenizer = parse_tokenizer(content)
         self.end_id = end_id
         self.vocabulary_size = size(self._tokenizer)
 

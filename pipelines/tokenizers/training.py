@@ -18,7 +18,7 @@ from raystride.pipelines.files import Folder, absolute
 from raystride.pipelines.tokenizers.alphabets import count_characters
 from raystride.pipelines.tokenizers.byte_pairs import NotBytePairs, byte_pairs
 from raystride.pipelines.tokenizers.chat import FILE as CHAT_FILE
-from raystride.pipelines.tokenizers.chat import find_chat, parse
+from raystride.pipelines.tokenizers.chat import find_chat, parse_tokenizer
 from raystride.pipelines.tokenizers.loading import AnyEncoder, build_encoder, load_tokenizer, save_tokenizer
 from raystride.pipelines.tokenizers.ready import end_token
 from raystride.pipelines.tokenizers.runs import bounded
@@ -65,7 +65,7 @@ def read_file(settings: Tokenizer) -> str:
     place, _, name = absolute(settings.file).rpartition("/")
     try:
         content = Folder(place or "/").read(name).decode()
-        parse(content)
+        parse_tokenizer(content)
     except (OSError, ValueError) as error:
         raise settings.error("file", f"must be a readable Hugging Face `tokenizer.json`: {error}") from error
     return content
@@ -122,7 +122,7 @@ def _train_bpe(settings: Tokenizer, texts: Iterable[str]) -> str:
 def _save_ready(
     kind: str, content: str, asked: str | None, texts: list[str], folder: Folder, echo: Callable[[str], None]
 ) -> None:
-    end = end_token(parse(content), asked)
+    end = end_token(parse_tokenizer(content), asked)
     theirs = {"kind": kind, "encoder": "tokenizers", "end_token": end}
     ours = {**theirs, "encoder": "tiktoken"}
     chosen = theirs

@@ -3,7 +3,7 @@
 The check's verdict on a step comes to the host one step later, with what the workers agree on, so nothing waits for it; the
 bad step itself has changed nothing. Before a validation or a save the verdict is asked for at once.
 
-    guard = Guard(config.guard, state, diagnose, log)
+    guard = StepGuard(config.guard, state, diagnose, log)
     guard.handle(step=17, verdict=NOT_FINITE)                   # raises Diverged, or GoBack, or returns
 """
 
@@ -60,7 +60,7 @@ Diagnose = Callable[[int, bool], Diagnosis]
 
 
 @dataclass
-class Guard:
+class StepGuard:
     """Applies `guard.policy`."""
 
     settings: GuardSettings

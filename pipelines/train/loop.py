@@ -23,7 +23,7 @@ from raystride.pipelines.phases import phase
 from raystride.pipelines.strategies import OUT_OF_TIME, STOP, TARGETS
 from raystride.pipelines.strategies.strategy import Strategy
 from raystride.pipelines.train.checkpoint import Checkpoints
-from raystride.pipelines.train.guard import Diagnosis, Diverged, GoBack, Guard
+from raystride.pipelines.train.guard import Diagnosis, Diverged, GoBack, StepGuard
 from raystride.pipelines.train.optimizer import Updater, learning_rate
 from raystride.pipelines.train.state import LeftOut, TrainState
 from raystride.pipelines.train.step import (
@@ -45,7 +45,7 @@ class Ending(StrEnum):
     EARLY = "stopped_early"
 
 
-class Watcher(Protocol):
+class LoopWatcher(Protocol):
     """The hooks that the loop calls; `raystride.pipelines.observers.Observer` documents them."""
 
     def on_step(self, step: int) -> None: ...
@@ -71,7 +71,7 @@ class Training:
     """None: no checkpoints are wanted."""
     header: dict[str, Any]
     """What every checkpoint's manifest says of the run."""
-    watchers: Sequence[Watcher] = ()
+    watchers: Sequence[LoopWatcher] = ()
     stopping: Callable[[], bool] = lambda: False
     """Whether someone asked this worker to end."""
     log: Callable[[str], None] = print
@@ -94,7 +94,7 @@ class Training:
         self._totals = self._logged = [0.0, 0.0]
         self._waited = self.loader.waited
         self._seconds_before, self._tokens_before = self.state.seconds, self.state.tokens_seen
-        self._guard = Guard(self.config.guard, self.state, self._diagnose, self.log)
+        self._guard = StepGuard(self.config.guard, self.state, self._diagnose, self.log)
 
     def run(self) -> tuple[Ending, dict[str, float]]:
         """Trains to the end, saves, and says why it ended. Raises Diverged, and whatever a step or a save raises."""

@@ -19,7 +19,7 @@ from raystride.model.transformer import Decoder
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.files import Folder
 from raystride.pipelines.tokenizers import load_tokenizer
-from raystride.pipelines.tokenizers.chat import parse
+from raystride.pipelines.tokenizers.chat import parse_tokenizer
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PROBE = "The quick brown fox, at 12:30: naïve café!\n\tdef square(x): return x * x  # 平方\n"
@@ -84,7 +84,7 @@ class _Tensors(Mapping[str, torch.Tensor]):
 
 
 def _check_tokenizer(folder: Folder, tokenizer: Folder) -> None:
-    theirs = parse(folder.read("tokenizer.json").decode()).encode(PROBE, add_special_tokens=False).ids
+    theirs = parse_tokenizer(folder.read("tokenizer.json").decode()).encode(PROBE, add_special_tokens=False).ids
     if theirs != load_tokenizer(tokenizer).encode(PROBE).tolist():
         raise _error(
             folder,

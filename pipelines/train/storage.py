@@ -47,7 +47,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredPiece:
     """Where a piece of a tensor lies."""
 
     file: str
@@ -107,7 +107,7 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
                     data = _bytes_of(planner.resolve_data(item))
                     stream.write(data)
                     digest.update(data)
-                    placed.append((item.index, Piece(name, offset, len(data))))
+                    placed.append((item.index, StoredPiece(name, offset, len(data))))
                     offset += len(data)
         sha256 = digest.hexdigest()
         future: Future[list[WriteResult]] = Future()
@@ -145,7 +145,7 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
 
     def __init__(self, folder: Folder, manifest: dict[str, Any]) -> None:
         self.folder, self.manifest = folder, manifest
-        self.pieces: dict[MetadataIndex, Piece] = {}
+        self.pieces: dict[MetadataIndex, StoredPiece] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """One reader reads one checkpoint."""
@@ -163,7 +163,7 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
             for chunk in entry["chunks"]:
                 offsets = torch.Size(chunk["offsets"])
                 chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk["sizes"])))
-                self.pieces[MetadataIndex(name, offsets)] = Piece(chunk["file"], chunk["offset"], chunk["bytes"])
+                self.pieces[MetadataIndex(name, offsets)] = StoredPiece(chunk["file"], chunk["offset"], chunk["bytes"])
             properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
             metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, torch.Size(entry["size"]), chunks)
         return metadata
@@ -232,7 +232,7 @@ def check_file(folder: Folder, name: str, stated: dict[str, Any]) -> str | None:
     return None
 
 
-def _tensor_to_json(name: str, entry: Any, pieces: dict[MetadataIndex, Piece]) -> dict[str, Any]:
+def _tensor_to_json(name: str, entry: Any, pieces: dict[MetadataIndex, StoredPiece]) -> dict[str, Any]:
     if not isinstance(entry, TensorStorageMetadata):
         raise TypeError(f"{name} is no tensor: what a checkpoint holds besides tensors belongs into its header")
     chunks = []
@@ -258,7 +258,7 @@ def _map(folder: Folder, name: str, scratch: Path) -> mmap.mmap:
         return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
-def _tensor_of(mapped: mmap.mmap, piece: Piece, dtype: torch.dtype, sizes: list[int]) -> torch.Tensor:
+def _tensor_of(mapped: mmap.mmap, piece: StoredPiece, dtype: torch.dtype, sizes: list[int]) -> torch.Tensor:
     if not piece.bytes:
         return torch.empty(sizes, dtype=dtype)
     raw = torch.frombuffer(mapped, dtype=torch.uint8, offset=piece.offset, count=piece.bytes)

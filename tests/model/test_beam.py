@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raystride.model.beam import translate
-from raystride.model.translator import Decoding, Translator
+from raystride.model.translator import DecodingState, Translator
 from raystride.pipelines.config import Model
 
 WORDS, START, END = 5, 0, 1
@@ -21,7 +21,7 @@ class _Counting(Translator):
 
     steps = 0
 
-    def decode(self, ids: torch.Tensor, decoding: Decoding) -> torch.Tensor:
+    def decode(self, ids: torch.Tensor, decoding: DecodingState) -> torch.Tensor:
         self.steps += 1
         return super().decode(ids, decoding)
 

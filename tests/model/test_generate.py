@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystride.model.generate import choose, generate
+from raystride.model.generate import choose_token, generate
 from raystride.model.transformer import Decoder
 from raystride.pipelines.config import Model
 
@@ -62,7 +62,7 @@ def test_text_may_be_longer_than_the_context(shape: Model) -> None:
 def test_top_k_keeps_the_likeliest(seed: int, top_k: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(3, 10, generator=generator)
-    chosen = choose(logits, temperature=1.5, top_k=top_k, top_p=1.0, generator=generator)
+    chosen = choose_token(logits, temperature=1.5, top_k=top_k, top_p=1.0, generator=generator)
     ranks = (logits > logits.gather(1, chosen[:, None])).sum(1)
     assert (ranks < top_k).all()
 
@@ -72,13 +72,13 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(seed: int, top_p: float) ->
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(1, 10, generator=generator)
     probabilities = logits.softmax(-1)[0]
-    chosen = int(choose(logits, temperature=1.0, top_k=0, top_p=top_p, generator=generator)[0])
+    chosen = int(choose_token(logits, temperature=1.0, top_k=0, top_p=top_p, generator=generator)[0])
     likelier = float(probabilities[probabilities > probabilities[chosen]].sum())
     assert likelier < top_p + 1e-6
 
 
 def test_temperature_zero_takes_the_likeliest() -> None:
-    assert choose(torch.tensor([[0.1, 3.0, 2.9]]), temperature=0, top_k=0, top_p=1.0).tolist() == [1]
+    assert choose_token(torch.tensor([[0.1, 3.0, 2.9]]), temperature=0, top_k=0, top_p=1.0).tolist() == [1]
 
 
 @pytest.mark.parametrize("prompts", [[], [[]], [[1], []]])

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from raystride.triton_kernels.architectures import ARCHITECTURES, occupancy
-from raystride.triton_kernels.compile_report import Compiled, faults, page
+from raystride.triton_kernels.compile_report import Compiled, compiled_page, faults
 from tests.triton_kernels.compiled import Cells, sample, table
 
 pytestmark = pytest.mark.timeout(900)
@@ -98,7 +98,7 @@ def test_faults_are_found() -> None:
 
 
 def test_the_page_has_a_table_for_each_architecture() -> None:
-    text = page([_row(), _row(architecture="sm_80", spilled=24)])
+    text = compiled_page([_row(), _row(architecture="sm_80", spilled=24)])
     assert text.count("| kernel |") == 2
     assert "| attention_forward | bf16 | m 128 | 128 | 24 | 1,000 | 50% | 16 | 4 | 1.0 |" in text
 

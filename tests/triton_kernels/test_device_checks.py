@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from raystride.triton_kernels import device_checks, sanitize
-from raystride.triton_kernels.device_checks import Check, run_checks
+from raystride.triton_kernels.device_checks import DeviceCheck, run_checks
 from raystride.triton_kernels.gelu import gelu, gelu_reference
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -43,4 +43,4 @@ def test_the_checks_tell_right_from_wrong(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_not_a_number_is_wrong() -> None:
-    assert Check("x", float("nan"), True).failed
+    assert DeviceCheck("x", float("nan"), True).failed

@@ -10,7 +10,7 @@ from pyarrow import parquet
 
 from raystride.pipelines.config import Answering, Checkpoint, Data, Model, Sample, SettingError, Train, Validation
 from raystride.pipelines.evaluate.opening import choose
-from raystride.pipelines.evaluate.parts import Work, answer_part
+from raystride.pipelines.evaluate.parts import AnswerWork, answer_part
 from raystride.pipelines.evaluate.prediction import MANIFEST, Predicted, answer_here, predict
 from raystride.pipelines.files import Folder
 from raystride.pipelines.sources.faults import DataError
@@ -71,7 +71,7 @@ def test_a_line_of_a_text_file_is_a_question_whatever_its_column(trained: Folder
 def _answer_slowly(storage: Folder, source: Path, output: Path) -> None:
     """Stands still after two parts, so that the kill comes in the middle."""
 
-    def run_parts(work: Work, parts: list[Part]) -> None:
+    def run_parts(work: AnswerWork, parts: list[Part]) -> None:
         answerer = work.answerer()
         for part in parts[:2]:
             answer_part(work, answerer, part)
@@ -152,7 +152,7 @@ def test_translations_and_continuations_are_written(trained: Folder, questions: 
 def test_ray_answers_the_same(ray_cluster: None, trained: Folder, questions: Path, tmp_path: Path) -> None:
     from raystride.pipelines.cluster.answering import answer_on_ray
 
-    def run_parts(work: Work, parts: list[Part]) -> None:
+    def run_parts(work: AnswerWork, parts: list[Part]) -> None:
         answer_on_ray(work, parts, workers=min(2, len(parts)), per_worker={"CPU": 1})
 
     _predict(trained, questions, tmp_path / "a", run_parts=run_parts, form="jsonl")

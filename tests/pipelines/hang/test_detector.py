@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from raystride.pipelines.config import Launch, SettingError
 from raystride.pipelines.hang import detector
-from raystride.pipelines.hang.detector import Hang, HangDetector, describe
+from raystride.pipelines.hang.detector import Hang, HangDetector, describe_hang
 from raystride.pipelines.hang.heartbeat import ENDED, Heartbeat, HeartbeatTable
 from raystride.pipelines.hang.process import Process
 
@@ -68,7 +68,8 @@ def test_a_worker_that_is_not_heard_of_is_the_one() -> None:
     assert found
     assert (count, found.culprits, found.silent) == (11, (1,), True)
     assert (
-        describe(found) == "rank 1 on a (pid 101) has not been heard of, last in step, for 11 s (half of launch.hang_s 20)"
+        describe_hang(found)
+        == "rank 1 on a (pid 101) has not been heard of, last in step, for 11 s (half of launch.hang_s 20)"
     )
 
 
@@ -78,7 +79,7 @@ def test_a_worker_that_lives_and_has_not_come_to_the_others_is_the_one() -> None
     count, found = group.stand(100)
     assert found
     assert (count, found.culprits, found.silent) == (21, (1,), False)
-    assert describe(found) == "rank 1 on a (pid 101) has stood still in data for 21 s (launch.hang_s 20)"
+    assert describe_hang(found) == "rank 1 on a (pid 101) has stood still in data for 21 s (launch.hang_s 20)"
 
 
 def test_where_all_stand_alike_nobody_is_named() -> None:
@@ -87,7 +88,7 @@ def test_where_all_stand_alike_nobody_is_named() -> None:
     _, found = group.stand(100)
     assert found
     assert not found.culprits
-    assert "all 2 workers have stood still (reduce) and none stands out" in describe(found)
+    assert "all 2 workers have stood still (reduce) and none stands out" in describe_hang(found)
 
 
 @pytest.mark.parametrize("inside", ["validation", "checkpoint", "", ENDED])

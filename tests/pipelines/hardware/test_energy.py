@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from raystride.pipelines.hardware.amd import amd_cards
-from raystride.pipelines.hardware.energy import Meter
-from raystride.pipelines.hardware.rapl import packages
+from raystride.pipelines.hardware.energy import EnergyMeter
+from raystride.pipelines.hardware.rapl import rapl_packages
 from raystride.pipelines.observers.gpu_monitor import Sampler, find_devices
 from raystride.pipelines.observers.observer import RunFacts
 from raystride.pipelines.record.state import run_figures
@@ -46,7 +46,7 @@ def test_a_run_on_cpus_counts_its_packages_across_the_counters_end(tmp_path: Pat
         "joules_per_token": 0.5,
         "average_power_watts": 4.0,
     }
-    assert packages(tmp_path / "none") == []
+    assert rapl_packages(tmp_path / "none") == []
     assert not warnings
 
 
@@ -87,7 +87,7 @@ def test_amd_cards_are_read_where_amdsmi_is_there(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_short_run_says_nothing_on_idling_and_a_reset_counter_takes_nothing_away() -> None:
-    meter = Meter()
+    meter = EnergyMeter()
     for at, joules in enumerate((50.0, 80.0, 2.0, 5.0)):
         meter.add({"energy_counter_joules": joules, "utilization_percentage": 0.0}, now=float(at), last=at == 3)
     assert meter.joules == 33.0

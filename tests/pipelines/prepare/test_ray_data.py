@@ -40,7 +40,7 @@ def test_an_interrupted_preparation_goes_on_with_another_number_of_workers(tmp_p
     whole = prepared(config, tmp_path / "whole")
     from raystride.pipelines.prepare.fingerprint import open_sources
     from raystride.pipelines.prepare.parts import divide
-    from raystride.pipelines.prepare.stages import Job, read_part, tokenise, write_part
+    from raystride.pipelines.prepare.stages import Preparation, read_part, tokenise, write_part
     from raystride.pipelines.tasks.language_model import LanguageModel
     from raystride.pipelines.tokenizers import Tokenizers, train_tokenizer
 
@@ -50,7 +50,7 @@ def test_an_interrupted_preparation_goes_on_with_another_number_of_workers(tmp_p
     folder = type(whole.folder)(f"{tmp_path}/begun/.prepared/{whole.manifest.fingerprint}")
     train_tokenizer(config.tokenizer, iter([]), folder / "tokenizer", print)
     task = task.knowing(task.facts, Tokenizers(folder, task.tokenizers))
-    job = Job(folder, {"train": source.reader, "validation": source.reader}, task, 0.05, False)
+    job = Preparation(folder, {"train": source.reader, "validation": source.reader}, task, 0.05, False)
     for part in parts[3:6]:
         write_part(job, (tokenise(job, table) for table in read_part(job, part)))
     lines: list[str] = []

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from raystride.pipelines.scaling_model import Observation, Work
-from raystride.pipelines.scaling_model.terms import Parts, seconds_of, table
+from raystride.pipelines.scaling_model.terms import Parts, seconds_of, terms_table
 
 TRUTH = {
     "fixed": 0.01,
@@ -47,7 +47,7 @@ def works(sizes: Sequence[int] = (1, 2, 4, 8, 16, 32)) -> list[Work]:
 
 def parts(work: Work, truth: Mapping[str, float]) -> Parts:
     """A step's parts without noise, each of one number."""
-    return seconds_of(table([work]), {name: np.array([[value]]) for name, value in truth.items()})
+    return seconds_of(terms_table([work]), {name: np.array([[value]]) for name, value in truth.items()})
 
 
 def seconds(work: Work, truth: Mapping[str, float]) -> float:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raystride.pipelines.scaling_model import ClusterDescription, ClusterError, Link
+from raystride.pipelines.scaling_model import ClusterDescription, ClusterError, NetworkLink
 
 GOOD = {
     "device": "H100",
@@ -24,7 +24,7 @@ def write(folder: Path, content: object) -> Path:
 
 def test_a_description_is_read(tmp_path: Path) -> None:
     found = ClusterDescription.load(write(tmp_path, GOOD))
-    assert found == ClusterDescription("H100", 8, Link(450, 3), Link(400, 8), price_per_gpu_hour=2.5)
+    assert found == ClusterDescription("H100", 8, NetworkLink(450, 3), NetworkLink(400, 8), price_per_gpu_hour=2.5)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import yaml
 from benchmarks.scaling_model import AIM, TABLES, described, read
 from raystride.pipelines.scaling_model import (
     ClusterDescription,
-    Link,
+    NetworkLink,
     NotPredicted,
     Observation,
     Prediction,
@@ -23,7 +23,7 @@ from raystride.pipelines.scaling_model.fit import PRIORS
 from tests.pipelines.scaling_model.synthetic import LARGE, SMALL, TRUTH, measure, parts, seconds, works
 
 SLOW_LINKS = TRUTH | {"intra bandwidth": 6e9, "inter bandwidth": 2e9, "inter latency": 1e-3}
-DESCRIBED = ClusterDescription("V100", 8, Link(50, 7), Link(18, 27), price_per_gpu_hour=2.0, peak_tflops=125)
+DESCRIBED = ClusterDescription("V100", 8, NetworkLink(50, 7), NetworkLink(18, 27), price_per_gpu_hour=2.0, peak_tflops=125)
 
 
 def only(answers: list[Prediction | NotPredicted]) -> Prediction:
@@ -112,7 +112,7 @@ def test_what_was_not_measured_is_not_predicted(work: Work, cluster: ClusterDesc
 
 def test_an_interval_too_wide_is_no_prediction() -> None:
     """From one lone worker and a data sheet nobody knows how long ten seconds of communication really take."""
-    slow = replace(DESCRIBED, inter=Link(1.0, 50))
+    slow = replace(DESCRIBED, inter=NetworkLink(1.0, 50))
     (answer,) = ScalingModel.fit(measure([LARGE]), slow).predict(LARGE, target_tokens=1e9, workers=[512])
     assert isinstance(answer, NotPredicted)
     assert "a step may take" in answer.reasons[0]
@@ -168,7 +168,7 @@ def test_energy_follows_from_computing_and_waiting() -> None:
         computing = seconds(replace(one.work, workers=1, slots=one.work.slots // one.work.workers), SLOW_LINKS)
         joules = one.work.workers * (100 * one.seconds + 200 * computing)
         trials.append(Observation(one.work, one.step_seconds, joules_per_token=joules / one.work.tokens))
-    slow = replace(DESCRIBED, intra=Link(7.5, 7), inter=Link(2.5, 270))
+    slow = replace(DESCRIBED, intra=NetworkLink(7.5, 7), inter=NetworkLink(2.5, 270))
     answer = only(ScalingModel.fit(trials, slow).predict(LARGE, target_tokens=1e9, workers=[64]))
     assert answer.joules is not None
     assert answer.shares["communication"] > 0.3

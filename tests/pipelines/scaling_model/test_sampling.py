@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from raystride.pipelines.scaling_model.sampling import Array, sample
+from raystride.pipelines.scaling_model.sampling import Array, sample_density
 
 
 def test_a_correlated_normal_is_drawn() -> None:
@@ -10,7 +10,7 @@ def test_a_correlated_normal_is_drawn() -> None:
     covariance = np.array([[1.0, 0.0099], [0.0099, 0.0001]])
     inverse = np.linalg.inv(covariance)
     rng = np.random.default_rng(0)
-    drawn = sample(
+    drawn = sample_density(
         lambda at: -0.5 * np.einsum("ij,jk,ik->i", at, inverse, at), rng.normal(size=(100, 2)), steps=3000, rng=rng
     )
     assert np.abs(drawn.mean(axis=0) / np.sqrt(np.diag(covariance))).max() < 0.1
@@ -24,5 +24,5 @@ def test_the_likelier_of_two_far_regions_gets_most_draws() -> None:
     def density(at: Array) -> Array:
         return np.logaddexp(np.log(0.9) - 0.5 * at[:, 0] ** 2, np.log(0.1) - 0.5 * (at[:, 0] - 50) ** 2)
 
-    drawn = sample(density, rng.uniform(-20, 70, size=(200, 1)), steps=2000, rng=rng)
+    drawn = sample_density(density, rng.uniform(-20, 70, size=(200, 1)), steps=2000, rng=rng)
     assert 0.75 < (drawn < 25).mean() < 0.99

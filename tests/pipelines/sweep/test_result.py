@@ -15,7 +15,7 @@ from scipy import stats
 from raystride.pipelines.files import Folder
 from raystride.pipelines.phases import PARTS
 from raystride.pipelines.sweep.result import (
-    Window,
+    MeasuredWindow,
     forget,
     keep,
     mean_shares,
@@ -37,9 +37,9 @@ def measured(attempt: str, step: int, speed: float, loss: object = 2.0) -> dict[
     return {"attempt": attempt, "kind": "metrics", "step": step, "values": values}
 
 
-def window(end: int, seconds: float, loss: float | None, steps: int = 10) -> Window:
+def window(end: int, seconds: float, loss: float | None, steps: int = 10) -> MeasuredWindow:
     """One of `steps` steps that took so many seconds each."""
-    return Window(end - steps, end, 1 / seconds, seconds, dict.fromkeys(PARTS, 0.1), loss)
+    return MeasuredWindow(end - steps, end, 1 / seconds, seconds, dict.fromkeys(PARTS, 0.1), loss)
 
 
 def test_windows_are_those_of_the_newest_attempt_from_its_first_step() -> None:

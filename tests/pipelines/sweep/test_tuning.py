@@ -15,7 +15,7 @@ from raystride.pipelines.sweep.space import Candidate, grid
 from raystride.pipelines.sweep.trial import ended
 from raystride.pipelines.sweep.tuning import (
     TRIAL,
-    Plan,
+    SweepPlan,
     _breaks_a_condition,
     _distributions,
     _Ends,
@@ -29,10 +29,10 @@ SETTINGS = {"scaling.workers": 1, "train.precision": "fp32"}
 
 
 @pytest.fixture
-def plan(tmp_path: Any) -> Plan:
+def plan(tmp_path: Any) -> SweepPlan:
     """Of a sweep whose windows are two steps each."""
     base = sweep(warmup_steps=2, window_steps=2, windows=4)
-    return Plan(base, Folder(str(tmp_path)), 0.0, THERE)
+    return SweepPlan(base, Folder(str(tmp_path)), 0.0, THERE)
 
 
 def tune_trial(config: Mapping[str, Any]) -> Trial:
@@ -52,7 +52,7 @@ def test_both_kinds_of_parameters_stand_for_their_candidate() -> None:
     assert candidate_of(SETTINGS, base).key == next(grid(base)).key
 
 
-def test_a_trial_that_tune_stopped_is_told_of_when_its_training_has_ended(plan: Plan) -> None:
+def test_a_trial_that_tune_stopped_is_told_of_when_its_training_has_ended(plan: SweepPlan) -> None:
     """Before that its own result is not there, and is better than what the journal alone says."""
     told: list[Result] = []
     ends, candidate = _Ends(plan, told.append), Candidate(plan.base, SETTINGS)
@@ -65,7 +65,7 @@ def test_a_trial_that_tune_stopped_is_told_of_when_its_training_has_ended(plan: 
     assert told == [own]
 
 
-def test_a_trial_that_was_ended_with_its_process_has_what_its_journal_says(plan: Plan) -> None:
+def test_a_trial_that_was_ended_with_its_process_has_what_its_journal_says(plan: SweepPlan) -> None:
     told: list[Result] = []
     ends, candidate = _Ends(plan, told.append), Candidate(plan.base, SETTINGS)
     entry = {"attempt": "a1", "sender": "rank0", "sequence": 1, "time": 1.0, "kind": "metrics"}
@@ -83,7 +83,7 @@ def test_a_trial_that_was_ended_with_its_process_has_what_its_journal_says(plan:
     assert results(plan.folder) == {candidate.key: result}
 
 
-def test_a_trial_that_ended_is_told_of_at_once(plan: Plan) -> None:
+def test_a_trial_that_ended_is_told_of_at_once(plan: SweepPlan) -> None:
     told: list[Result] = []
     candidate = Candidate(plan.base, SETTINGS)
     keep(plan.folder, own := ended(candidate, "refused", "why"))
@@ -91,7 +91,7 @@ def test_a_trial_that_ended_is_told_of_at_once(plan: Plan) -> None:
     assert told == [own]
 
 
-def test_a_process_that_died_leaves_a_result_that_says_so(plan: Plan) -> None:
+def test_a_process_that_died_leaves_a_result_that_says_so(plan: SweepPlan) -> None:
     told: list[Result] = []
     candidate = Candidate(plan.base, SETTINGS)
     _Ends(plan, told.append).on_trial_error(1, [], tune_trial(wrapped(candidate)))
@@ -120,9 +120,9 @@ def test_tune_draws_what_the_space_says() -> None:
     assert all(0 <= each["optimizer.eps"] <= 1 and 1e-4 <= each["optimizer.learning_rate"] <= 1e-2 for each in drawn)
 
 
-def test_optuna_started_again_knows_what_was_measured_and_does_not_begin_anew(plan: Plan) -> None:
+def test_optuna_started_again_knows_what_was_measured_and_does_not_begin_anew(plan: SweepPlan) -> None:
     base = optuna_base()
-    plan = Plan(base, plan.storage, 0.0, THERE)
+    plan = SweepPlan(base, plan.storage, 0.0, THERE)
 
     def first(known: list[Result]) -> Any:
         search = _optuna(plan, known)
