@@ -150,6 +150,16 @@ def test_every_setting_has_a_docstring(path: Path) -> None:
                 assert documented, f"{node.name}.{ast.unparse(field.target)}"
 
 
+def test_no_public_name_stands_in_two_modules() -> None:
+    """But for `main`, and for what the library passes on under the name of what it calls."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in MODULES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_") and node.name != "main":
+                found[node.name].add(_id(path))
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
+
+
 def test_settings_are_frozen() -> None:
     from raystride.pipelines.config import Config
 

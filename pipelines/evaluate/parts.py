@@ -15,7 +15,7 @@ from raystride.pipelines.config import Answering, Sample
 from raystride.pipelines.evaluate.answering import Answerer, Example
 from raystride.pipelines.evaluate.opening import Chosen
 from raystride.pipelines.files import Folder
-from raystride.pipelines.prepare.parts import items
+from raystride.pipelines.prepare.parts import part_items
 from raystride.pipelines.prepare.stages import validates
 from raystride.pipelines.sources.faults import Fault
 from raystride.pipelines.sources.pieces import Part, Piece, Reader
@@ -102,7 +102,7 @@ def _examples(work: AnswerWork, answerer: Answerer, part: Part, faults: list[dic
 
 def _items(work: AnswerWork, part: Part) -> Iterator[Piece | Fault]:
     fraction, wanted = work.chosen.config.data.validation_fraction, work.split == "validation"
-    for item in items(work.readers[part.split or ""], part):
+    for item in part_items(work.readers[part.split or ""], part):
         divided = isinstance(item, Piece) and work.split is not None and part.split is None
         if not divided or validates(item.identity, fraction) == wanted:  # type: ignore[union-attr]
             yield item

@@ -107,7 +107,7 @@ def answer_all(work: AnswerWork, parts: list[Part], origin: dict[str, Any], run_
         echo(f"going on with what was interrupted: {len(done)} of {len(parts)} parts are done")
     rate = None
     if left:
-        with shown(work.folder, left, echo) as meter:
+        with shown_rows(work.folder, left, echo) as meter:
             run_parts(work, left)
         rate = meter.rows / meter.seconds
         done = records(work.folder)
@@ -180,7 +180,7 @@ class RowMeter:
 
 
 @contextmanager
-def shown(folder: Folder, parts: list[Part], echo: Callable[[str], None]) -> Iterator[RowMeter]:
+def shown_rows(folder: Folder, parts: list[Part], echo: Callable[[str], None]) -> Iterator[RowMeter]:
     """Shows the progress of `parts` while the block runs."""
     meter = RowMeter(folder, parts)
     try:

@@ -1,6 +1,6 @@
 """An evaluation in the record of its run: `summary.json`, the journal, and through it MLflow, which may be away.
 
-problem = keep(scored, "test", storage / "my-run", 500, config.record, storage)   # None, or why MLflow does not have it yet
+problem = keep_scores(scored, "test", storage / "my-run", 500, config.record, storage)   # None, or why MLflow lacks it
 """
 
 import time
@@ -27,7 +27,7 @@ def scored_figures(scored: Scored, split: Split) -> dict[str, float]:
     return found
 
 
-def keep(scored: Scored, split: Split, run: Folder, step: int, record: Record, storage: Folder) -> str | None:
+def keep_scores(scored: Scored, split: Split, run: Folder, step: int, record: Record, storage: Folder) -> str | None:
     """Adds an evaluation to the run's record; why MLflow lacks it, if it does. Raises OSError."""
     found = scored_figures(scored, split)
     artifacts = [f"evaluate/{split}/{name}" for name in scored.files]

@@ -84,11 +84,11 @@ class HangWatch:
         found = _on_nodes(examine, [each for each in processes if each.rank in hang.culprits] + waiting[:MOST_WAITING])
         if not any(dump.alive for dump in found.values()):
             return  # they have ended by themselves, and another group has not begun
-        self._hung = keep(hang, found, self._folder, self._recorder.post)
+        self._hung = keep_hang(hang, found, self._folder, self._recorder.post)
         _on_nodes(end, processes)
 
 
-def keep(hang: Hang, found: dict[int, StackDump], folder: Folder, post: Post) -> Hung:
+def keep_hang(hang: Hang, found: dict[int, StackDump], folder: Folder, post: Post) -> Hung:
     """Writes what was found into the run's folder and tells the record; the error that says all this."""
     name = f"profiles/hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
     kept = f"where all stood: {name}"

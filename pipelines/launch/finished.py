@@ -29,7 +29,7 @@ def evaluate_run(settings: Evaluate, echo: Echo = print) -> "tuple[Scored, str |
     """
     from raystride.pipelines.evaluate.evaluation import evaluate
     from raystride.pipelines.evaluate.opening import choose
-    from raystride.pipelines.evaluate.recording import keep
+    from raystride.pipelines.evaluate.recording import keep_scores
 
     storage = Folder.at(settings.storage)
     run = storage / settings.run
@@ -42,7 +42,7 @@ def evaluate_run(settings: Evaluate, echo: Echo = print) -> "tuple[Scored, str |
         chosen = replace(chosen, config=replace(chosen.config, data=data))
     with answerers(settings, settings.launch) as run_parts:
         scored = evaluate(chosen, settings, settings.split, run, run_parts, echo=echo)
-    problem = keep(scored, settings.split, run, chosen.step, chosen.config.record, storage)
+    problem = keep_scores(scored, settings.split, run, chosen.step, chosen.config.record, storage)
     return replace(scored, logged=chosen.config.record.mlflow and not problem), problem
 
 

@@ -22,7 +22,7 @@ from raystride.pipelines.hang.detector import HangDetector
 from raystride.pipelines.hang.heartbeat import Heartbeat
 from raystride.pipelines.hang.process import Process
 from raystride.pipelines.hang.stack_dump import StackDump
-from raystride.pipelines.hang.watch import heartbeat_every_s, keep
+from raystride.pipelines.hang.watch import heartbeat_every_s, keep_hang
 from raystride.pipelines.profiling.stalls import stacks
 from raystride.pipelines.record import Recorder
 from raystride.pipelines.record.sender import Entry
@@ -128,7 +128,7 @@ def _leave_if_it_hangs(train: Callable[[], dict[str, Any]], job: Job, recorder: 
     while not wait([outcome], every_s).done:
         looks += 1
         if hang := detector.look({0: Heartbeat.now(process, looks)}, time.monotonic()):
-            raise keep(hang, {0: StackDump(alive=True, text=stacks())}, job.folder, recorder.post)
+            raise keep_hang(hang, {0: StackDump(alive=True, text=stacks())}, job.folder, recorder.post)
     return outcome.result()
 
 

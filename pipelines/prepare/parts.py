@@ -50,7 +50,7 @@ def parts_of(source: Source, data: Data) -> tuple[Part, ...]:
     return tuple(Part(number, tuple(group), None) for number, group in enumerate(groups))
 
 
-def items(reader: Reader, part: Part) -> Iterator[Piece | Fault]:
+def part_items(reader: Reader, part: Part) -> Iterator[Piece | Fault]:
     """What a part gives, in order."""
     for piece in part.slices:
         try:

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raystride.pipelines.files import Folder
-from raystride.pipelines.prepare.parts import items
+from raystride.pipelines.prepare.parts import part_items
 from raystride.pipelines.prepare.shards import ShardWriter
 from raystride.pipelines.sources.faults import Fault
 from raystride.pipelines.sources.pieces import Part, Piece, Reader
@@ -71,7 +71,7 @@ def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
     """The part's pieces in order, then an empty row to say that it is whole. Raises DataError unless faults are skipped."""
     rows: list[tuple[Any, ...]] = []
     size, document, ended = 0, -1, True
-    for item in items(job.readers[part.split or "train"], part):
+    for item in part_items(job.readers[part.split or "train"], part):
         if isinstance(item, Fault):
             if not job.skip:
                 raise item.error()
@@ -98,7 +98,7 @@ def survey_part(job: Preparation, part: Part) -> Facts:
 
 
 def _documents(job: Preparation, part: Part) -> Iterator[Document]:
-    for item in items(job.readers[part.split or "train"], part):
+    for item in part_items(job.readers[part.split or "train"], part):
         if isinstance(item, Piece):
             yield item.document
         elif not job.skip:

@@ -28,7 +28,7 @@ from raystride.pipelines.sweep.answer import Answer, answer
 from raystride.pipelines.sweep.choice import price_of
 from raystride.pipelines.sweep.page import write_report
 from raystride.pipelines.sweep.progress import Board
-from raystride.pipelines.sweep.result import WITHOUT_FIGURES, Result, forget, keep, keys, results
+from raystride.pipelines.sweep.result import WITHOUT_FIGURES, Result, forget, keep_result, keys, results
 from raystride.pipelines.sweep.space import Candidate, draw, grid
 from raystride.pipelines.sweep.tracking import Tracking
 from raystride.pipelines.sweep.tuning import SweepPlan, measure
@@ -159,7 +159,7 @@ def _on_end(folder: Folder, tracking: Tracking, board: Board, result: Result) ->
 def _logged(folder: Folder, tracking: Tracking, result: Result, number: int) -> Result:
     told = tracking.trial(result, number)
     if told is not result:
-        keep(folder, told)
+        keep_result(folder, told)
     return told
 
 

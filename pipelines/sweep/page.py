@@ -19,7 +19,7 @@ from raystride.pipelines.sweep import pictures, views
 from raystride.pipelines.sweep.answer import AIM, Answer
 from raystride.pipelines.sweep.choice import HOUR_S
 from raystride.pipelines.sweep.result import Result
-from raystride.pipelines.sweep.views import plain
+from raystride.pipelines.sweep.views import plain_number
 
 MIB = 2**20
 NOT_STARTED = ("refused", "too_large")
@@ -63,13 +63,13 @@ def _figures(answer: Answer, result: Result) -> list[tuple[str, str]]:
         ("tokens/s", _speed(result)),
         ("workers", str(result.workers)),
         ("device", result.device),
-        ("step, ms", plain(1e3 * fmean(result.step_seconds))),
+        ("step, ms", plain_number(1e3 * fmean(result.step_seconds))),
         ("model FLOP utilisation", _shown(figure("mfu"), "{:.1%}")),
         ("price of a million tokens", f"{result.workers * price / HOUR_S / result.speed * 1e6:,.3g}" if price else ""),
         ("joules a token", _shown(figure("joules_per_token"), "{:.3g}")),
         ("energy covers", _shown(figure("energy_covers"), "{}")),
         ("peak memory, MiB", _peak_memory(result)),
-        ("target loss after, s", plain(result.seconds_to_loss) if result.seconds_to_loss else ""),
+        ("target loss after, s", plain_number(result.seconds_to_loss) if result.seconds_to_loss else ""),
     ]
 
 
@@ -99,7 +99,9 @@ def _tradeoffs(answer: Answer) -> Iterator[str]:
     yield paragraph(f"For {tokens:,.0f} tokens: seconds against {kinds}.{known} No trial beats one on the front in both.")
     for each in found:
         yield pictures.tradeoff(each, answer.best, f"seconds for {tokens:,.0f} tokens")
-        rows = [[one.label, f"{one.workers}", plain(seconds), plain(cost)] for one, seconds, cost in each.front]
+        rows = [
+            [one.label, f"{one.workers}", plain_number(seconds), plain_number(cost)] for one, seconds, cost in each.front
+        ]
         yield table(["on the front", "workers", "seconds", each.cost], rows)
 
 
@@ -120,11 +122,11 @@ def _step_parts(families: Sequence[views.Family]) -> Iterator[str]:
 def _what_stops(beyond: dict[str, float], fewest: int, last: Result) -> str:
     took = 1e3 * fmean(last.step_seconds)
     name = max(beyond, key=lambda part: beyond[part])
-    text = f"On {last.workers} workers a step takes {plain(took)} ms; perfect scaling from {fewest} would take "
-    text += f"{plain(took - sum(beyond.values()))} ms."
+    text = f"On {last.workers} workers a step takes {plain_number(took)} ms; perfect scaling from {fewest} would take "
+    text += f"{plain_number(took - sum(beyond.values()))} ms."
     if beyond[name] <= 0:
         return f"{text} No part takes longer than that."
-    return f"{text} What grew most is {spoken(name)}: {plain(beyond[name])} ms more than it would be then."
+    return f"{text} What grew most is {spoken(name)}: {plain_number(beyond[name])} ms more than it would be then."
 
 
 def _heat(answer: Answer) -> Iterator[str]:
@@ -165,7 +167,7 @@ def _trial(result: Result, told: bool) -> list[str | Link]:
         status,
         _speed(result),
         str(result.workers),
-        plain(1e3 * fmean(result.step_seconds)),
+        plain_number(1e3 * fmean(result.step_seconds)),
         _shown(result.shares.get("data"), "{:.1%}"),
         _shown(result.shares.get("reduce"), "{:.1%}"),
         _shown(result.figures.get("joules_per_token"), "{:.3g}"),

@@ -14,7 +14,7 @@ from raystride.pipelines.scaling_model.interval import Interval
 from raystride.pipelines.scaling_model.model import HeldBack
 from raystride.pipelines.sweep.answer import AIM
 from raystride.pipelines.sweep.result import Result
-from raystride.pipelines.sweep.views import Family, Grid, Tradeoff, plain, step_milliseconds
+from raystride.pipelines.sweep.views import Family, Grid, Tradeoff, plain_number, step_milliseconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,7 +64,7 @@ def _family(axes: "Axes", family: Family, number: int, efficiency: bool) -> None
     spreads = [
         0.0 if math.isinf(one.spread) else one.spread * ratio for one, ratio in zip(family.results, ratios, strict=True)
     ]
-    label = cut(family.label, LABEL) if named else None
+    label = shortened(family.label, LABEL) if named else None
     marker = MARKERS[number] if named else "."
     axes.errorbar(workers, ratios, spreads, color=colour, label=label, marker=marker, markersize=5, capsize=3, linewidth=1.3)
 
@@ -101,7 +101,7 @@ def _by_size(axis: "Axis") -> None:
         (axes.set_xscale if axis is axes.xaxis else axes.set_yscale)("log")
         axes.minorticks_off()
         axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
-        axis.set_major_formatter(lambda value, _: plain(value))
+        axis.set_major_formatter(lambda value, _: plain_number(value))
 
 
 def _worker_axis(axes: "Axes", workers: Sequence[int]) -> None:
@@ -124,7 +124,7 @@ def tradeoff(given: Tradeoff, best: Result | None, time: str) -> str:
     axes.step(*front, where="post", color=OTHERS[0], linewidth=1.2, marker="D", markersize=5, label="front")
     for result, seconds, cost in given.points:
         if result is best:
-            label = "best: " + cut(result.label, LABEL)
+            label = "best: " + shortened(result.label, LABEL)
             axes.scatter([seconds], [cost], s=150, marker="*", color=BEST, zorder=3, label=label)
     axes.set_xlabel(time)
     axes.set_ylabel(given.cost)
@@ -147,7 +147,7 @@ def trial_step_parts(family: Family) -> str:
             axes.bar(places, heights, 0.6, bottom=below, color=colour, label=spoken(name))
             below = [low + height for low, height in zip(below, heights, strict=True)]
     for place, height in zip(places, below, strict=True):
-        axes.annotate(plain(height), (place, height), (0, 2), textcoords="offset points", ha="center", fontsize=8)
+        axes.annotate(plain_number(height), (place, height), (0, 2), textcoords="offset points", ha="center", fontsize=8)
     axes.set_xticks(places, [str(result.workers) for result in family.results])
     axes.set_xlim(-1, len(steps))
     axes.set_xlabel("workers")
@@ -187,15 +187,15 @@ def heat(grid: Grid) -> str:
 
 
 def _ticks(axes: "Axes", grid: Grid) -> None:
-    columns = [cut(label, 24) for label in grid.columns]
+    columns = [shortened(label, 24) for label in grid.columns]
     slanted = sum(map(len, columns)) > 60
     axes.set_xticks(range(len(columns)), columns, fontsize=8, rotation=30 * slanted, ha="right" if slanted else "center")
-    axes.set_yticks(range(len(grid.rows)), [cut(label, 24) for label in grid.rows], fontsize=8)
+    axes.set_yticks(range(len(grid.rows)), [shortened(label, 24) for label in grid.rows], fontsize=8)
     axes.set_xlabel(grid.across)
     axes.set_ylabel(grid.down)
 
 
-def cut(text: str, most: int) -> str:
+def shortened(text: str, most: int) -> str:
     """At most so many characters of it."""
     return text if len(text) <= most else text[: most - 1] + "…"
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from raystride.pipelines.sweep.result import Result
-from raystride.pipelines.sweep.space import short, shown
+from raystride.pipelines.sweep.space import short, shown_value
 
 CAUSE = 100
 """Characters of a cause at most."""
@@ -56,7 +56,7 @@ class Board:
         self._progress.update(
             self._task, completed=self._ended, description=f"about {left / 60:.0f} min left" if left > 0 else ""
         )
-        values = (f"{shown(result.settings.get(key)):<{width}}" for key, width in self._widths.items())
+        values = (f"{shown_value(result.settings.get(key)):<{width}}" for key, width in self._widths.items())
         self._console.print("  ".join([*values, figures_of(result)]), markup=False)
 
 
@@ -70,5 +70,5 @@ def figures_of(result: Result) -> str:
 
 
 def _width(key: str, choices: Any) -> int:
-    values = [NUMBER * " "] if isinstance(choices, Mapping) else map(shown, choices)
+    values = [NUMBER * " "] if isinstance(choices, Mapping) else map(shown_value, choices)
     return max(len(short(key)), *map(len, values))

@@ -2,7 +2,7 @@
 
     windows = [window for window in windows_of(read_entries(folder)) if window.begin >= 10]
     relative_half_width([window.tokens_per_second for window in windows])       # 0.02: known to 2 %
-    keep(sweep_folder, result); results(sweep_folder)         # of all trials so far, by key
+    keep_result(sweep_folder, result); results(sweep_folder)         # of all trials so far, by key
 
 A window is the interval between two lines of the log; its speed is that of its steps by the host's clock. The spread beside
 a figure is the 95 % interval of the windows' mean, as if windows were independent, which neighbours in time hardly are.
@@ -158,7 +158,7 @@ def relative_half_width(values: Sequence[float]) -> float:
     return quantile * statistics.stdev(values) / math.sqrt(len(values)) / statistics.fmean(values)
 
 
-def keep(sweep: Folder, result: Result) -> None:
+def keep_result(sweep: Folder, result: Result) -> None:
     """Writes a result into the sweep's folder, whole or not at all."""
     sweep.put_json(f"{PLACE}/{result.key}.json", asdict(result))
 

@@ -81,7 +81,7 @@ class Candidate:
     @property
     def label(self) -> str:
         """The settings in short, for tables: `workers 2, precision bf16`."""
-        return ", ".join(f"{short(key)} {shown(value)}" for key, value in self.settings.items()) or "as configured"
+        return ", ".join(f"{short(key)} {shown_value(value)}" for key, value in self.settings.items()) or "as configured"
 
     def _spread_out(self) -> dict[str, Any]:
         """The settings, under weak scaling with as many slots a worker as there would be in all."""
@@ -115,7 +115,7 @@ def short(key: str) -> str:
     return key.rsplit(".", 1)[-1]
 
 
-def shown(value: Any) -> str:
+def shown_value(value: Any) -> str:
     """A value as people read it."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 

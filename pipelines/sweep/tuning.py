@@ -28,7 +28,7 @@ from raystride.pipelines.config.sweep import SweepConfig
 from raystride.pipelines.files import Folder
 from raystride.pipelines.plugins import Carried
 from raystride.pipelines.sweep.choice import score, token_score
-from raystride.pipelines.sweep.result import MeasuredWindow, Result, keep, result_at
+from raystride.pipelines.sweep.result import MeasuredWindow, Result, keep_result, result_at
 from raystride.pipelines.sweep.space import Candidate, meets
 from raystride.pipelines.sweep.trial import TookTooLong, ended, refusal, result_of, run_trial, why
 
@@ -117,7 +117,7 @@ def _trial(parameters: dict[str, Any], plan: SweepPlan, alone: bool) -> None:
         free_places_of_the_dead(alone)
         told = _Told(plan, candidate)
         result = run_trial(candidate, plan.storage, plan.there, {"raystride.sweep": str(plan.base.run)}, told, plan.carried)
-    keep(plan.folder, result)
+    keep_result(plan.folder, result)
     if result.status == "hung":
         raise TookTooLong(result.cause)
     if result.status == "stopped_early":
@@ -202,7 +202,7 @@ class _Ends(tune.Callback):  # type: ignore[misc]
         return result_at(self._plan.folder, candidate_of(trial.config, self._plan.base).key)
 
     def _keep(self, result: Result) -> Result:
-        keep(self._plan.folder, result)
+        keep_result(self._plan.folder, result)
         return result
 
 

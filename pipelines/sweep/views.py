@@ -144,7 +144,7 @@ def beyond_ideal(family: Family) -> dict[str, float]:
     return {name: after[name] - factor * before.get(name, 0.0) for name in after}
 
 
-def plain(value: float) -> str:
+def plain_number(value: float) -> str:
     """A figure to four digits, and no thousands as powers."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 

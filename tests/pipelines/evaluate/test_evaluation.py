@@ -12,7 +12,7 @@ from raystride.pipelines.config import Answering, Data, Record, SettingError
 from raystride.pipelines.evaluate.evaluation import Scored, Split, bootstrap, evaluate, read_table
 from raystride.pipelines.evaluate.opening import choose
 from raystride.pipelines.evaluate.prediction import answer_here
-from raystride.pipelines.evaluate.recording import keep
+from raystride.pipelines.evaluate.recording import keep_scores
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.manifest import Manifest
 from raystride.pipelines.record import read_entries
@@ -85,7 +85,7 @@ def test_it_joins_the_runs_record_and_a_server_that_is_away_loses_nothing(traine
     run.put_json("summary.json", {"status": "finished", "metrics": {"val_accuracy": 0.5}})
     scored = _evaluate(trained, "labels", "test")
     away = Record(mlflow_uri="http://127.0.0.1:9")
-    problem = keep(scored, "test", run, 6, away, trained)
+    problem = keep_scores(scored, "test", run, 6, away, trained)
     assert problem
     assert "raystride runs replay labels" in problem
     metrics = run.read_json("summary.json")["metrics"]

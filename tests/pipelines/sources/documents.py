@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from raystride.pipelines.config import Data
-from raystride.pipelines.prepare.parts import items, parts_of
+from raystride.pipelines.prepare.parts import part_items, parts_of
 from raystride.pipelines.sources.faults import Fault
 from raystride.pipelines.sources.fields import Columns
 from raystride.pipelines.sources.pieces import Part, Reader
@@ -29,7 +29,7 @@ class Documents:
 
     def read(self, part: Part) -> Iterator[tuple[str, Document]]:
         """The part's documents, in order, each with the place it comes from. Raises DataError unless faults are skipped."""
-        for item in items(self.reader, part):
+        for item in part_items(self.reader, part):
             if not isinstance(item, Fault):
                 yield item.place, item.document
             elif not self.skip:

@@ -10,7 +10,7 @@ from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.config.sweep import SweepConfig
 from raystride.pipelines.files import Folder
 from raystride.pipelines.sweep.driver import _known, candidates_of, run_sweep
-from raystride.pipelines.sweep.result import Result, keep
+from raystride.pipelines.sweep.result import Result, keep_result
 from raystride.pipelines.sweep.space import Candidate
 from tests.pipelines.sweep.test_page import CLUSTER, sweep, trial
 
@@ -56,5 +56,5 @@ def test_results_of_another_space_or_of_other_settings_are_not_its_own(tmp_path:
     longer = replace(base, sweep=replace(base.sweep, window_steps=99))
     own = _measured(Candidate(base, settings))
     for result in (own, _measured(Candidate(base, {"train.slot_size": 2})), _measured(Candidate(longer, settings))):
-        keep(folder, result)
+        keep_result(folder, result)
     assert _known(base, folder, candidates_of(base)) == {own.key: own}

@@ -17,7 +17,7 @@ from raystride.pipelines.phases import PARTS
 from raystride.pipelines.sweep.result import (
     MeasuredWindow,
     forget,
-    keep,
+    keep_result,
     mean_shares,
     relative_half_width,
     results,
@@ -94,7 +94,7 @@ def test_results_come_back_as_they_were_and_what_is_unknown_is_left_out(tmp_path
     folder = Folder(str(tmp_path))
     one, other = trial(100, 1), replace(trial(200, 2), status="stopped_early", loss=1.5, seconds_to_loss=7.0)
     for result in (one, other):
-        keep(folder, result)
+        keep_result(folder, result)
     file = tmp_path / "trials" / f"{one.key}.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"of_a_later_version": [1]}))
     assert results(folder) == {one.key: one, other.key: other}

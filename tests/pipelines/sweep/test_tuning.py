@@ -10,7 +10,7 @@ from raystride.pipelines.cluster.resources import Resources
 from raystride.pipelines.config.sweep import SweepConfig
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record.journal import Journal
-from raystride.pipelines.sweep.result import Result, keep, results
+from raystride.pipelines.sweep.result import Result, keep_result, results
 from raystride.pipelines.sweep.space import Candidate, grid
 from raystride.pipelines.sweep.trial import ended
 from raystride.pipelines.sweep.tuning import (
@@ -59,7 +59,7 @@ def test_a_trial_that_tune_stopped_is_told_of_when_its_training_has_ended(plan: 
     ends.on_trial_complete(1, [], tune_trial(wrapped(candidate)))
     assert not told
     own = ended(candidate, "failed", "its own words")
-    keep(plan.folder, own)
+    keep_result(plan.folder, own)
     ends.on_trial_start(2, [], None)
     ends.on_experiment_end([])
     assert told == [own]
@@ -86,7 +86,7 @@ def test_a_trial_that_was_ended_with_its_process_has_what_its_journal_says(plan:
 def test_a_trial_that_ended_is_told_of_at_once(plan: SweepPlan) -> None:
     told: list[Result] = []
     candidate = Candidate(plan.base, SETTINGS)
-    keep(plan.folder, own := ended(candidate, "refused", "why"))
+    keep_result(plan.folder, own := ended(candidate, "refused", "why"))
     _Ends(plan, told.append).on_trial_complete(1, [], tune_trial(SETTINGS))
     assert told == [own]
 
