@@ -72,7 +72,7 @@ def test_a_stopped_worker_is_found_out_with_one_restart_and_without(tmp_path: Pa
     rank = re.search(rf"training failed: rank ([01]), step \d+\n  Hung: rank \1 on \S+ \(pid {second.pid}\) ", outcome.err)
     assert rank, outcome.err
     assert "has not been heard of" in outcome.err
-    assert re.search(r"^    (model|pipelines)/\S+\.py:\d+ in ", outcome.err, re.MULTILINE), "where it stood"
+    assert re.search(r"^    raystride/(model|pipelines)/\S+\.py:\d+ in ", outcome.err, re.MULTILINE), "where it stood"
     assert "--launch.restarts" in outcome.err
     assert re.match(r"training on 2 worker\(s\) from step [1-9]", _starts(folder)[1]), "from the newest checkpoint"
     profiles = folder / "profiles"

@@ -90,4 +90,4 @@ def test_a_shard_that_rots_under_a_run_names_the_rank_and_the_line(config: Confi
         stream.write(b"\xff" * (size // 2))
     screen = _one_screen(finish_job(driver))
     assert re.match(r"training failed: rank [01], step \d+\n  IndexError: ", screen)
-    assert re.search(r"^    (model|pipelines)/\S+\.py:\d+ in ", screen, re.MULTILINE)
+    assert re.search(r"^    raystride/(model|pipelines)/\S+\.py:\d+ in ", screen, re.MULTILINE)
