@@ -9,7 +9,6 @@ nested. All functions raise SettingError for what is wrong with settings, before
 
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -55,14 +54,14 @@ def train(
 def prepare(config: Given, settings: Settings | None = None, *, storage: str = "runs", progress: bool = False) -> "Prepared":
     """Prepares the data alone; the folder and its manifest."""
     located, place = _located(config, settings, None, storage)
-    with nullcontext() if located.launch.mode == "inline" else cluster(located.launch):
+    with cluster(located.launch):
         return driver.prepare_data(located, place, Screen() if progress else Quiet())
 
 
 def check(config: Given, settings: Settings | None = None, *, storage: str = "runs") -> "list[Check]":
     """What the preflight looks at before a training starts: name, whether it passed, what was found, the remedy."""
     located, place = _located(config, settings, None, storage)
-    with nullcontext() if located.launch.mode == "inline" else cluster(located.launch):
+    with cluster(located.launch):
         return driver.checks_for(located, place, *driver.resources_for(located))
 
 

@@ -35,7 +35,13 @@ class NoCluster(CannotRun):
 
 @contextmanager
 def cluster(settings: Launch) -> Iterator[str | None]:
-    """Joins or starts Ray for the block; yields the address of its dashboard, if any. Raises NoCluster, with what to try."""
+    """Joins or starts Ray for the block, unless it is inline; yields the address of its dashboard, if any.
+
+    Raises NoCluster, with what to try.
+    """
+    if settings.mode == "inline":
+        yield None
+        return
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     address = settings.address or os.environ.get("RAY_ADDRESS")

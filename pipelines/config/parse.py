@@ -52,14 +52,8 @@ def parse(cls: type[T], arguments: Sequence[str], *, program: str, description: 
         "--config", action="config", help="YAML file of settings; later ones and flags go over earlier ones."
     )
     parser.add_class_arguments(cls, as_group=False)
-    try:
-        parsed = parser.instantiate(parser.parse_args(given)) if given else parser.instantiate(parser.get_defaults())
-    except SettingError:
-        raise
-    except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
-        raise _as_setting_error(cls, error) from None
-    values = {item.name: getattr(parsed, item.name) for item in fields(cls)}  # type: ignore[arg-type]
-    return Parsed(cls(**values), Path(files[-1]).stem if files else "run")
+    settings = _made(cls, parser, lambda: parser.parse_args(given) if given else parser.get_defaults())
+    return Parsed(settings, Path(files[-1]).stem if files else "run")
 
 
 def configured(cls: type[T], given: Any, changes: Mapping[str, Any] | None = None) -> Parsed[T]:
@@ -82,13 +76,20 @@ def configured(cls: type[T], given: Any, changes: Mapping[str, Any] | None = Non
     _check_keys(content, known, "settings")
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(cls, as_group=False)
+    return Parsed(_made(cls, parser, lambda: parser.parse_object(content)), preset)
+
+
+def _made(cls: type[T], parser: Any, read: Callable[[], Any]) -> T:
+    """The dataclass from what the parser reads. Raises SettingError, also for what jsonargparse says in its own words."""
+    import jsonargparse
+
     try:
-        parsed = parser.instantiate(parser.parse_object(content))
+        parsed = parser.instantiate(read())
     except SettingError:
         raise
     except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
         raise _as_setting_error(cls, error) from None
-    return Parsed(cls(**{item.name: getattr(parsed, item.name) for item in fields(cls)}), preset)  # type: ignore[arg-type]
+    return cls(**{item.name: getattr(parsed, item.name) for item in fields(cls)})  # type: ignore[arg-type]
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -116,8 +116,7 @@ def train(
         screen.line(_complete(folder, config, reached, earlier))
         return earlier.summary or {}
     attempt = new_attempt()
-    inline = config.launch.mode == "inline"
-    with Ownership.take(folder, attempt), nullcontext() if inline else cluster(config.launch) as dashboard:
+    with Ownership.take(folder, attempt), cluster(config.launch) as dashboard:
         milestones["cluster"] = time.time()
         there, share = resources_for(config)
         if problems := list(failing(checks_for(config, storage, there, share))):
@@ -164,8 +163,7 @@ def prepare_data(config: Config, storage: Folder, screen: Screen) -> Prepared:
 
 
 def _prepare(config: Config, storage: Folder) -> int:
-    inline = config.launch.mode == "inline"
-    with nullcontext() if inline else cluster(config.launch):
+    with cluster(config.launch):
         prepared = prepare_data(config, storage, Screen())
     print(f"results  {prepared.folder}")
     print("mlflow   not logged there")
@@ -174,8 +172,7 @@ def _prepare(config: Config, storage: Folder) -> int:
 
 
 def _check(config: Config, storage: Folder) -> int:
-    inline = config.launch.mode == "inline"
-    with nullcontext() if inline else cluster(config.launch):
+    with cluster(config.launch):
         checks = checks_for(config, storage, *resources_for(config))
         for check in checks:
             print(f"{'ok  ' if check.passed else 'FAIL'} {check.name:<15} {check.found}")
