@@ -31,6 +31,7 @@ from raystride.pipelines.observers.observer import Observer, RunFacts
 from raystride.pipelines.observers.throughput import Throughput
 from raystride.pipelines.observers.tracker import Tracker
 from raystride.pipelines.record import Recorder, Sender
+from raystride.pipelines.record.entry import new_entry
 
 Step = Callable[[], float]
 WARM_UP_TIMEOUT_S = 60.0
@@ -139,7 +140,7 @@ def put_cost(recorder: Recorder) -> float:
     sender = Sender(recorder.receive, "put")
     began = time.perf_counter()
     for number in range(2000):
-        sender.put("metrics", {"train_loss": 1.0}, step=number)
+        sender.put(new_entry("metrics", {"train_loss": 1.0}, step=number))
     return (time.perf_counter() - began) / 2000 * 1e6
 
 

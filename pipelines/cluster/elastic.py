@@ -11,22 +11,22 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any
 
 from raystride.pipelines.cluster.internals import free_by_node, tell_of_nodes
 from raystride.pipelines.cluster.recorder_handle import RecorderHandle
 from raystride.pipelines.cluster.resources import Share
+from raystride.pipelines.record.summary import RunSummary
 
 LOOK_S = 1.0
 """Between two looks at which nodes there are."""
 NEVER_S = 1e9
 """Between two looks of Ray Train's own for room."""
 
-Fit = Callable[[int, int], dict[str, Any]]
+Fit = Callable[[int, int], RunSummary]
 """Trains on at most so many workers, as the start of this number, from 0; returns the summary, raises what that raises."""
 
 
-def train_elastic(fit: Fit, share: Share, recorder: RecorderHandle, every_s: float) -> dict[str, Any]:
+def train_elastic(fit: Fit, share: Share, recorder: RecorderHandle, every_s: float) -> RunSummary:
     """Trains, again on more workers whenever there is room, to the end or to a user's stop; the last summary.
 
     Each start may fail `launch.restarts` times anew.

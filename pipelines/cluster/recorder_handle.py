@@ -13,11 +13,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from raystride.pipelines.hang.heartbeat import Heartbeat, HeartbeatTable
 from raystride.pipelines.record import Recorder
-from raystride.pipelines.record.sender import Entry, Sender
+from raystride.pipelines.record.entry import Entry, new_entry
+from raystride.pipelines.record.sender import Sender
+from raystride.pipelines.record.state import TrainingState
+from raystride.pipelines.record.summary import RunSummary
 
 ASK_S = 0.5
 SILENT_S = 3.0
@@ -43,7 +46,7 @@ class RecorderActor(Recorder):
     def request_resize(self, text: str) -> None:
         """Asks the training to save and end in order to go on with more workers; `text` says so to people."""
         self._resize = True
-        self._put_own("event", {"name": "phase", "text": text})
+        self._put_own(new_entry("event", {"name": "phase", "text": text}))
 
     def end_resize(self) -> bool:
         """Takes that back; whether the training goes on, since no user has asked for its end."""
@@ -103,11 +106,11 @@ class RecorderHandle:
         sender.warn(text)
         sender.close()
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> TrainingState:
         """The newest figures, for the progress line."""
         import ray
 
-        return dict(ray.get(self.actor.state.remote(), timeout=30))
+        return cast(TrainingState, ray.get(self.actor.state.remote(), timeout=30))
 
     def request_stop(self) -> None:
         """Asks the training to save and end."""
@@ -149,17 +152,17 @@ class RecorderHandle:
 
         return dict(ray.get(self.actor.heartbeats.remote(), timeout=30))
 
-    def outline(self, status: str, summary: dict[str, Any] | None) -> dict[str, Any]:
+    def outline(self, status: str, summary: RunSummary | None) -> RunSummary:
         """The summary as it would be if the run ended now."""
         import ray
 
-        return dict(ray.get(self.actor.outline.remote(status, summary), timeout=30))
+        return cast(RunSummary, ray.get(self.actor.outline.remote(status, summary), timeout=30))
 
-    def finish(self, status: str, summary: dict[str, Any] | None) -> dict[str, Any]:
+    def finish(self, status: str, summary: RunSummary | None) -> RunSummary:
         """Ends the record and returns the summary as written."""
         import ray
 
-        return dict(ray.get(self.actor.finish.remote(status, summary), timeout=120))
+        return cast(RunSummary, ray.get(self.actor.finish.remote(status, summary), timeout=120))
 
 
 class StopPoll:

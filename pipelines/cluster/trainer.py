@@ -8,7 +8,7 @@ import time
 import traceback
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from raystride.pipelines.cluster.elastic import NEVER_S, train_elastic
 from raystride.pipelines.cluster.internals import Warn, fast_start_trainer
@@ -17,6 +17,7 @@ from raystride.pipelines.cluster.resources import Share
 from raystride.pipelines.hang.heartbeat import HeartbeatSender
 from raystride.pipelines.hang.watch import HangWatch, heartbeat_every_s
 from raystride.pipelines.profiling.nsight_commands import worker_executable
+from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.worker.job import Job, WorkerInfo
 
 PLACES_WAIT_S = "3"
@@ -24,7 +25,7 @@ PLACES_WAIT_S = "3"
 before that of its node, for some seconds: places there are asked for in vain, with Ray's default for a minute."""
 
 
-def train_on_ray(job: Job, share: Share, recorder: RecorderHandle, *, fast_start: bool) -> dict[str, Any]:
+def train_on_ray(job: Job, share: Share, recorder: RecorderHandle, *, fast_start: bool) -> RunSummary:
     """Runs the job on Ray workers; returns rank 0's summary. Raises ray.train.TrainingFailedError, and what Ray raises; Hung
     where the last group hung and was ended for it."""
     watch = HangWatch(recorder, job.folder, job.config.launch.hang_s)
@@ -36,14 +37,14 @@ def train_on_ray(job: Job, share: Share, recorder: RecorderHandle, *, fast_start
         watch.end()
 
 
-def _train(job: Job, share: Share, recorder: RecorderHandle, *, fast_start: bool) -> dict[str, Any]:
+def _train(job: Job, share: Share, recorder: RecorderHandle, *, fast_start: bool) -> RunSummary:
     began = time.monotonic()
 
-    def fit(most: int, number: int) -> dict[str, Any]:
+    def fit(most: int, number: int) -> RunSummary:
         rest = _with_less_time(job, time.monotonic() - began) if number else job
         settings = trainer_settings(rest, share, recorder, most, number)
         result = make_trainer(worker_main, settings, fast_start=fast_start, warn=recorder.warn).fit()
-        return dict(result.return_value or {})
+        return cast(RunSummary, result.return_value or {})
 
     # Without checkpoints a stop would lose all, so such a run keeps the workers that it has.
     if share.least and job.config.checkpoint.every:
@@ -94,7 +95,7 @@ def make_trainer(function: Any, settings: dict[str, Any], *, fast_start: bool, w
     return TorchTrainer(function, **settings)
 
 
-def worker_main(config: dict[str, Any]) -> dict[str, Any]:
+def worker_main(config: dict[str, Any]) -> RunSummary:
     """What each worker process runs."""
     milestones = {"worker": time.time()}
     import ray.train

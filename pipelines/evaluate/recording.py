@@ -12,6 +12,7 @@ from raystride.pipelines.config import Record
 from raystride.pipelines.evaluate.evaluation import Scored, Split
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record import read_entries
+from raystride.pipelines.record.entry import Entry, new_entry
 from raystride.pipelines.record.journal import Journal, join, plain
 from raystride.pipelines.record.mlflow_follower import Follower, replay_hint
 from raystride.pipelines.record.mlflow_log import MLFLOW_REFERENCE, MlflowLog
@@ -41,11 +42,11 @@ def keep_scores(scored: Scored, split: Split, run: Folder, step: int, record: Re
     return _tell_mlflow(run, record, storage)
 
 
-def _entries(attempt: str, step: int, found: dict[str, float], artifacts: Iterable[str]) -> Iterable[dict[str, Any]]:
-    told = [("metrics", step, found), *(("artifact", None, {"name": name}) for name in artifacts)]
-    for number, (kind, at, values) in enumerate(told, 1):
-        entry = {"attempt": attempt, "sender": SENDER, "sequence": number}
-        yield entry | {"time": time.time(), "kind": kind, "step": at, "values": values}
+def _entries(attempt: str, step: int, found: dict[str, float], artifacts: Iterable[str]) -> Iterable[Entry]:
+    told = [new_entry("metrics", found, step), *(new_entry("artifact", {"name": name}) for name in artifacts)]
+    for number, entry in enumerate(told, 1):
+        entry |= {"attempt": attempt, "sender": SENDER, "sequence": number}
+        yield entry
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from raystride.pipelines.hang.detector import Hang, HangDetector, HangS, Hung, d
 from raystride.pipelines.hang.heartbeat import Heartbeat
 from raystride.pipelines.hang.process import Process
 from raystride.pipelines.hang.stack_dump import StackDump, end, examine
-from raystride.pipelines.record.sender import Entry, Post, Sender
+from raystride.pipelines.record.entry import Entry, new_entry
+from raystride.pipelines.record.sender import Post, Sender
 
 MOST_EVERY_S = 5.0
 NODE_S = 60.0
@@ -95,7 +96,7 @@ def keep_hang(hang: Hang, found: dict[int, StackDump], folder: Folder, post: Pos
     sender = Sender(post, "hang-watch")
     try:
         folder.put(name, hang_report(hang, found))
-        sender.put("artifact", {"name": name})
+        sender.put(new_entry("artifact", {"name": name}))
     except OSError as error:
         kept = f"where all stood could not be written: {error}"
     text = f"{describe_hang(hang)}; {kept}"

@@ -50,8 +50,10 @@ from raystride.pipelines.plugins import SCRIPT, Carried
 from raystride.pipelines.prepare.manifest import Manifest
 from raystride.pipelines.prepare.prepare import Prepared, prepare
 from raystride.pipelines.record import describe_environment
+from raystride.pipelines.record.environment import RunEnvironment
 from raystride.pipelines.record.links import job_link, on_a_server, run_link
 from raystride.pipelines.record.mlflow_log import MLFLOW_REFERENCE
+from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.record.tensorboard_log import check_tensorboard
 from raystride.pipelines.report import closing_screen
 from raystride.pipelines.tasks import build_task
@@ -97,7 +99,7 @@ def train(
     watcher: Watcher | None = None,
     tags: Mapping[str, str] | None = None,
     carried: Carried | None = None,
-) -> dict[str, Any]:
+) -> RunSummary:
     """Trains a configuration with a name and absolute places; returns the summary. Trials have a watcher, and tags.
 
     `carried` is what another process's script has registered, where it is not this one's.
@@ -125,7 +127,11 @@ def train(
         if earlier:
             refuse_changes(earlier, config, prepared.manifest.fingerprint)
         milestones["data"] = time.time()
-        environment = describe_environment() | {"attempt": attempt, "data": prepared.manifest.fingerprint}
+        environment: RunEnvironment = {
+            **describe_environment(),
+            "attempt": attempt,
+            "data": prepared.manifest.fingerprint,
+        }
         job = Job(
             config=config,
             run=str(config.run),
@@ -239,7 +245,7 @@ def _check_samples(config: Config, prepared: Prepared) -> None:
 
 def _conduct(
     job: Job, share: Share, storage: Folder, tags: dict[str, str], screen: Screen, watcher: Watcher | None
-) -> dict[str, Any]:
+) -> RunSummary:
     """Runs the workers beside the progress line, closes the record, and shows the last screen; the summary."""
     from raystride.pipelines.launch.inline import InlineRecorder, train_inline
 
@@ -276,17 +282,17 @@ def _total_steps(job: Job) -> int | None:
     return None if math.isinf(steps) else int(steps)
 
 
-def _facts(config: Config, folder: Folder, environment: dict[str, Any], share: Share) -> dict[str, Any]:
+def _facts(config: Config, folder: Folder, environment: RunEnvironment, share: Share) -> dict[str, object]:
     """What every checkpoint says of where it was made. Raises SettingError where an exact run would not go on exactly."""
     kept = {key: environment.get(key) for key in ("commit", "python", "versions") if key in environment}
-    facts: dict[str, Any] = kept | {"device": share.device, "threads": share.threads}
+    facts: dict[str, object] = kept | {"device": share.device, "threads": share.threads}
     if config.train.exact:
         facts["bits"] = bits = what_bits_depend_on(config, environment, share)
         refuse_other_bits(folder / "checkpoints", bits)
     return facts
 
 
-def _tags(environment: dict[str, Any], config: Config, share: Share) -> dict[str, str]:
+def _tags(environment: RunEnvironment, config: Config, share: Share) -> dict[str, str]:
     strategy = config.scaling.strategy
     tags = {
         "strategy": strategy if strategy != "auto" else "ddp" if share.workers > 1 else "single",

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.managers import BaseManager
-from typing import Any
+from typing import Any, cast
 
 from raystride.pipelines.cluster.recorder_handle import RECORDER_NICENESS
 from raystride.pipelines.hang.detector import HangDetector
@@ -25,7 +25,9 @@ from raystride.pipelines.hang.stack_dump import StackDump
 from raystride.pipelines.hang.watch import heartbeat_every_s, keep_hang
 from raystride.pipelines.profiling.stalls import stacks
 from raystride.pipelines.record import Recorder
-from raystride.pipelines.record.sender import Entry
+from raystride.pipelines.record.entry import Entry
+from raystride.pipelines.record.state import TrainingState
+from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.worker.job import Job, WorkerInfo
 from raystride.triton_kernels.processes import end_with_parent
 
@@ -49,17 +51,17 @@ class InlineRecorder:
         """Sends entries; the highest sequence number that is recorded."""
         return int(self._call("receive", sender, entries))
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> TrainingState:
         """The newest figures, for the progress line."""
-        return dict(self._call("state")) if self._recorder.done() else {}
+        return cast(TrainingState, self._call("state")) if self._recorder.done() else {}
 
-    def outline(self, status: str, summary: dict[str, Any] | None) -> dict[str, Any]:
+    def outline(self, status: str, summary: RunSummary | None) -> RunSummary:
         """The summary as it would be if the run ended now."""
-        return dict(self._call("outline", status, summary))
+        return cast(RunSummary, self._call("outline", status, summary))
 
-    def finish(self, status: str, summary: dict[str, Any] | None) -> dict[str, Any]:
+    def finish(self, status: str, summary: RunSummary | None) -> RunSummary:
         """Ends the record and returns the summary as written."""
-        return dict(self._call("finish", status, summary))
+        return cast(RunSummary, self._call("finish", status, summary))
 
     def _begin(self) -> Future[Any]:
         return ThreadPoolExecutor(1, "recorder-start").submit(_start, self._arguments)
@@ -110,7 +112,7 @@ def _step_back() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def train_inline(job: Job, recorder: InlineRecorder) -> dict[str, Any]:
+def train_inline(job: Job, recorder: InlineRecorder) -> RunSummary:
     """Trains as the only worker; returns its summary. Raises what the training raises, and Hung where it hangs."""
     from raystride.pipelines.worker.worker import run_worker
 
@@ -119,9 +121,9 @@ def train_inline(job: Job, recorder: InlineRecorder) -> dict[str, Any]:
     return train() if hang_s in ("auto", 0) else _leave_if_it_hangs(train, job, recorder)
 
 
-def _leave_if_it_hangs(train: Callable[[], dict[str, Any]], job: Job, recorder: InlineRecorder) -> dict[str, Any]:
+def _leave_if_it_hangs(train: Callable[[], RunSummary], job: Job, recorder: InlineRecorder) -> RunSummary:
     """Trains in a thread, which is left alone with whatever it waits for where it hangs."""
-    outcome: Future[dict[str, Any]] = Future()
+    outcome: Future[RunSummary] = Future()
     threading.Thread(target=_settle, args=(outcome, train), name="worker", daemon=True).start()
     every_s = heartbeat_every_s(job.config.launch.hang_s)
     detector, process, looks = HangDetector(job.config.launch.hang_s, every_s), Process.this(WorkerInfo(), ""), 0
@@ -132,7 +134,7 @@ def _leave_if_it_hangs(train: Callable[[], dict[str, Any]], job: Job, recorder: 
     return outcome.result()
 
 
-def _settle(outcome: Future[dict[str, Any]], train: Callable[[], dict[str, Any]]) -> None:
+def _settle(outcome: Future[RunSummary], train: Callable[[], RunSummary]) -> None:
     try:
         outcome.set_result(train())
     except BaseException as error:

@@ -20,6 +20,7 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.pages import heading, page, paragraph, table
 from raystride.pipelines.profiling.nsight_commands import COMPUTE, SESSION, compute_command, read_csv_table, systems_command
 from raystride.pipelines.profiling.profile import PLACE
+from raystride.pipelines.record.entry import new_entry
 from raystride.pipelines.record.mlflow_log import MlflowLog
 from raystride.triton_kernels.processes import run_in_group
 
@@ -141,7 +142,7 @@ def _keep(config: Config, storage: Folder, folder: Folder, scratch: Path) -> Non
     if log is None:
         return
     try:
-        log.log([{"kind": "artifact", "values": {"name": name}} for name in names])
+        log.log([new_entry("artifact", {"name": name}) for name in names])
         log.finish(folder.read_json("summary.json")["status"], time.time())
     except Exception as error:  # a tracking server that is away; the files are in the run's folder
         print(f"warning: the profile is not in MLflow ({type(error).__name__}: {error})", file=sys.stderr)

@@ -10,7 +10,9 @@ elsewhere (a file, a job's log) a plain line is written about every ten seconds,
 import sys
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO, cast
+
+from raystride.pipelines.record.state import TrainingState
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -38,7 +40,7 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def update(self, state: dict[str, Any]) -> None:
+    def update(self, state: TrainingState) -> None:
         """Shows `state`, and every warning in it once, on a line of its own."""
         for warning in state.get("warnings") or ():
             if warning not in self._warnings:
@@ -60,7 +62,7 @@ class Progress:
         else:
             print(text, file=self._stream, flush=True)
 
-    def close(self, state: dict[str, Any] | None = None) -> None:
+    def close(self, state: TrainingState | None = None) -> None:
         """Ends the line, with a last `state` if given. Safe to call twice."""
         if state is not None and self._live is None:
             self._write(progress_line(state))
@@ -77,7 +79,7 @@ class Progress:
             print(line, file=self._stream, flush=True)
 
 
-def progress_line(state: dict[str, Any]) -> str:
+def progress_line(state: TrainingState) -> str:
     """The state as one line: a bar and figures after the first step, the phase before it."""
     step, steps = state.get("step"), state.get("steps")
     if not step:
@@ -88,7 +90,7 @@ def progress_line(state: dict[str, Any]) -> str:
         parts.append("━" * round(done * BAR_WIDTH) + "╌" * (BAR_WIDTH - round(done * BAR_WIDTH)))
     parts.append(f"step {step:,}" + (f"/{steps:,}" if steps else ""))
     parts += [
-        f"{label} {form(state[key])}".strip()
+        f"{label} {form(value)}".strip()
         for key, label, form in (
             ("loss", "loss", _loss),
             ("val_loss", "val_loss", _loss),
@@ -96,7 +98,7 @@ def progress_line(state: dict[str, Any]) -> str:
             ("tokens_per_second", "tokens/s", _rate),
             ("eta", "left", duration),
         )
-        if state.get(key) not in (None, {})
+        if (value := cast(Any, state.get(key))) not in (None, {})
     ]
     if state.get("phase"):
         parts.append(str(state["phase"]))

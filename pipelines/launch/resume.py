@@ -6,8 +6,9 @@ completed(earlier, config)                                # "my-run is complete:
 refuse_other_bits(folder / "checkpoints", bits)           # train.exact: raises SettingError where another machine is one
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from yaml import YAMLError
 
@@ -15,6 +16,8 @@ from raystride.pipelines.cluster.resources import Share
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import from_yaml, to_yaml
 from raystride.pipelines.files import Folder
+from raystride.pipelines.record.environment import Environment
+from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.train.names import MANIFEST
 
 SETTINGS = "config.yaml"
@@ -28,7 +31,7 @@ class Earlier:
     config: Config
     data: str | None
     """Fingerprint of the data that it trained on."""
-    summary: dict[str, Any] | None
+    summary: RunSummary | None
     """Its summary, where it came to an end."""
 
 
@@ -42,7 +45,7 @@ def read_earlier(folder: Folder) -> Earlier | None:
         raise SettingError(
             f"{folder}/{SETTINGS} of the earlier attempt cannot be read ({error}): use another --run"
         ) from None
-    return Earlier(config, _json(folder, ENVIRONMENT).get("data"), _json(folder, "summary.json") or None)
+    return Earlier(config, _json(folder, ENVIRONMENT).get("data"), cast(RunSummary, _json(folder, "summary.json")) or None)
 
 
 def _json(folder: Folder, name: str) -> dict[str, Any]:
@@ -71,7 +74,7 @@ def completed(earlier: Earlier, config: Config) -> str | None:
         return None
     reached = f"{summary['steps']:,} steps"
     if train.steps:
-        over = summary["steps"] >= train.steps or (train.epochs and train.epochs <= then.epochs)
+        over = (summary["steps"] or 0) >= train.steps or (train.epochs and train.epochs <= then.epochs)
     else:
         over = bool(train.epochs) and train.epochs <= then.epochs
     if summary.get("ending") == "stopped_early":
@@ -80,7 +83,7 @@ def completed(earlier: Earlier, config: Config) -> str | None:
     return reached if over else None
 
 
-def what_bits_depend_on(config: Config, environment: dict[str, Any], share: Share) -> dict[str, Any]:
+def what_bits_depend_on(config: Config, environment: Environment, share: Share) -> dict[str, object]:
     """What must be the same, besides the fixed settings, for the same bits; `environment` as record.environment tells it.
 
     The size of buckets is among them: the gradient's norm is that of the buckets' norms.
@@ -101,7 +104,7 @@ def what_bits_depend_on(config: Config, environment: dict[str, Any], share: Shar
     }
 
 
-def refuse_other_bits(checkpoints: Folder, bits: dict[str, Any]) -> None:
+def refuse_other_bits(checkpoints: Folder, bits: Mapping[str, object]) -> None:
     """Raises SettingError where the newest checkpoint of an exact run was made under what gives other bits."""
     for name in sorted((name for name in checkpoints.names() if name.startswith("step-")), reverse=True):
         before = _json(checkpoints / name, MANIFEST).get("bits")
@@ -116,7 +119,7 @@ def refuse_other_bits(checkpoints: Folder, bits: dict[str, Any]) -> None:
         return
 
 
-def write_settings(folder: Folder, attempt: str, config: Config, environment: dict[str, Any]) -> None:
+def write_settings(folder: Folder, attempt: str, config: Config, environment: Environment) -> None:
     """Keeps the resolved settings of every attempt, and where it ran; the newest also under the plain names.
 
     The summary of the attempt before goes: were this one killed, its settings would pass for those that came to that end.

@@ -24,6 +24,7 @@ from raystride.pipelines.record.journal import join, read_entries
 from raystride.pipelines.record.links import UI_PORT, comparison_link, on_a_server, runs_link
 from raystride.pipelines.record.mlflow_follower import Follower
 from raystride.pipelines.record.mlflow_log import MLFLOW_REFERENCE, MlflowLog
+from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.report import closing_screen, loss_points, text_curve
 from raystride.pipelines.report.closing import figures
 
@@ -38,7 +39,7 @@ class StoredRun:
 
     name: str
     folder: Folder
-    summary: dict[str, Any]
+    summary: RunSummary
     owner: Owner | None
     """The living process that trains it."""
 

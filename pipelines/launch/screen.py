@@ -8,9 +8,10 @@ with screen.progress() as progress: progress.update(recorder.state())
 import logging
 import sys
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from raystride.pipelines.launch.progress import Progress
+from raystride.pipelines.record.state import TrainingState
 
 
 class LiveLine(Protocol):
@@ -22,7 +23,7 @@ class LiveLine(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def update(self, state: dict[str, Any]) -> None:
+    def update(self, state: TrainingState) -> None:
         """Shows what `Recorder.state()` tells."""
         ...
 
@@ -85,7 +86,7 @@ class _Unseen:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         pass
 
-    def update(self, state: dict[str, Any]) -> None:
+    def update(self, state: TrainingState) -> None:
         pass
 
     def note(self, text: str) -> None:

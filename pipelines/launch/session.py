@@ -9,25 +9,28 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.failure import TrainingFailed
 from raystride.pipelines.launch.screen import Screen
 from raystride.pipelines.record import read_entries
+from raystride.pipelines.record.entry import Entry
+from raystride.pipelines.record.state import TrainingState
+from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.report import closing_screen, curve_picture, loss_points, text_curve, write_page
 from raystride.pipelines.worker.job import Job
 
 POLL_S = 0.5
 
-Train = Callable[[], dict[str, Any]]
+Train = Callable[[], RunSummary]
 """Trains to the end; returns the summary, raises what the training raises."""
 
 
 class Recording(Protocol):
     """The recorder, in this process or another; see `recorder_handle.RecorderHandle`, `inline.InlineRecorder`."""
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> TrainingState:
         """The newest figures, for the progress line."""
         ...
 
@@ -35,11 +38,11 @@ class Recording(Protocol):
         """Asks the training to save and end."""
         ...
 
-    def outline(self, status: str, summary: dict[str, Any] | None) -> dict[str, Any]:
+    def outline(self, status: str, summary: RunSummary | None) -> RunSummary:
         """The summary as it would be if the run ended now."""
         ...
 
-    def finish(self, status: str, summary: dict[str, Any] | None) -> dict[str, Any]:
+    def finish(self, status: str, summary: RunSummary | None) -> RunSummary:
         """Ends the record and returns the summary as written."""
         ...
 
@@ -47,14 +50,14 @@ class Recording(Protocol):
 class Watcher:
     """Who else follows a training from the driver; a sweep does. By itself it does nothing."""
 
-    def on_state(self, state: dict[str, Any], request_stop: Callable[[], None]) -> None:
+    def on_state(self, state: TrainingState, request_stop: Callable[[], None]) -> None:
         """Is told the newest figures twice a second. What it raises ends the training like an error of the training's."""
 
     def on_failure(self, error: BaseException) -> None:
         """Is told what ended the training."""
 
 
-def conduct(job: Job, recorder: Recording, train: Train, screen: Screen, watcher: Watcher | None = None) -> dict[str, Any]:
+def conduct(job: Job, recorder: Recording, train: Train, screen: Screen, watcher: Watcher | None = None) -> RunSummary:
     """Trains beside the progress line, closes the record, shows the last screen; returns the summary as written.
 
     Raises TrainingFailed where the training raised.
@@ -66,11 +69,9 @@ def conduct(job: Job, recorder: Recording, train: Train, screen: Screen, watcher
     return _end(job, recorder, screen, outcome)
 
 
-def _watch(
-    train: Train, recorder: Recording, screen: Screen, phase: str, watcher: Watcher
-) -> dict[str, Any] | BaseException:
+def _watch(train: Train, recorder: Recording, screen: Screen, phase: str, watcher: Watcher) -> RunSummary | BaseException:
     """Trains in a thread while this one draws progress and listens to signals; the summary, or what was raised."""
-    outcome: list[dict[str, Any] | BaseException] = []
+    outcome: list[RunSummary | BaseException] = []
 
     def body() -> None:
         try:
@@ -131,7 +132,7 @@ def _stop_signals(request_stop: Callable[[], None]) -> Iterator[list[str]]:
             signal.signal(number, handler)
 
 
-def _end(job: Job, recorder: Recording, screen: Screen, outcome: dict[str, Any] | BaseException) -> dict[str, Any]:
+def _end(job: Job, recorder: Recording, screen: Screen, outcome: RunSummary | BaseException) -> RunSummary:
     """Draws the curve and the page, closes the record, shows the last screen; the summary, or raises TrainingFailed.
 
     The record is for people: whatever closing it meets is said, and never hides how the training ended.
@@ -139,7 +140,7 @@ def _end(job: Job, recorder: Recording, screen: Screen, outcome: dict[str, Any] 
     error = outcome if isinstance(outcome, BaseException) else None
     given = None if isinstance(outcome, BaseException) else outcome
     status = "failed" if given is None else "stopped" if given.get("ending") == "stopped" else "finished"
-    entries: list[dict[str, Any]] = []
+    entries: list[Entry] = []
     try:
         outline = recorder.outline(status, given)  # the recorder answers, so what it acknowledged is on disk
         entries = read_entries(job.folder)
@@ -152,7 +153,7 @@ def _end(job: Job, recorder: Recording, screen: Screen, outcome: dict[str, Any] 
     except Exception as problem:
         screen.warning(f"the record could not be closed ({problem}); `raystride runs replay {job.run}` does it")
         summary = {"status": status} | (given or {})
-    state: dict[str, Any] = {}
+    state: TrainingState = {}
     with suppress(Exception):
         state = recorder.state()
     for warning in state.get("warnings", []):
@@ -169,7 +170,7 @@ def _end(job: Job, recorder: Recording, screen: Screen, outcome: dict[str, Any] 
     return summary
 
 
-def _put_picture(folder: Folder, entries: list[dict[str, Any]]) -> None:
+def _put_picture(folder: Folder, entries: list[Entry]) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         picture = Path(scratch) / "curve.png"
         curve_picture(entries, picture)

@@ -7,9 +7,12 @@ class HostMonitor(Background):
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raystride.pipelines.observers.observer import Observer
+
+if TYPE_CHECKING:
+    from raystride.pipelines.record.summary import RunSummary
 
 
 class Background(Observer):
@@ -27,7 +30,7 @@ class Background(Observer):
     def on_error(self, error: BaseException) -> None:
         self._end()
 
-    def on_end(self, summary: dict[str, Any]) -> None:
+    def on_end(self, summary: "RunSummary") -> None:
         self._end()
 
     def _end(self) -> None:

@@ -6,9 +6,12 @@ Whoever passes a milestone (the driver, then each worker) notes the time; the ob
 """
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 from raystride.pipelines.observers.observer import Observer
+
+if TYPE_CHECKING:
+    from raystride.pipelines.record.summary import RunSummary
 
 
 class FirstStep(Observer):
@@ -36,6 +39,6 @@ class FirstStep(Observer):
             before = reached
         measured["seconds_to_first_step"] = before - self._started_at
 
-    def on_end(self, summary: dict[str, Any]) -> None:
+    def on_end(self, summary: "RunSummary") -> None:
         if "first_step" in self._milestones:
             summary["seconds_to_first_step"] = self._milestones["first_step"] - self._started_at

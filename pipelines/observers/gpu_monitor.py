@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raystride.pipelines.hardware.amd import amd_cards
 from raystride.pipelines.hardware.energy import Device, EnergyMeter, Figures, LostError
@@ -21,6 +21,7 @@ from raystride.pipelines.hardware.nvml import nvidia_cards
 from raystride.pipelines.hardware.rapl import POWERCAP, rapl_packages
 from raystride.pipelines.observers.background import Background
 from raystride.pipelines.observers.observer import RunFacts
+from raystride.pipelines.record.entry import NodeTotals, new_entry
 from raystride.pipelines.record.state import run_figures
 
 if TYPE_CHECKING:
@@ -75,8 +76,8 @@ class GpuMonitor(Background):
         while not last:
             last = self._ended.wait(self._every_s)
             figures = sampler.sample(time.monotonic(), self._steps, last)
-            self._sender.put("system", {prefix + name: value for name, value in figures.items()}, step=number)
-            self._sender.put("totals", {"source": self._sender.name} | sampler.totals())
+            self._sender.put(new_entry("system", {prefix + name: value for name, value in figures.items()}, step=number))
+            self._sender.put(new_entry("totals", {**sampler.totals(), "source": self._sender.name}))
             number += 1
 
 
@@ -110,16 +111,16 @@ class Sampler:
                 continue
             shown |= {f"{name}_{what}": value for what, value in meter.add(figures, now, last).items()}
         # On its own a node's share of the joules goes by the tokens of all, so that the shares of all nodes add up.
-        own = self._sums() | {"nodes": 1, "tokens": self._tokens, "seconds": self._seconds}
+        own: NodeTotals = {**self._sums(), "nodes": 1, "tokens": self._tokens, "seconds": self._seconds}
         return shown | {name: value for name, value in run_figures([own]).items() if isinstance(value, float)}
 
-    def totals(self) -> dict[str, Any]:
+    def totals(self) -> NodeTotals:
         """What this node adds to the run's; tokens and seconds, the same everywhere, only where rank 0 is."""
         if self._run.rank:
             return self._sums()
-        return self._sums() | {"tokens": self._tokens, "seconds": self._seconds}
+        return {**self._sums(), "tokens": self._tokens, "seconds": self._seconds}
 
-    def _sums(self) -> dict[str, Any]:
+    def _sums(self) -> NodeTotals:
         meters = [meter for _, meter in self._meters.values()]
         told = [meter.throttled_seconds for meter in meters if meter.throttled_seconds is not None]
         by_reason: Figures = {}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from raystride.pipelines.observers.background import Background
 from raystride.pipelines.observers.observer import RunFacts
+from raystride.pipelines.record.entry import new_entry
 
 if TYPE_CHECKING:
     from raystride.pipelines.record.sender import Sender
@@ -41,7 +42,7 @@ class HostMonitor(Background):
                 values = host_reading(network)
             except (OSError, psutil.Error):
                 continue  # a file of /proc can be gone for a moment; the next reading will do
-            self._sender.put("system", {prefix + name: value for name, value in values.items()}, step=sample)
+            self._sender.put(new_entry("system", {prefix + name: value for name, value in values.items()}, step=sample))
             sample += 1
 
 

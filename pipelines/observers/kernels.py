@@ -3,13 +3,15 @@
 observers = [Throughput(), Kernels(sender), Tracker(sender)]
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raystride.pipelines.observers.observer import Observer, RunFacts
+from raystride.pipelines.record.entry import new_entry
 from raystride.triton_kernels.dispatch import kernels_ran
 
 if TYPE_CHECKING:
     from raystride.pipelines.record.sender import Sender
+    from raystride.pipelines.record.summary import RunSummary
 
 
 class Kernels(Observer):
@@ -27,12 +29,14 @@ class Kernels(Observer):
         ran = kernels_ran()
         if self._rank or ran == self._told:
             return
-        self._sender.put("tags", {"raystride.kernels": ", ".join(f"{name} {what}" for name, what in sorted(ran.items()))})
+        self._sender.put(
+            new_entry("tags", {"raystride.kernels": ", ".join(f"{name} {what}" for name, what in sorted(ran.items()))})
+        )
         for name, what in ran.items():
             if what.startswith("torch:") and what != self._told.get(name):
                 reason = what.removeprefix("torch: ")
                 self._sender.warn(f"{name} runs in PyTorch, not in Triton: {reason}")
         self._told = ran
 
-    def on_end(self, summary: dict[str, Any]) -> None:
+    def on_end(self, summary: "RunSummary") -> None:
         summary["kernels"] = kernels_ran()

@@ -9,7 +9,10 @@ through the observers: each may add figures, and the tracker, which comes last, 
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from raystride.pipelines.record.summary import RunSummary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,5 +74,5 @@ class Observer:
     def on_error(self, error: BaseException) -> None:
         """When the loop ends with an exception, which goes on its way afterwards."""
 
-    def on_end(self, summary: dict[str, Any]) -> None:
+    def on_end(self, summary: "RunSummary") -> None:
         """After the last step, with the figures of the whole attempt."""

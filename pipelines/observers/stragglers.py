@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from raystride.pipelines.observers.observer import Observer, RunFacts
 from raystride.pipelines.phases import phase
+from raystride.pipelines.record.entry import WorkerTime, new_entry
 
 if TYPE_CHECKING:
     from raystride.pipelines.record.sender import Sender
@@ -39,7 +40,7 @@ class Stragglers(Observer):
         now = self._seconds()
         spent = {name: now[name] - self._before[name] for name in COUNTED}
         seconds = spent["step"] + spent["data"]
-        values = {
+        values: WorkerTime = {
             "rank": self._run.rank,
             "world": self._run.world,
             "node": self._run.node,
@@ -48,7 +49,7 @@ class Stragglers(Observer):
             "own_s": seconds - spent["reduce"],
             "data_s": spent["data"],
         }
-        self._sender.put("rank", values, step=step)
+        self._sender.put(new_entry("rank", values, step=step))
         self._before, self._steps = now, 0
 
     def _seconds(self) -> dict[str, float]:

@@ -15,12 +15,15 @@ import resource
 import sys
 from array import array
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from raystride.pipelines.hardware.peaks import peak_flops
 from raystride.pipelines.observers.observer import Observer, RunFacts
+
+if TYPE_CHECKING:
+    from raystride.pipelines.record.summary import RunSummary
 
 KEPT_STEPS = 100_000
 """Step times kept for the percentiles of the whole attempt; beyond that, an even random choice of them (800 kB)."""
@@ -68,10 +71,10 @@ class Throughput(Observer):
         measured["step_seconds_mean"] = seconds / steps
         self._interval = array("d")
 
-    def on_end(self, summary: dict[str, Any]) -> None:
+    def on_end(self, summary: "RunSummary") -> None:
         summary["peak_memory_bytes"] = peak_memory_bytes()
         if self._steps:
-            summary.update(self._figures(self._seconds, self._steps, self._kept))
+            summary.update(cast("RunSummary", self._figures(self._seconds, self._steps, self._kept)))
 
     def _count(self, seconds: float) -> None:
         self._steps += 1

@@ -6,12 +6,14 @@ Rank 0 sends figures, checkpoints and the summary, which are the same on every w
 """
 
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raystride.pipelines.observers.observer import Observer, RunFacts
+from raystride.pipelines.record.entry import new_entry
 
 if TYPE_CHECKING:
     from raystride.pipelines.record.sender import Sender
+    from raystride.pipelines.record.summary import RunSummary
 
 
 class Tracker(Observer):
@@ -27,18 +29,18 @@ class Tracker(Observer):
 
     def on_log(self, step: int, measured: dict[str, float]) -> None:
         if self._rank == 0:
-            self._sender.put("metrics", dict(measured), step=step)
+            self._sender.put(new_entry("metrics", dict(measured), step=step))
 
     def on_checkpoint(self, step: int, path: str) -> None:
         if self._rank == 0:
-            self._sender.put("checkpoint", {"path": path}, step=step)
+            self._sender.put(new_entry("checkpoint", {"path": path}, step=step))
 
     def on_error(self, error: BaseException) -> None:
         text = "".join(traceback.format_exception(error))
-        self._sender.put("error", {"text": text, "rank": self._rank})
+        self._sender.put(new_entry("error", {"text": text, "rank": self._rank}))
         self._sender.flush(self._flush_s)
 
-    def on_end(self, summary: dict[str, Any]) -> None:
+    def on_end(self, summary: "RunSummary") -> None:
         if self._rank == 0:
-            self._sender.put("summary", dict(summary))
+            self._sender.put(new_entry("summary", dict(summary)))
         self._sender.flush(self._flush_s)

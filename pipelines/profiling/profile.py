@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from raystride.pipelines.config.profile import Profile
 from raystride.pipelines.files import Folder
@@ -21,9 +21,11 @@ from raystride.pipelines.profiling.nsight_commands import ProfileError
 
 if TYPE_CHECKING:
     from raystride.pipelines.record.sender import Sender
+    from raystride.pipelines.record.summary import RunSummary
 
 from raystride.pipelines.pages import paragraph, table
 from raystride.pipelines.phases import PARTS
+from raystride.pipelines.record.entry import new_entry
 
 PLACE = "profiles"
 TITLES = {
@@ -97,7 +99,7 @@ class Profiled(Observer):
                 self._warn_of(problem)
         self._tool = None
 
-    def on_end(self, summary: dict[str, Any]) -> None:
+    def on_end(self, summary: "RunSummary") -> None:
         if self._tool is None:
             return
         if self._opened is None:
@@ -153,7 +155,7 @@ class Profiled(Observer):
             except Exception as error:
                 self._warn_of(error)
             else:
-                self._sender.put("artifact", {"name": f"{PLACE}/{file.name}"})
+                self._sender.put(new_entry("artifact", {"name": f"{PLACE}/{file.name}"}))
 
     def _warn_of(self, error: Exception) -> None:
         kind = "" if isinstance(error, ProfileError) else f"{type(error).__name__}: "
@@ -163,7 +165,7 @@ class Profiled(Observer):
         self._tell("warning", text)
 
     def _tell(self, name: str, text: str) -> None:
-        self._sender.put("event", {"name": name, "text": text})
+        self._sender.put(new_entry("event", {"name": name, "text": text}))
 
 
 def make_tool(name: str) -> Tool:

@@ -16,6 +16,7 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.observers.background import Background
 from raystride.pipelines.observers.observer import RunFacts
 from raystride.pipelines.phases import innermost, phase
+from raystride.pipelines.record.entry import new_entry
 
 if TYPE_CHECKING:
     from raystride.pipelines.record.sender import Sender
@@ -80,7 +81,7 @@ class StallWatch(Background):
         head = f"{strftime('%Y-%m-%d %H:%M:%S')}  {lasted:.0f} s in {inside}, after {self._steps} steps of this attempt\n\n"
         self._dumps.append(head + stacks())
         self._folder.put(name, "\n".join(self._dumps))
-        self._sender.put("artifact", {"name": name})
+        self._sender.put(new_entry("artifact", {"name": name}))
         self._sender.warn(
             f"rank {self._run.rank} on {self._run.node} has been in {inside} for {lasted:.0f} s, where a whole step "
             f"may take {limit:.0f} s: {name} says where its threads stand"

@@ -10,10 +10,11 @@ writer. Every arrow may break and is mended by the piece before it: senders repe
 reads the journal of the old one, the follower replays what MLflow missed with the original times.
 """
 
+from raystride.pipelines.record.entry import Entry
 from raystride.pipelines.record.environment import describe_environment
 from raystride.pipelines.record.journal import read_entries
 from raystride.pipelines.record.recorder import Recorder
-from raystride.pipelines.record.sender import Entry, Sender
+from raystride.pipelines.record.sender import Sender
 from raystride.pipelines.record.summary import STATUSES, SUMMARY_KEYS
 
 __all__ = ["STATUSES", "SUMMARY_KEYS", "Entry", "Recorder", "Sender", "describe_environment", "read_entries"]

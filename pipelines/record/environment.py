@@ -12,12 +12,53 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 PACKAGES = ("torch", "triton", "ray", "mlflow", "numpy", "pyarrow", "datasets", "tokenizers", "deepspeed")
 
 
-def describe_environment() -> dict[str, Any]:
+class Gpu(TypedDict):
+    """A GPU as its driver tells it."""
+
+    name: str
+    memory_bytes: int
+    driver: str
+
+
+class Commit(TypedDict):
+    """Where the code comes from; None where there is no git or no tree."""
+
+    commit: str | None
+    dirty: bool | None
+
+
+class Hardware(TypedDict):
+    """A machine."""
+
+    host: str
+    cpu: str | None
+    cores: int | None
+    memory_bytes: int | None
+    gpus: list[Gpu]
+
+
+class Environment(Commit, Hardware):
+    """What a process runs on."""
+
+    command: list[str]
+    python: str
+    platform: str
+    versions: dict[str, str]
+
+
+class RunEnvironment(Environment):
+    """What `environment.json` holds: also the attempt's name, and the fingerprint of its data."""
+
+    attempt: str
+    data: str
+
+
+def describe_environment() -> Environment:
     """Commit and changes of the source, versions, and the hardware of this machine."""
     return {
         **describe_source(Path(__file__).resolve().parents[2]),
@@ -29,7 +70,7 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
-def describe_source(root: Path) -> dict[str, Any]:
+def describe_source(root: Path) -> Commit:
     """The `commit` of the working tree at `root`, and whether it is `dirty`; both None where there is no git or no tree."""
     # Asked of any folder inside, git would answer for whatever tree happens to lie around an installed package.
     if not (root / ".git").exists():
@@ -39,7 +80,7 @@ def describe_source(root: Path) -> dict[str, Any]:
     return {"commit": commit or None, "dirty": None if changes is None else bool(changes)}
 
 
-def describe_hardware() -> dict[str, Any]:
+def describe_hardware() -> Hardware:
     """Host, processor, cores that this process may use, memory in bytes, GPUs with their memory in bytes."""
     return {
         "host": socket.gethostname(),
@@ -58,7 +99,7 @@ def _memory_bytes() -> int | None:
     return int(psutil.virtual_memory().total)
 
 
-def _gpus() -> list[dict[str, Any]]:
+def _gpus() -> list[Gpu]:
     """This machine's NVIDIA GPUs, asked of the driver: PyTorch would open a context on each."""
     try:
         import pynvml

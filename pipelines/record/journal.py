@@ -18,7 +18,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from raystride.pipelines.files import Folder
-from raystride.pipelines.record.sender import Entry
+from raystride.pipelines.record.entry import Entry
 
 JOINED = "metrics.jsonl"
 READABLE = "log.txt"
@@ -143,8 +143,8 @@ def readable(entries: Iterable[Entry]) -> Iterator[str]:
         values = entry.get("values") or {}
         first = [key for key in FIRST if key in values]
         shown = (f"{key} {_shown(values[key])}" for key in dict.fromkeys([*first, *values]))
-        text = values.get("text") or "  ".join(shown)
-        what = values["name"] if entry["kind"] == "event" else entry["kind"]
+        text = str(values.get("text") or "") or "  ".join(shown)
+        what = entry["values"]["name"] if entry["kind"] == "event" else entry["kind"]
         yield f"{when}  {step:<12} {what:<10} {text.rstrip()}".rstrip()
 
 

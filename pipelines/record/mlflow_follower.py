@@ -14,9 +14,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from raystride.pipelines.files import Folder
+from raystride.pipelines.record.entry import Entry
 from raystride.pipelines.record.journal import Segment, read_segment, segments
 from raystride.pipelines.record.mlflow_log import MlflowLog
-from raystride.pipelines.record.sender import Entry
 
 SHORTEST_BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 30.0
 PACE_S = 3.0

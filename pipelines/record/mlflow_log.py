@@ -14,7 +14,7 @@ import re
 import secrets
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +22,9 @@ from urllib.parse import urlsplit
 
 from raystride.pipelines.config.run import Record
 from raystride.pipelines.files import Folder
+from raystride.pipelines.record.entry import Entry, Metrics, System
 from raystride.pipelines.record.journal import Segment, read_segment, segments
 from raystride.pipelines.record.links import NOTE_TAG, VIEW_TAG, describe_run, is_our_note, on_a_server, run_link, view
-from raystride.pipelines.record.sender import Entry
 from raystride.pipelines.record.summary import STATUSES
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class MlflowLog:
         tags: dict[str, str] = {}
         problems: list[str] = []
         for entry in entries:
-            if entry["kind"] in ("metrics", "system"):
+            if entry["kind"] == "metrics" or entry["kind"] == "system":
                 metrics += list(self._metrics(entry, problems))
             elif entry["kind"] == "artifact":
                 problems += self._log_artifact(entry["values"]["name"])
@@ -204,7 +204,7 @@ class MlflowLog:
             client.restore_experiment(found.experiment_id)
         return str(found.experiment_id)
 
-    def _log_parameters(self, parameters: dict[str, Any]) -> dict[str, str]:
+    def _log_parameters(self, parameters: Mapping[str, object]) -> dict[str, str]:
         """Logs parameters; those that a resumed run changed cannot be overwritten in MLflow, and are returned as tags."""
         from mlflow.entities import Param
 
@@ -218,7 +218,7 @@ class MlflowLog:
             client.log_batch(run_id, params=fresh[start : start + PARAMETERS_A_CALL])
         return {f"resumed.{key}": text for key, text in texts.items() if known.get(key, text) != text}
 
-    def _metrics(self, entry: Entry, problems: list[str]) -> "Iterator[Metric]":
+    def _metrics(self, entry: Metrics | System, problems: list[str]) -> "Iterator[Metric]":
         from mlflow.entities import Metric
 
         for key, value in entry["values"].items():

@@ -17,12 +17,12 @@ from typing import Any
 
 from raystride.pipelines.config.run import Record
 from raystride.pipelines.files import Folder
+from raystride.pipelines.record.entry import Entry, EventText, check_entry, new_entry, warning
 from raystride.pipelines.record.journal import Journal, join
 from raystride.pipelines.record.mlflow_follower import Follower, replay_hint
 from raystride.pipelines.record.mlflow_log import MlflowLog
-from raystride.pipelines.record.sender import Entry
-from raystride.pipelines.record.state import State, run_figures
-from raystride.pipelines.record.summary import build_summary
+from raystride.pipelines.record.state import State, TrainingState, run_figures
+from raystride.pipelines.record.summary import RunSummary, build_summary
 from raystride.pipelines.record.tensorboard_log import TensorboardLog
 
 SHORTEST_S, LONGEST_S = 1.0, 10.0
@@ -73,9 +73,9 @@ class Recorder:
         self._follower = Follower(run_folder, log, self._warn) if log else None
         self._tensorboard = TensorboardLog(run_folder, attempt) if settings.tensorboard else None
         if "recorder" not in self._durable:  # its own entries: not again where it took over from one that died
-            self._put_own("event", {"name": "attempt", "text": f"attempt {attempt} of {run} begins"})
-            self._put_own("parameters", parameters)
-            self._put_own("tags", tags | {"raystride.attempt": attempt})
+            self._put_own(new_entry("event", {"name": "attempt", "text": f"attempt {attempt} of {run} begins"}))
+            self._put_own(new_entry("parameters", parameters))
+            self._put_own(new_entry("tags", tags | {"raystride.attempt": attempt}))
         if settings.mlflow and log is None:
             self._warn(
                 f"record.mlflow_uri is not set and {storage} is remote, where no database can lie: the run is not logged to "
@@ -96,20 +96,19 @@ class Recorder:
             durable = self._durable.get(sender, 0)
             news = self._state.ranks.take_news()
         for step, figures in news:
-            self._put_own("system", {key: value for key, value in figures.items() if key != "slowest_node"}, step)
+            numbers = {key: value for key, value in figures.items() if isinstance(value, int | float)}
+            self._put_own(new_entry("system", numbers, step))
         if urgent:
             self._wake.set()
         return durable
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> TrainingState:
         """The newest figures, for the progress line: those of `State.shown`, and `mlflow`, the run's link (or None)."""
         with self._lock:
             shown = self._state.shown()
         return shown | {"mlflow": self._follower.link if self._follower else None}
 
-    def finish(
-        self, status: str, summary: dict[str, Any] | None = None, artifacts: list[str] | None = None
-    ) -> dict[str, Any]:
+    def finish(self, status: str, summary: RunSummary | None = None, artifacts: list[str] | None = None) -> RunSummary:
         """Ends the record: journal joined, MLflow caught up (in bounded time), `summary.json` written. The summary.
 
         `status` is one of `STATUSES`; `summary` overrides what the senders gave; `artifacts` names files in
@@ -118,13 +117,14 @@ class Recorder:
         """
         result, figures = self.outline(status, summary), self._figures()
         numbers = {name: value for name, value in figures.items() if isinstance(value, float)}
-        numbers |= {f"run_{name}": result[name] for name in OF_INTERVALS if isinstance(result[name], int | float)}
+        numbers |= {f"run_{name}": value for name in OF_INTERVALS if isinstance(value := result.get(name), int | float)}
         if numbers and not self._ended:
-            self._put_own("system", numbers, result["steps"])
+            self._put_own(new_entry("system", numbers, result["steps"]))
         for name in artifacts or ():
-            self._put_own("artifact", {"name": name})
+            self._put_own(new_entry("artifact", {"name": name}))
         if not self._ended:
-            self._put_own("event", {"name": "end", "text": f"attempt {self._attempt} ends: {status}"}, result["steps"])
+            end: EventText = {"name": "end", "text": f"attempt {self._attempt} ends: {status}"}
+            self._put_own(new_entry("event", end, result["steps"]))
         self.end_writing()
         self._try(lambda: join(self._folder), "the joined journal")
         result["mlflow_run_id"] = self._follower.run_id if self._follower else None
@@ -139,7 +139,7 @@ class Recorder:
             self._state.status = status
         return result
 
-    def outline(self, status: str, summary: dict[str, Any] | None = None) -> dict[str, Any]:
+    def outline(self, status: str, summary: RunSummary | None = None) -> RunSummary:
         """The summary as it would be if the run ended now, for what is made of it before it does."""
         figures = self._figures()
         with self._lock:
@@ -148,7 +148,7 @@ class Recorder:
             given.setdefault("steps", self._state.step)
         return build_summary(self._run, status, newest, given)
 
-    def _figures(self) -> dict[str, Any]:
+    def _figures(self) -> RunSummary:
         """What the nodes' totals come to."""
         with self._lock:
             return run_figures(self._state.totals.values())
@@ -158,22 +158,21 @@ class Recorder:
         if sequence <= self._received.get(sender, 0) or len(self._waiting) >= MOST_WAITING:
             return False
         try:
+            check_entry(entry)
             self._state.see(entry)
         except (KeyError, TypeError, ValueError) as error:
             # A warning takes its place under its number, so that the sender does not offer it for ever.
-            text = f"{sender} sent an entry that cannot be read ({error!r})"
-            values = {"name": "warning", "text": text}
-            entry = {"sequence": sequence, "kind": "event", "time": time.time(), "step": None, "values": values}
+            entry = warning(f"{sender} sent an entry that cannot be read ({error!r})")
             self._state.see(entry)
+        entry = entry.copy()  # inline the sender holds the same dict, and may send it again
+        entry |= {"attempt": self._attempt, "sender": sender, "sequence": sequence}
         self._received[sender] = sequence
-        self._waiting.append({"attempt": self._attempt, "sender": sender, **entry})
+        self._waiting.append(entry)
         return entry["kind"] in URGENT
 
-    def _put_own(self, kind: str, values: dict[str, Any], step: int | None = None) -> None:
+    def _put_own(self, entry: Entry) -> None:
         with self._lock:
-            sequence = self._received.get("recorder", 0) + 1
-            entry = {"sequence": sequence, "kind": kind, "time": time.time(), "step": step, "values": values}
-            self._take("recorder", sequence, entry)
+            self._take("recorder", self._received.get("recorder", 0) + 1, entry)
 
     def _keep_writing(self) -> None:
         while not self._ended:
@@ -219,4 +218,4 @@ class Recorder:
         with self._lock:
             fresh = self._state.warn(text)
         if fresh:
-            self._put_own("event", {"name": "warning", "text": text})
+            self._put_own(warning(text))

@@ -1,6 +1,5 @@
 """A process's way to the recorder: takes entries in microseconds, delivers each until it is acknowledged.
 
-An entry is a dict: `sequence` (1, 2, ... by this sender), `kind`, `time` (seconds since 1970), `step` (or None), `values`.
 A thread posts what waits about every half second. What is acknowledged is on the recorder's disk; all else is kept and
 posted again, after errors with a growing pause. The recorder drops what it knows, so each entry is recorded exactly once.
 
@@ -12,15 +11,16 @@ posted again, after errors with a growing pause. The recorder drops what it know
 import itertools
 import secrets
 import threading
-import time as clock
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
-Entry = dict[str, Any]
+from raystride.pipelines.record.entry import Entry, new_entry, warning
+
 Post = Callable[[str, list[Entry]], int]
 """Takes a sender's name and entries in order; returns the highest sequence number that is recorded for good. May raise."""
 
+MEASUREMENTS = frozenset({"metrics", "system", "totals", "rank"})
+"""The kinds that may be thinned."""
 FIRST_DELAY_S = 0.05
 INTERVAL_S = 0.5
 BACKOFF = 20
@@ -50,9 +50,8 @@ class Sender:
         self._thread = threading.Thread(target=self._deliver, name=f"sender-{name}", daemon=True)
         self._thread.start()
 
-    def put(self, kind: str, values: Mapping[str, Any], step: int | None = None, time: float | None = None) -> None:
-        """Queues an entry and returns at once. `time` is in seconds since 1970; when not given, now."""
-        entry: Entry = {"kind": kind, "time": clock.time() if time is None else time, "step": step, "values": values}
+    def put(self, entry: Entry) -> None:
+        """Queues an entry, under this sender's next number, and returns at once."""
         with self._changed:
             self._append(entry)
             if len(self._waiting) > self._most_waiting:
@@ -63,7 +62,7 @@ class Sender:
 
     def warn(self, text: str) -> None:
         """Queues a warning for people."""
-        self.put("event", {"name": "warning", "text": text})
+        self.put(warning(text))
 
     def flush(self, timeout_s: float) -> bool:
         """Waits until all that was put is acknowledged, at most `timeout_s` seconds; whether it is."""
@@ -93,14 +92,14 @@ class Sender:
         older = [self._waiting.popleft() for _ in range(len(self._waiting) // 2)]
         kept, drop = [], False
         for entry in older:
-            if entry["kind"] in ("metrics", "system", "totals", "rank"):
+            if entry["kind"] in MEASUREMENTS:
                 drop = not drop
                 if drop:
                     continue
             kept.append(entry)
         self._waiting.extendleft(reversed(kept))
         text = f"{self.name}: the recorder did not answer, so {len(older) - len(kept)} older measurements were left out"
-        self._append({"kind": "event", "time": clock.time(), "step": None, "values": {"name": "thinned", "text": text}})
+        self._append(new_entry("event", {"name": "thinned", "text": text}))
 
     def _deliver(self) -> None:
         pause = min(FIRST_DELAY_S, self._interval_s)

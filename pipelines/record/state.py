@@ -8,15 +8,32 @@ state.shown()["loss"]                                    # 2.3
 from collections import deque
 from collections.abc import Iterable, Mapping
 from statistics import mean, median
-from typing import Any
+from typing import Any, TypedDict, cast
 
-from raystride.pipelines.record.sender import Entry
+from raystride.pipelines.record.entry import Entry, NodeTotals, WorkerTime
+from raystride.pipelines.record.summary import RunSummary
 
 WINDOW = 64
 """Measurements over which the time left is estimated, so that a slow start is soon forgotten."""
 MOST_WARNINGS = 20
 LOSSES = ("val_loss", "val_perplexity")
 """What a validation measures besides the task's own scores."""
+
+
+class TrainingState(TypedDict, total=False):
+    """What is shown of a running training: `eta` in seconds, `mlflow` the run's link; None where not known (yet)."""
+
+    status: str
+    phase: str | None
+    step: int | None
+    steps: int | None
+    loss: float | None
+    val_loss: float | None
+    scores: dict[str, float]
+    tokens_per_second: float | None
+    eta: float | None
+    warnings: list[str]
+    mlflow: str | None
 
 
 class State:
@@ -28,8 +45,8 @@ class State:
         self.phase: str | None = None
         self.status = "running"
         self.newest: dict[str, Any] = {}
-        self.summary: dict[str, Any] = {}
-        self.totals: dict[str, dict[str, Any]] = {}
+        self.summary: RunSummary = {}
+        self.totals: dict[str, NodeTotals] = {}
         """What each node's sampler has counted, by the sampler's name."""
         self.ranks = Ranks()
         self.warnings: list[str] = []
@@ -37,23 +54,22 @@ class State:
 
     def see(self, entry: Entry) -> None:
         """Takes in one entry. Raises KeyError, TypeError or ValueError where it is no proper entry."""
-        kind, values, when, step = str(entry["kind"]), dict(entry["values"]), float(entry["time"]), entry["step"]
-        if kind == "metrics":
-            self.newest.update(values)
-            if step is not None:
-                self.step = int(step)
-                self._times.append((when, self.step))
+        if entry["kind"] == "metrics":
+            self.newest.update(entry["values"])
+            if entry["step"] is not None:
+                self.step = int(entry["step"])
+                self._times.append((float(entry["time"]), self.step))
             self.phase = None  # figures arrive: what was waited for is over
-        elif kind == "summary":
-            self.summary.update(values)
-        elif kind == "totals":
-            self.totals[str(values["source"])] = values
-        elif kind == "rank":
-            self.ranks.see(step, values)
-        elif kind == "event" and values["name"] == "phase":
-            self.phase = str(values["text"])
-        elif kind == "event" and values["name"] in ("warning", "thinned"):
-            self.warn(str(values["text"]))
+        elif entry["kind"] == "summary":
+            self.summary.update(cast(RunSummary, entry["values"]))
+        elif entry["kind"] == "totals":
+            self.totals[entry["values"]["source"]] = entry["values"]
+        elif entry["kind"] == "rank":
+            self.ranks.see(entry["step"], entry["values"])
+        elif entry["kind"] == "event" and entry["values"]["name"] == "phase":
+            self.phase = entry["values"]["text"]
+        elif entry["kind"] == "event" and entry["values"]["name"] in ("warning", "thinned"):
+            self.warn(entry["values"]["text"])
 
     def warn(self, text: str) -> bool:
         """Adds a warning, once; whether it is new."""
@@ -62,8 +78,8 @@ class State:
             self.warnings.append(text)
         return fresh
 
-    def shown(self) -> dict[str, Any]:
-        """The figures for the progress line: `eta` in seconds, None where a figure is not known (yet)."""
+    def shown(self) -> TrainingState:
+        """The figures for the progress line."""
         return {
             "status": self.status,
             "phase": self.phase,
@@ -88,25 +104,24 @@ class State:
 
 MOST_OPEN = 64
 """Intervals that wait for a worker's figures; a worker that died sends none."""
-SUMS = ("seconds", "own_s", "data_s")
 
 
 class Ranks:
     """The figures of a group's workers, of each interval and of all so far."""
 
     def __init__(self) -> None:
-        self._open: dict[int, dict[int, Mapping[str, Any]]] = {}
-        self._sums: dict[int, dict[str, Any]] = {}
+        self._open: dict[int, dict[int, WorkerTime]] = {}
+        self._sums: dict[int, WorkerTime] = {}
         self._world = 0
-        self._news: list[tuple[int, dict[str, Any]]] = []
+        self._news: list[tuple[int, RunSummary]] = []
 
-    def see(self, step: int | None, values: Mapping[str, Any]) -> None:
+    def see(self, step: int | None, values: WorkerTime) -> None:
         """Takes in a worker's figures of the interval that ended with `step`. Raises KeyError where one is missing."""
         rank, world = int(values["rank"]), int(values["world"])
         if world != self._world:  # the group was started anew, smaller or larger: its ranks are others
             self._open, self._sums, self._world = {}, {}, world
-        before = self._sums.get(rank, dict.fromkeys(SUMS, 0.0))
-        self._sums[rank] = {"node": values["node"], **{key: before[key] + float(values[key]) for key in SUMS}}
+        before = self._sums.get(rank)
+        self._sums[rank] = _added(before, values) if before else values
         if step is None:
             return
         interval = self._open.setdefault(step, {})
@@ -116,22 +131,22 @@ class Ranks:
         elif len(self._open) > MOST_OPEN:
             del self._open[min(self._open)]
 
-    def take_news(self) -> list[tuple[int, dict[str, Any]]]:
+    def take_news(self) -> list[tuple[int, RunSummary]]:
         """Step and figures of the intervals of which all workers' figures have come since the last call."""
         news, self._news = self._news, []
         return news
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> RunSummary:
         """The comparison over all intervals; empty for a single worker, or while one's figures are missing."""
         return compare(self._sums) if self._world > 1 and len(self._sums) == self._world else {}
 
 
-def compare(workers: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+def compare(workers: Mapping[int, WorkerTime]) -> RunSummary:
     """The slowest of several workers, its node, and what the group lost by it."""
     own = {rank: float(values["own_s"]) for rank, values in workers.items()}
     slowest = max(own, key=lambda rank: own[rank])
     others = median(seconds for rank, seconds in own.items() if rank != slowest)
-    lasted = mean(_each(workers.values(), "seconds"))
+    lasted = mean(float(values["seconds"]) for values in workers.values())
     return {
         "slowest_rank": slowest,
         "slowest_node": workers[slowest]["node"],
@@ -140,18 +155,26 @@ def compare(workers: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _each(workers: Iterable[Mapping[str, Any]], key: str) -> list[float]:
-    return [float(values[key]) for values in workers]
+def _added(before: WorkerTime, values: WorkerTime) -> WorkerTime:
+    return {
+        "rank": values["rank"],
+        "world": values["world"],
+        "node": values["node"],
+        "steps": before["steps"] + values["steps"],
+        "seconds": before["seconds"] + values["seconds"],
+        "own_s": before["own_s"] + values["own_s"],
+        "data_s": before["data_s"] + values["data_s"],
+    }
 
 
-def run_figures(totals: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def run_figures(totals: Iterable[NodeTotals]) -> RunSummary:
     """The figures that the totals allow.
 
     Energy is told only where every device of every node was metered to the end: a sum of some of them would be taken for
     that of all. Tokens and seconds are those of the node of rank 0; the others send none.
     """
     parts = list(totals)
-    figures: dict[str, Any] = {}
+    figures: RunSummary = {}
     if not parts:
         return figures
     complete = len({part["node"] for part in parts}) >= max(part["nodes"] for part in parts)
@@ -172,5 +195,5 @@ def run_figures(totals: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return figures
 
 
-def _sum(parts: list[Mapping[str, Any]], name: str) -> float:
-    return float(sum(part.get(name) or 0 for part in parts))
+def _sum(parts: list[NodeTotals], name: str) -> float:
+    return float(sum(cast(float, part.get(name) or 0) for part in parts))

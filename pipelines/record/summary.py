@@ -11,43 +11,62 @@ With several workers, `straggler_loss_share` is the share of the steps' time tha
     summary = build_summary(run="my-run", status="finished", newest={"train_loss": 1.9}, given={"steps": 500})
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypedDict, cast
 
 from raystride.pipelines.record.journal import plain
 
-SUMMARY_KEYS = (
-    "run",
-    "status",
-    "steps",
-    "samples_seen",
-    "tokens_seen",
-    "train_loss",
-    "val_loss",
-    "metrics",
-    "tokens_per_second",
-    "mfu",
-    "parameters",
-    "flops_per_token",
-    "step_seconds_p50",
-    "step_seconds_p95",
-    "data_wait_share",
-    "seconds_to_first_step",
-    "peak_memory_bytes",
-    "energy_joules",
-    "energy_covers",
-    "joules_per_token",
-    "average_power_watts",
-    "throttled_seconds",
-    "throttled_seconds_by_reason",
-    "gpu_idle_share",
-    "slowest_rank",
-    "slowest_node",
-    "straggler_loss_share",
-    "waiting_share",
-    "parameters_sha256",
-    "resumed_from",
-    "mlflow_run_id",
-)
+
+class _Always(TypedDict, total=False):
+    """The keys that every `summary.json` has, null (None) where unknown; a worker's own summary has some of them."""
+
+    run: str
+    status: str
+    steps: int | None
+    samples_seen: int | None
+    tokens_seen: int | None
+    train_loss: float | str | None
+    val_loss: float | str | None
+    metrics: dict[str, Any]
+    tokens_per_second: float | None
+    mfu: float | None
+    parameters: int | None
+    flops_per_token: float | None
+    step_seconds_p50: float | None
+    step_seconds_p95: float | None
+    data_wait_share: float | None
+    seconds_to_first_step: float | None
+    peak_memory_bytes: int | None
+    energy_joules: float | None
+    energy_covers: str | None
+    joules_per_token: float | None
+    average_power_watts: float | None
+    throttled_seconds: float | None
+    throttled_seconds_by_reason: dict[str, float] | None
+    gpu_idle_share: float | None
+    slowest_rank: int | None
+    slowest_node: str | None
+    straggler_loss_share: float | None
+    waiting_share: float | None
+    parameters_sha256: str | None
+    resumed_from: int | None
+    mlflow_run_id: str | None
+
+
+class RunSummary(_Always, total=False):
+    """What `summary.json` holds, or what is known of it while the run goes on; `workers` are those of the last attempt.
+
+    `ending` says why the loop ended, `complete` whether its steps are all done or it ended early by itself,
+    `kernels` which implementation of each operation ran.
+    """
+
+    ending: str
+    workers: int
+    complete: bool
+    kernels: dict[str, str]
+
+
+SUMMARY_KEYS = tuple(_Always.__annotations__)
 
 STATUSES = {
     "finished": "FINISHED",
@@ -63,16 +82,16 @@ COUNTS = frozenset({"steps", "samples_seen", "tokens_seen", "peak_memory_bytes",
 """Whole numbers, which the loop measures as floats like all else."""
 
 
-def build_summary(run: str, status: str, newest: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def build_summary(run: str, status: str, newest: Mapping[str, Any], given: Mapping[str, Any]) -> RunSummary:
     """The summary from what the loop gave at its end and, where it gave nothing (it died), from the newest measurements.
 
     Raises ValueError for a status that is none of `STATUSES`.
     """
     if status not in STATUSES:
         raise ValueError(f"status is {status!r}: it must be one of {', '.join(STATUSES)}")
-    summary = {key: newest.get(key) for key in SUMMARY_KEYS} | {"metrics": {}} | given
+    summary = {key: newest.get(key) for key in SUMMARY_KEYS} | {"metrics": {}} | dict(given)
     summary |= {"run": run, "status": status}
-    return {key: _whole(value) if key in COUNTS else plain(value) for key, value in summary.items()}
+    return cast(RunSummary, {key: _whole(value) if key in COUNTS else plain(value) for key, value in summary.items()})
 
 
 def _whole(value: Any) -> Any:

@@ -13,7 +13,7 @@ at the newest one. On local storage TensorBoard can watch the file grow; to remo
 import math
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from raystride.pipelines.config.run import Record
 from raystride.pipelines.files import Folder
+from raystride.pipelines.record.entry import Entry
 from raystride.pipelines.record.journal import read_segment, segments
-from raystride.pipelines.record.sender import Entry
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -145,7 +145,7 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _parameters(parameters: dict[str, Any]) -> "Summary":
+def _parameters(parameters: Mapping[str, object]) -> "Summary":
     """The settings for TensorBoard's page of hyperparameters, and as a table for its page of texts."""
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.hparams import metadata

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raystride.pipelines.files import Folder
+from raystride.pipelines.record.summary import RunSummary
 
 SAMPLE_LINES = 12
 LINE = 100
@@ -16,7 +17,7 @@ WELL = ("finished", "done", "stopped_early")
 
 
 def closing_screen(
-    summary: dict[str, Any],
+    summary: RunSummary,
     run_folder: Folder,
     curve: str = "",
     sample: str = "",
@@ -32,7 +33,7 @@ def closing_screen(
     return "\n\n".join([*parts, "\n".join(_last_lines(summary, run_folder, link, next_job, writes=bool(sample)))])
 
 
-def _last_lines(summary: dict[str, Any], run_folder: Folder, link: str | None, next_job: str, *, writes: bool) -> list[str]:
+def _last_lines(summary: RunSummary, run_folder: Folder, link: str | None, next_job: str, *, writes: bool) -> list[str]:
     storage, _, run = run_folder.uri.rpartition("/")
     place = f"--run {run} --storage {storage}"
     if summary.get("mlflow_run_id") is None:
@@ -81,20 +82,20 @@ FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 )
 
 
-def figures(summary: dict[str, Any]) -> dict[str, str]:
+def figures(summary: RunSummary) -> dict[str, str]:
     """The known figures of a summary as people read them, by what people call them."""
-    known = {label: _shown(form, summary[key]) for key, label, form in FIGURES if summary.get(key) is not None}
+    known = {label: _shown(form, value) for key, label, form in FIGURES if (value := summary.get(key)) is not None}
     others = {name: value for name, value in (summary.get("metrics") or {}).items() if name not in summary}
     return known | {name: _shown(lambda value: f"{value:.4g}", value) for name, value in others.items()}
 
 
-def _figures(summary: dict[str, Any]) -> str:
+def _figures(summary: RunSummary) -> str:
     """The known figures, two a line."""
     cells = [f"{label:<17}{value:<18}" for label, value in figures(summary).items()]
     return "\n".join("  ".join(cells[i : i + 2]).rstrip() for i in range(0, len(cells), 2))
 
 
-def _straggler(summary: dict[str, Any]) -> str:
+def _straggler(summary: RunSummary) -> str:
     """A sentence on the slowest worker, where it cost the others much."""
     share = summary.get("straggler_loss_share")
     if not isinstance(share, float) or share <= MATTERS:

@@ -11,7 +11,9 @@ that are not finite are left out of the lines and counted below them.
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from raystride.pipelines.record.entry import Entry
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,19 +27,19 @@ VALIDATION_MARK = "o"
 TRAINING_COLOUR, VALIDATION_COLOUR, RATE_COLOUR = "#4c72b0", "#dd8452", "#55a868"
 
 
-def series(entries: Iterable[dict[str, Any]], name: str) -> Points:
+def series(entries: Iterable[Entry], name: str) -> Points:
     """A metric's values by step from journal entries; of a step that occurs twice the later value, as it was trained on."""
     found: dict[int, float] = {}
     for entry in entries:
-        if entry["kind"] == "metrics" and entry.get("step") is not None and name in entry["values"]:
+        if entry["kind"] == "metrics" and entry["step"] is not None and name in entry["values"]:
             try:
-                found[int(entry["step"])] = float(entry["values"][name])
+                found[entry["step"]] = float(entry["values"][name])
             except (TypeError, ValueError):
                 continue
     return sorted(found.items())
 
 
-def loss_points(entries: Iterable[dict[str, Any]]) -> tuple[Points, Points]:
+def loss_points(entries: Iterable[Entry]) -> tuple[Points, Points]:
     """Training and validation loss from journal entries."""
     entries = list(entries)
     return series(entries, "train_loss"), series(entries, "val_loss")
@@ -68,7 +70,7 @@ def text_curve(points: Sequence[Point], validation: Sequence[Point] = (), width:
     return "\n".join(line.rstrip() for line in text)
 
 
-def curve_picture(entries: Iterable[dict[str, Any]], path: Path) -> None:
+def curve_picture(entries: Iterable[Entry], path: Path) -> None:
     """Draws training and validation loss over steps, and tokens a second below, as a PNG. Raises OSError."""
     # The object interface, since pyplot would look for a display and keep every figure.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

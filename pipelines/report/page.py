@@ -11,6 +11,7 @@ from typing import Any
 from raystride.pipelines.files import Folder
 from raystride.pipelines.pages import heading, items, missing, page, paragraph, table
 from raystride.pipelines.phases import PARTS
+from raystride.pipelines.record.entry import Entry
 from raystride.pipelines.report import pictures
 from raystride.pipelines.report.advice import advise
 from raystride.pipelines.report.curve import series
@@ -42,13 +43,13 @@ COSTLIEST = 10
 GIB = 2**30
 
 
-def write_page(folder: Folder, entries: Sequence[dict[str, Any]], summary: Mapping[str, Any]) -> None:
+def write_page(folder: Folder, entries: Sequence[Entry], summary: Mapping[str, Any]) -> None:
     """Puts the page of the run in this folder there, as `report.html`. Raises OSError."""
     folder.put("report.html", run_page(entries, summary, _operations(folder)))
 
 
 def run_page(
-    entries: Sequence[dict[str, Any]],
+    entries: Sequence[Entry],
     summary: Mapping[str, Any],
     operations: Sequence[Mapping[str, Any]] = (),
 ) -> str:
@@ -75,7 +76,7 @@ def run_page(
     )
 
 
-def step_shares(entries: Sequence[dict[str, Any]]) -> dict[str, float]:
+def step_shares(entries: Sequence[Entry]) -> dict[str, float]:
     """Mean share of the time by part of a step over all intervals, and the rest; empty where none was measured."""
     lines = {name: [value for _, value in series(entries, f"phase_{name}_share")] for name in PARTS}
     shares = {name: sum(values) / len(values) for name, values in lines.items() if values}

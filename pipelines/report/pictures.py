@@ -7,9 +7,9 @@ Entries are those of the journal; steps are the x-axis of all but `step_parts`.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from raystride.pipelines.phases import PARTS
+from raystride.pipelines.record.entry import Entry, WorkerTime
 from raystride.pipelines.report.curve import Points, series
 from raystride.pipelines.report.drawing import COLOURS, bare, empty_figure, spoken, svg
 
@@ -22,7 +22,7 @@ STRIPS = {
 }
 """Endings of the names under `system/` that the strips show, and their labels."""
 
-Entries = Sequence[dict[str, Any]]
+Entries = Sequence[Entry]
 
 
 def losses(entries: Entries) -> str:
@@ -92,14 +92,14 @@ def rank_heat(entries: Entries) -> str:
     return svg(figure)
 
 
-def _own_seconds(values: dict[str, Any] | None) -> float:
+def _own_seconds(values: WorkerTime | None) -> float:
     return float(values["own_s"]) / max(1, int(values["steps"])) if values else math.nan
 
 
 def strips(entries: Entries) -> str:
     """What the devices did: a strip each for utilisation, power, temperature, throttling and memory, a line a device."""
-    found: dict[str, dict[str, Points]] = {}
-    begin = min((entry["time"] for entry in entries), default=0.0)
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    begin = min((float(entry["time"]) for entry in entries), default=0.0)
     for entry in (entry for entry in entries if entry["kind"] == "system"):
         for name, value in entry["values"].items():
             ending = next((each for each in STRIPS if name.endswith(each)), None)

@@ -12,10 +12,10 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from raystride.pipelines.config.sweep import SweepConfig
 from raystride.pipelines.files import Folder
+from raystride.pipelines.record.entry import Entry, new_entry
 from raystride.pipelines.record.links import comparison_link
 from raystride.pipelines.record.mlflow_follower import Follower
 from raystride.pipelines.record.mlflow_log import MLFLOW_REFERENCE, MlflowLog
@@ -58,7 +58,7 @@ class Tracking:
 
     def artifact(self, name: str) -> None:
         """Logs a file of the sweep's folder."""
-        self._try(lambda: self._put("artifact", {"name": name}))
+        self._try(lambda: self._put(new_entry("artifact", {"name": name})))
 
     def comparison(self, results: list[Result]) -> str | None:
         """The page that shows the trials side by side."""
@@ -70,8 +70,8 @@ class Tracking:
         if not self._introduced:
             settings = self._base.flat()
             told = {name: value for name, value in settings.items() if name.startswith(("sweep.", "data.", "model."))}
-            self._put("parameters", told)
-            self._put("tags", {"raystride.kind": "sweep"})
+            self._put(new_entry("parameters", told))
+            self._put(new_entry("tags", {"raystride.kind": "sweep"}))
             self._introduced = True
 
     def _log_trial(self, result: Result, folder: Folder, number: int) -> None:
@@ -79,15 +79,15 @@ class Tracking:
         assert log
         Follower(folder, log, _warn).catch_up()
         told = {"raystride.trial": result.label, "raystride.outcome": result.status}
-        log.log([_entry("tags", {"mlflow.parentRunId": self.run_id, **told})])
+        log.log([new_entry("tags", {"mlflow.parentRunId": str(self.run_id), **told})])
         status = folder.read_json(SUMMARY).get("status", "failed") if folder.exists(SUMMARY) else "failed"
         log.finish(status, time.time())
         if result.speed:  # last, so that what failed before is told again without a second point
-            self._put("metrics", {"trial_tokens_per_second": result.speed}, number)
+            self._put(new_entry("metrics", {"trial_tokens_per_second": result.speed}, number))
 
-    def _put(self, kind: str, values: dict[str, Any], step: int | None = None) -> None:
+    def _put(self, entry: Entry) -> None:
         assert self._log
-        for problem in self._log.log([_entry(kind, values, step)]):
+        for problem in self._log.log([entry]):
             _warn(problem)
 
     def _try(self, action: Callable[[], object]) -> bool:
@@ -106,10 +106,6 @@ class Tracking:
             return False
         self._away = False
         return True
-
-
-def _entry(kind: str, values: dict[str, Any], step: int | None = None) -> dict[str, Any]:
-    return {"kind": kind, "values": values, "step": step, "time": time.time()}
 
 
 def _warn(text: str) -> None:

@@ -27,6 +27,7 @@ from raystride.pipelines.launch.screen import Screen
 from raystride.pipelines.launch.session import Watcher
 from raystride.pipelines.plugins import Carried
 from raystride.pipelines.record import read_entries
+from raystride.pipelines.record.state import TrainingState
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sweep.result import (
     FIGURES,
@@ -63,7 +64,7 @@ class Measuring(Watcher):
         """Whether `tell` ended the trial."""
         self.error: BaseException | None = None
 
-    def on_state(self, state: dict[str, Any], request_stop: Callable[[], None]) -> None:
+    def on_state(self, state: TrainingState, request_stop: Callable[[], None]) -> None:
         """Reads what is new in the journal. Raises TookTooLong where the trial does not end in its time."""
         late = time.monotonic() - self._deadline
         if late > (LEAVE_S if self._told else 0):

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +37,9 @@ from raystride.pipelines.plugins import OBSERVERS, load_plugins
 from raystride.pipelines.prepare.manifest import Manifest
 from raystride.pipelines.profiling.profile import Profiled
 from raystride.pipelines.profiling.stalls import StallWatch
+from raystride.pipelines.record.entry import new_entry
 from raystride.pipelines.record.sender import Post, Sender
+from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.strategies import build_strategy
 from raystride.pipelines.strategies.recompute import as_compiled, recompute
 from raystride.pipelines.strategies.strategy import Strategy, whole_shape
@@ -62,7 +63,7 @@ WARNING = "warning: "
 
 def run_worker(
     job: Job, worker: WorkerInfo, post: Post, stopping: Callable[[], bool], milestones: dict[str, float] | None = None
-) -> dict[str, Any]:
+) -> RunSummary:
     """Trains this rank's part; returns the summary of the run as this rank knows it. Raises what the training raises.
 
     `milestones` are the milestones of this worker's start so far, in seconds since 1970.
@@ -271,7 +272,7 @@ def _facts(job: Job, worker: WorkerInfo, training: Training) -> RunFacts:
     )
 
 
-def _summary(job: Job, training: Training, ending: Ending, metrics: dict[str, float]) -> dict[str, Any]:
+def _summary(job: Job, training: Training, ending: Ending, metrics: dict[str, float]) -> RunSummary:
     state = training.state
     return {
         "ending": str(ending),
@@ -308,4 +309,4 @@ def _log(sender: Sender, worker: WorkerInfo, text: str) -> None:
     if text.startswith(WARNING):
         sender.warn(text.removeprefix(WARNING))
     else:
-        sender.put("event", {"name": "note", "text": text})
+        sender.put(new_entry("event", {"name": "note", "text": text}))

@@ -13,6 +13,7 @@ from raystride.pipelines.cluster.recorder_handle import RecorderHandle, StopPoll
 from raystride.pipelines.config import Record
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record import read_entries
+from raystride.pipelines.record.entry import new_entry
 from raystride.pipelines.record.sender import Sender
 
 
@@ -40,7 +41,7 @@ def _wait(true: Callable[[], object], what: str) -> None:
 
 def _send(started: RecorderHandle, sender: str) -> None:
     sending = Sender(started.post, sender)
-    sending.put("metrics", {"train_loss": 1.5}, step=2)
+    sending.put(new_entry("metrics", {"train_loss": 1.5}, step=2))
     sending.close()
 
 

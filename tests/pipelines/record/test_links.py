@@ -11,6 +11,7 @@ from raystride.pipelines.config.run import Record
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch import runs
 from raystride.pipelines.record import Recorder, Sender
+from raystride.pipelines.record.entry import new_entry
 from raystride.pipelines.record.links import NOTE_TAG, VIEW, VIEW_TAG, comparison_link, job_link, run_link, runs_link
 from raystride.pipelines.record.mlflow_log import database
 from tests.pipelines.record.conftest import only_run
@@ -31,7 +32,7 @@ def record(storage: Folder, name: str, rate: float) -> str:
     tags = {f"raystride.{key}": value for key, value in TAGS.items()} | {"raystride.ray_job": PAGE}
     recorder = Recorder(folder, name, "a1", Record(), storage, {"optimizer.learning_rate": rate}, tags)
     sender = Sender(recorder.receive, "rank0")
-    sender.put("metrics", {"train_loss": 1 / rate}, step=1)
+    sender.put(new_entry("metrics", {"train_loss": 1 / rate}, step=1))
     assert sender.close()
     return str(recorder.finish("finished")["mlflow_run_id"])
 

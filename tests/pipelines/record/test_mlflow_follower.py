@@ -15,6 +15,7 @@ from raystride.pipelines.config.run import Record
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record import Sender, mlflow_follower, read_entries
 from raystride.pipelines.record import recorder as recorder_module
+from raystride.pipelines.record.entry import new_entry
 from raystride.pipelines.record.mlflow_log import database
 from raystride.pipelines.record.ui import await_server, start_server, stop_server
 from raystride.ray_jobs import runs
@@ -56,7 +57,7 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> No
 def measure(sender: Sender, first: int, last: int) -> None:
     """Puts a measurement for each step from `first` to `last`, an eighth of a second apart by their times."""
     for step in range(first, last + 1):
-        sender.put("metrics", {"train_loss": 1 / step}, step=step, time=1e9 + step / 8)
+        sender.put(new_entry("metrics", {"train_loss": 1 / step}, step=step, time=1e9 + step / 8))
 
 
 def test_a_server_that_is_killed_and_comes_back_lacks_nothing(
@@ -116,7 +117,7 @@ def test_a_server_that_hangs_or_is_not_there_does_not_hold_up_the_end(
             recorder = record(attempt, Record(mlflow_uri=uri))
             sender = Sender(recorder.receive, "rank0", interval_s=0.1)
             measure(sender, 1, 10)
-            sender.put("summary", {"steps": 10})
+            sender.put(new_entry("summary", {"steps": 10}))
             began = time.monotonic()
             assert sender.close(5.0)
             summary = recorder.finish("finished")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from raystride.pipelines.config.run import Record
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record import Recorder, Sender, read_entries
+from raystride.pipelines.record.entry import new_entry
 from raystride.pipelines.record.sender import Entry
 
 
@@ -42,9 +43,9 @@ def test_every_entry_is_in_the_journal_once_and_in_order(
     wires = [Sender(Unreliable(recorder, seed + i, share), f"rank{i}", interval_s=0.002) for i in range(senders)]
     for i in range(count):
         for wire in wires:
-            wire.put("metrics", {"train_loss": i}, step=i)
+            wire.put(new_entry("metrics", {"train_loss": i}, step=i))
     for wire in wires:
-        wire.put("error", {"text": "urgent, so that it is written at once"})
+        wire.put(new_entry("error", {"text": "urgent, so that it is written at once"}))
     assert all(wire.close(20.0) for wire in wires)
     recorder.finish("finished")
     entries = read_entries(folder)
@@ -62,11 +63,11 @@ def test_put_does_not_wait_for_a_post_that_hangs() -> None:
         return int(entries[-1]["sequence"])
 
     sender = Sender(hang, "rank0")
-    sender.put("metrics", {"train_loss": 1.0}, step=1)
+    sender.put(new_entry("metrics", {"train_loss": 1.0}, step=1))
     time.sleep(0.1)  # the thread is now inside the post
     start = time.perf_counter()
     for step in range(1000):
-        sender.put("metrics", {"train_loss": 1.0}, step=step)
+        sender.put(new_entry("metrics", {"train_loss": 1.0}, step=step))
     assert time.perf_counter() - start < 0.5
     assert not sender.flush(0.05)
     release.set()
@@ -85,9 +86,9 @@ def test_the_oldest_metrics_are_thinned_and_that_is_said() -> None:
         return int(entries[-1]["sequence"])
 
     sender = Sender(post, "rank0", most_waiting=100, interval_s=0.01)
-    sender.put("checkpoint", {"path": "p"}, step=0)
+    sender.put(new_entry("checkpoint", {"path": "p"}, step=0))
     for step in range(500):
-        sender.put("metrics", {"train_loss": 1.0}, step=step)
+        sender.put(new_entry("metrics", {"train_loss": 1.0}, step=step))
     away.set()
     assert sender.close(5.0)
     assert len(posted) <= 101
@@ -100,9 +101,9 @@ def test_the_oldest_metrics_are_thinned_and_that_is_said() -> None:
 def test_entries_keep_the_time_they_were_given() -> None:
     posted: list[Any] = []
     sender = Sender(lambda name, entries: posted.extend(entries) or entries[-1]["sequence"], "rank0")  # type: ignore[func-returns-value]
-    sender.put("metrics", {}, step=1, time=12.5)
+    sender.put(new_entry("metrics", {}, step=1, time=12.5))
     before = time.time()
-    sender.put("metrics", {}, step=2)
+    sender.put(new_entry("metrics", {}, step=2))
     assert sender.close()
     assert posted[0]["time"] == 12.5
     assert before <= posted[1]["time"] <= time.time()

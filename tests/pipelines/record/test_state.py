@@ -6,6 +6,7 @@ import pytest
 
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record import Sender
+from raystride.pipelines.record.entry import new_entry
 from raystride.pipelines.record.state import run_figures
 from tests.pipelines.record.conftest import MakeRecorder, sent
 
@@ -70,10 +71,10 @@ def test_the_newest_totals_of_each_node_reach_the_summary_and_mlflow_even_past_a
 ) -> None:
     recorder = record()
     sender = Sender(recorder.receive, "rank0", interval_s=0.02)
-    sender.put("metrics", {"train_loss": 2.0}, step=7)
-    sender.put("totals", totals("left", joules=1.0))
-    sender.put("totals", totals("left"))
-    sender.put("totals", RIGHT)
+    sender.put(new_entry("metrics", {"train_loss": 2.0}, step=7))
+    sender.put(new_entry("totals", totals("left", joules=1.0)))
+    sender.put(new_entry("totals", totals("left")))
+    sender.put(new_entry("totals", RIGHT))
     assert sender.close()
     successor = record()  # reads the journal, as after the first one's death
     summary = successor.finish("failed")

@@ -13,6 +13,7 @@ from raystride.pipelines.config import SettingError
 from raystride.pipelines.config.run import Record
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record import Recorder, Sender
+from raystride.pipelines.record.entry import new_entry
 from raystride.pipelines.record.journal import Journal
 from raystride.pipelines.record.tensorboard_log import TensorboardLog, check_tensorboard
 from tests.pipelines.record.conftest import MakeRecorder
@@ -26,8 +27,8 @@ def train(recorder: Recorder, first: int, last: int, began: float) -> None:
     """Sends the figures of some steps, a reading of the machine after each, and ends the record."""
     sender = Sender(recorder.receive, "rank0")
     for step in range(first, last + 1):
-        sender.put("metrics", {"train_loss": began / step, "word": "no number"}, step=step, time=began + step / 8)
-        sender.put("system", {"system/cpu": float(step)}, step=7, time=began + step / 8)
+        sender.put(new_entry("metrics", {"train_loss": began / step, "word": "no number"}, step=step, time=began + step / 8))
+        sender.put(new_entry("system", {"system/cpu": float(step)}, step=7, time=began + step / 8))
     assert sender.close()
     recorder.finish("finished")
 
@@ -94,13 +95,13 @@ def test_what_a_full_disk_did_not_take_is_written_later(record: MakeRecorder, fo
     in_the_way.parent.mkdir(parents=True, exist_ok=True)
     in_the_way.write_text("a file where the folder should be")
     sender = Sender(recorder.receive, "rank0")
-    sender.put("metrics", {"train_loss": 1.0}, step=1, time=1.0)
-    sender.put("error", {"text": "urgent"})
+    sender.put(new_entry("metrics", {"train_loss": 1.0}, step=1, time=1.0))
+    sender.put(new_entry("error", {"text": "urgent"}))
     assert sender.flush(5.0)
     until(lambda: bool(recorder.state()["warnings"]), "the fault was not said")
     assert "TensorBoard" in recorder.state()["warnings"][0]
     in_the_way.unlink()
-    sender.put("metrics", {"train_loss": 2.0}, step=2, time=2.0)
+    sender.put(new_entry("metrics", {"train_loss": 2.0}, step=2, time=2.0))
     assert sender.close()
     recorder.finish("finished")
     assert [step for step, _, _ in points(Path(folder.uri), "train_loss")] == [1, 2]

@@ -12,6 +12,7 @@ import pytest
 from raystride.pipelines.config.run import Record
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record import Sender, ui
+from raystride.pipelines.record.entry import new_entry
 from tests.pipelines.record.conftest import MakeRecorder
 from tests.pipelines.record.test_mlflow_follower import port  # noqa: F401
 
@@ -24,7 +25,7 @@ def test_the_newest_run_is_linked_and_ctrl_c_leaves_nothing(
 ) -> None:
     recorder = record(settings=Record())
     sender = Sender(recorder.receive, "rank0")
-    sender.put("metrics", {"train_loss": 1.0}, step=1)
+    sender.put(new_entry("metrics", {"train_loss": 1.0}, step=1))
     assert sender.close()
     run_id = recorder.finish("finished")["mlflow_run_id"]
     command = [sys.executable, "-m", "raystride.pipelines.record.ui", "--storage", storage.uri, "--port", str(port)]
