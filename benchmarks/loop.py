@@ -75,7 +75,7 @@ def run_ours(job: Job, place: WorkerInfo, post: Post | None = None) -> float:
 
     sender = Sender(post or sink, f"block{next(BLOCKS)}")
     clock = Clock()
-    observers: list[Observer] = [*(build_observers(job, sender, {}) if post else []), clock]
+    observers: list[Observer] = [*(build_observers(job, place, sender, {}) if post else []), clock]
     training = build_training(job, place, observers, lambda: False, lambda _: None)
     facts = RunFacts(run="loop", attempt="a1", rank=place.rank, tokens_per_step=training.rules.nominal_targets)
     for observer in observers:

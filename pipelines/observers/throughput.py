@@ -1,4 +1,4 @@
-"""How fast a training goes: tokens a second, seconds a step, model FLOP/s utilisation, peak memory.
+"""How fast a training goes and where its time goes: tokens a second, seconds a step, phases, the start, peak memory.
 
 The clock runs from the end of one step to the end of the next, waiting for data included. What is not training (validation,
 waiting for a checkpoint) is told through `on_pause` and left out. The first step, which compiles and warms up, only starts
@@ -13,6 +13,7 @@ ahead of it, and only intervals that end with the loop's own wait (every logging
 import random
 import resource
 import sys
+import time
 from array import array
 from time import perf_counter
 from typing import TYPE_CHECKING, cast
@@ -21,6 +22,7 @@ import numpy as np
 
 from raystride.pipelines.hardware.peaks import peak_flops
 from raystride.pipelines.observers.observer import Observer, RunFacts
+from raystride.pipelines.phases import PARTS, phase
 
 if TYPE_CHECKING:
     from raystride.pipelines.record.summary import RunSummary
@@ -94,6 +96,70 @@ class Throughput(Observer):
             if self._peak and self._run.flops_per_token:
                 figures["mfu"] = rate * self._run.flops_per_token / (self._peak * self._run.world)
         return figures
+
+
+class PhaseShares(Observer):
+    """Adds `phase_<name>_share` for each phase of `PARTS` to the figures of an interval, by the host's clock.
+
+    An interval goes from one log to the next; the shares of phases that do not contain each other add up to at most 1, and
+    what is missing is the loop itself. On GPUs the host runs ahead: its forward and backward are the launching of them.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._begin()
+
+    def on_start(self, run: RunFacts) -> None:
+        self._begin()
+
+    def on_step(self, step: int) -> None:
+        self._steps += 1
+
+    def on_log(self, step: int, measured: dict[str, float]) -> None:
+        if not self._steps:  # a validation's log right after that of its step
+            return
+        elapsed = perf_counter() - self._began
+        for name, before in self._seconds.items():
+            measured[f"phase_{name}_share"] = (phase(name).seconds - before) / elapsed
+        self._begin()
+
+    def _begin(self) -> None:
+        self._steps = 0
+        self._began = perf_counter()
+        self._seconds = {name: phase(name).seconds for name in PARTS}
+
+
+class FirstStep(Observer):
+    """Adds `seconds_to_first_step` and `start/<milestone>_s`, seconds since the milestone before, to the first figures.
+
+    Whoever passes a milestone (the driver, then each worker) notes the time, in seconds since 1970.
+    """
+
+    def __init__(self, started_at: float, milestones: dict[str, float]) -> None:
+        self._started_at = started_at
+        self._milestones = dict(milestones)
+        self._told = False
+
+    def on_start(self, run: object) -> None:
+        self._milestones["build"] = time.time()
+
+    def on_step(self, step: int) -> None:
+        if "first_step" not in self._milestones:
+            self._milestones["first_step"] = time.time()
+
+    def on_log(self, step: int, measured: dict[str, float]) -> None:
+        if self._told:
+            return
+        self._told = True
+        before = self._started_at
+        for name, reached in sorted(self._milestones.items(), key=lambda mark: mark[1]):
+            measured[f"start/{name}_s"] = reached - before
+            before = reached
+        measured["seconds_to_first_step"] = before - self._started_at
+
+    def on_end(self, summary: "RunSummary") -> None:
+        if "first_step" in self._milestones:
+            summary["seconds_to_first_step"] = self._milestones["first_step"] - self._started_at
 
 
 def peak_memory_bytes() -> int:

@@ -23,15 +23,13 @@ from raystride.pipelines.feed.plan import build_plan
 from raystride.pipelines.feed.samples import Samples, open_samples
 from raystride.pipelines.feed.stream import TokenStream
 from raystride.pipelines.files import Folder
-from raystride.pipelines.observers.first_step import FirstStep
 from raystride.pipelines.observers.gpu_monitor import GpuMonitor
 from raystride.pipelines.observers.host_monitor import HostMonitor
 from raystride.pipelines.observers.kernels import Kernels
 from raystride.pipelines.observers.observer import Observer, RunFacts
-from raystride.pipelines.observers.phases import PhaseShares
 from raystride.pipelines.observers.ray_metrics import RayMetrics
 from raystride.pipelines.observers.stragglers import Stragglers
-from raystride.pipelines.observers.throughput import Throughput
+from raystride.pipelines.observers.throughput import FirstStep, PhaseShares, Throughput
 from raystride.pipelines.observers.tracker import Tracker
 from raystride.pipelines.plugins import OBSERVERS, load_plugins
 from raystride.pipelines.prepare.manifest import Manifest
@@ -71,7 +69,7 @@ def run_worker(
     job.carried.register()
     load_plugins(job.config.plugins)
     sender = Sender(post, f"rank{worker.rank}")
-    observers = build_observers(job, sender, job.milestones | (milestones or {}) | {"torch": time.time()})
+    observers = build_observers(job, worker, sender, job.milestones | (milestones or {}) | {"torch": time.time()})
     log = partial(_log, sender, worker)
     owns_group = not dist.is_initialized()
     try:
@@ -101,23 +99,21 @@ def run_worker(
         sender.close()
 
 
-def build_observers(job: Job, sender: Sender, milestones: dict[str, float]) -> list[Observer]:
-    """All that watches a training, in the order in which it is told; `milestones` are those of this worker's start."""
-    speed, every_s = Throughput(), job.config.record.system_every_s
-    return [
-        Profiled(job.config.profile, job.folder, sender, speed.on_pause),  # first: its own seconds are no training
-        speed,
-        PhaseShares(),
-        FirstStep(job.started_at, milestones),
-        Stragglers(sender),
-        StallWatch(job.config.profile.stall_factor, job.folder, sender),
-        HostMonitor(sender, every_s),
-        GpuMonitor(sender, every_s),
-        RayMetrics(),
-        Kernels(sender),
-        *(make() for make in OBSERVERS.values()),
-        Tracker(sender),  # last: it sends what the others have measured
-    ]
+def build_observers(job: Job, worker: WorkerInfo, sender: Sender, milestones: dict[str, float]) -> list[Observer]:
+    """All that has something to watch, in the order in which it is told; `milestones` are those of this worker's start."""
+    profile, every_s, speed = job.config.profile, job.config.record.system_every_s, Throughput()
+    built: list[Observer] = [speed, PhaseShares(), FirstStep(job.started_at, milestones)]
+    if profile.tool != "none":
+        built.insert(0, Profiled(profile, job.folder, sender, speed.on_pause))  # first: its own seconds are no training
+    if profile.stall_factor:
+        built.append(StallWatch(profile.stall_factor, job.folder, sender))
+    if worker.world > 1:
+        built.append(Stragglers(sender))
+    built += [HostMonitor(sender, every_s), GpuMonitor(sender, every_s)]
+    if job.config.launch.mode == "ray":
+        built.append(RayMetrics())
+    built += [Kernels(sender), *(make() for make in OBSERVERS.values())]
+    return [*built, Tracker(sender)]  # last: it sends what the others have measured
 
 
 def build_training(

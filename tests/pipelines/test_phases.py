@@ -8,7 +8,7 @@ from time import perf_counter, sleep
 import pytest
 
 from raystride.pipelines.config import Train, Validation
-from raystride.pipelines.observers.phases import PhaseShares
+from raystride.pipelines.observers.throughput import PhaseShares
 from raystride.pipelines.phases import PARTS, PHASES, listen, phase
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
