@@ -25,8 +25,10 @@ before that of its node, for some seconds: places there are asked for in vain, w
 
 
 def train_on_ray(job: Job, share: Share, recorder: RecorderHandle, *, fast_start: bool) -> dict[str, Any]:
-    """Runs the job on Ray workers; returns rank 0's summary. Raises ray.train.TrainingFailedError, and what Ray raises; Hung
-    where the last group hung and was ended for it."""
+    """Runs the job on Ray workers; returns rank 0's summary.
+
+    Raises ray.train.TrainingFailedError, what Ray raises besides, and Hung where the last group hung and was ended for it.
+    """
     watch = HangWatch(recorder, job.folder, job.config.launch.hang_s)
     try:
         return _train(job, share, recorder, fast_start=fast_start)
@@ -86,7 +88,8 @@ def _with_less_time(job: Job, seconds: float) -> Job:
 
 def make_trainer(function: Any, settings: dict[str, Any], *, fast_start: bool, warn: Warn) -> Any:
     """The fast-start trainer where it is asked for, else the stock TorchTrainer; this one also, after a warning, where Ray's
-    internals are not as the other knows them."""
+    internals are not as the other knows them.
+    """
     if fast_start and (trainer := fast_start_trainer(function, settings, warn)):
         return trainer
     from ray.train.torch import TorchTrainer

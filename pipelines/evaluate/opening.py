@@ -128,7 +128,7 @@ def choose(storage: Folder, run: str, checkpoint: str | int = "best", average: i
 
 
 def task_at(config: Config, place: Folder) -> Task:
-    """The task whose facts and tokenizers lie in a folder."""
+    """The task whose facts and tokenizers lie in a folder. Raises SettingError where its plug-in is missing."""
     if place.exists("facts.json"):
         facts = place.read_json("facts.json")
         return build_task(config, facts, Tokenizers(place, facts["tokenizers"]))

@@ -109,7 +109,7 @@ class Loader:
         self.placement = Placement(self.device, self.samples.task)
 
     def steps(self, first: int, until: float) -> Iterator[Step]:
-        """Steps from `first`, below `until` and within the plan's epochs. Errors of the reading thread come up here."""
+        """Yields the steps from `first`, below `until` and within the plan's epochs. Raises what the reading thread met."""
         last = min(until, self.plan.steps)
         ready: queue.Queue[Step | BaseException | None] = queue.Queue(self.prefetch)
         stopped = threading.Event()

@@ -121,7 +121,8 @@ def _table(rows: list[tuple[Any, ...]]) -> pa.Table:
 def tokenise(job: Preparation, table: pa.Table) -> pa.Table:
     """The table with the ids of each text instead of the text. An unfinished document's stretch gets no end token.
 
-    A document that the task cannot encode becomes a fault. Raises DataError unless faults are skipped.
+    A document that the task cannot encode becomes a fault. Raises DataError unless faults are skipped, and RuntimeError
+    where the task gives an id that is not below its `ids`.
     """
     ids: list[np.ndarray] = []
     masks: list[np.ndarray | None] = []
@@ -182,7 +183,10 @@ def id_type(task: Task) -> pa.DataType:
 
 
 def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
-    """Writes a part's shards, then its record, which is returned: part, shards by split, faults, and how many there were."""
+    """Writes a part's shards, then its record, which is returned: part, shards by split, faults, and how many there were.
+
+    Raises RuntimeError where the row that ends a part is missing, OSError where a shard reads otherwise than it was written.
+    """
     writers: dict[str, ShardWriter] = {}
     faults: list[dict[str, str]] = []
     skipped, number, whole = 0, -1, False

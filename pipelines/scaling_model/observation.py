@@ -21,7 +21,10 @@ class TrialError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a group of workers does in a step, and how it is spread over them."""
+    """What a group of workers does in a step, and how it is spread over them.
+
+    Raises TrialError where a count is below 1, or the workers do not fill nodes, slots or groups evenly.
+    """
 
     device: str
     """What a worker computes on, by name: speeds are never carried from one device to another."""
@@ -150,7 +153,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Observation:
-    """One measured trial."""
+    """One measured trial. Raises TrialError where no step was measured, or waiting for data took longer than a step."""
 
     work: Work
     step_seconds: tuple[float, ...]

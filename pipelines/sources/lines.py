@@ -53,7 +53,9 @@ class LineReader:
         return at
 
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
-        """The documents of the lines in the slice."""
+        """The documents of the lines in the slice; a line that is not UTF-8 is a Fault. Raises Faulty where
+        the file breaks.
+        """
         line = None
         with open_range(piece.file, piece.start, piece.stop) as stream:
             for number, (at, line) in enumerate(lines(stream), 1):
@@ -100,7 +102,9 @@ class JsonReader(LineReader):
         return offset if offset == 0 or _is_array(file) else super().seam(file, offset)
 
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
-        """The documents of the lines, or elements, in the slice."""
+        """The documents of the lines, or elements, in the slice. Raises Faulty where the file breaks, or an array is no
+        JSON.
+        """
         return self._read_array(piece) if _is_array(piece.file) else super().read(piece)
 
     def _document(self, line: str, place: str, file: File) -> Iterator[Piece | Fault]:

@@ -40,7 +40,7 @@ class CsvReader:
         return offset
 
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
-        """The documents of the rows in the slice."""
+        """The documents of the rows in the slice. Raises Faulty where the file is empty, is no CSV, or lacks a column."""
         file = piece.file
         csv.field_size_limit(2**31 - 1)
         with open_range(file) as stream:
@@ -114,7 +114,7 @@ class ParquetReader:
         return offset
 
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
-        """The documents of the rows in the slice."""
+        """The documents of the rows in the slice. Raises Faulty where the file is empty, no Parquet, or lacks a column."""
         file, stop = piece.file, piece.stop or 0
         with _Parquet(file, self.columns) as table:
             if table.metadata.num_rows == 0:

@@ -58,7 +58,9 @@ class TextReader:
         return offset + next((i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
 
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
-        """The text in pieces of about PIECE bytes."""
+        """The text in pieces of about PIECE bytes. Raises Faulty where it breaks or is not UTF-8, unless `skip` looked
+        before.
+        """
         file = piece.file
         ends = self.whole or piece.stop is None or (not file.streamed and piece.stop == file.size)
         if self.skip and (fault := self._check(piece)):

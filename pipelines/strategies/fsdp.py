@@ -44,7 +44,10 @@ class FullySharded(Sharded):
         offload: bool = False,
         compute: torch.dtype = torch.float32,
     ) -> None:
-        """`compute`: what parameters are gathered as, bfloat16 for pure_bf16; shards, gradients and sums are fp32."""
+        """`compute`: what parameters are gathered as, bfloat16 for pure_bf16; shards, gradients and sums are fp32.
+
+        Raises ValueError where the workers cannot be cut into groups of `shard_workers`.
+        """
         super().__init__(device, rank, world)
         self._shards = shard_workers or world
         if world % self._shards:

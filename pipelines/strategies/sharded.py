@@ -22,7 +22,9 @@ class Sharded:
         self._sum: dist.Work | None = None
 
     def gradients(self) -> list[torch.Tensor]:
-        """This worker's shards."""
+        """The shards of the gradients that this worker holds. Raises NotImplementedError: each strategy says
+        where they lie.
+        """
         raise NotImplementedError
 
     def _send_measured(self, measured: torch.Tensor) -> None:

@@ -31,7 +31,7 @@ def observation_of(config: Config, result: Result) -> Observation:
 
 
 def work_of(config: Config, result: Result) -> Work:
-    """What each step of the trial computed and sent."""
+    """What each step of the trial computed and sent. Raises TrialError where nothing tells its number of parameters."""
     scaling, train = config.scaling, config.train
     strategy: Strategy = scaling.strategy if scaling.strategy != "auto" else "ddp" if result.workers > 1 else "single"
     network = network_of(config, expected(config), slots=1, arithmetic=Arithmetic())

@@ -117,7 +117,10 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commits: small files, then the manifest, in one atomic put."""
+        """Commits: small files, then the manifest, in one atomic put.
+
+        Raises TypeError for what is no tensor, and what `may_commit` raises where a later attempt writes here.
+        """
         written = [result for rank in results for result in rank]
         pieces = {result.index: result.storage_data for result in written}
         files = {piece.file: {"bytes": piece.file_bytes, "sha256": piece.sha256} for piece in pieces.values()}
