@@ -44,7 +44,7 @@ class LayerCache:
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def select(self, rows: torch.Tensor) -> None:
-        """Keeps the rows with these numbers, in this order; one may stand twice, but no more than there were."""
+        """Keeps the rows of these numbers (n,), in this order; one may stand twice, but no more than there were."""
         if self.keys is None or self.values is None:
             return
         for name, old in (("keys", self.keys), ("values", self.values)):

@@ -44,7 +44,7 @@ def adamw_reference(
     decay: float,
     skip: torch.Tensor | None = None,
 ) -> None:
-    """PyTorch's own fused update."""
+    """Updates parameters and moments in place by PyTorch's own fused operation; arguments as `adamw` has them."""
     torch.ops.aten._fused_adamw_(
         list(parameters), list(gradients), list(exp_avgs), list(exp_avg_sqs), [], list(steps),
         lr=learning_rate, beta1=betas[0], beta2=betas[1], weight_decay=decay, eps=eps, amsgrad=False, maximize=False,

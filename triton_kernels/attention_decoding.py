@@ -101,7 +101,7 @@ def decode(
     window: int,
     scale: float,
 ) -> torch.Tensor:
-    """Attention without gradients; T at most LONGEST."""
+    """Attention (B, H, T, D) of q over k and v (B, G, S, D) without gradients; T at most LONGEST."""
     q, k, v = rows_readable(q), rows_readable(k), rows_readable(v)
     (batch, heads, queries, size), groups, keys = q.shape, k.shape[1], k.shape[2]
     o = like_rows(q)

@@ -132,5 +132,5 @@ def attend(
 
 
 def lse_strides(lse: torch.Tensor) -> tuple[int, int]:
-    """Of batch and head."""
+    """Strides of batch and head: of lse (B, H, T), or of (H, N) for packed sequences, whose batch has none."""
     return (lse.stride(0), lse.stride(1)) if lse.dim() == 3 else (0, lse.stride(0))

@@ -45,7 +45,7 @@ class AnswerWork:
     """Whether documents are whole and get a loss."""
 
     def answerer(self) -> Answerer:
-        """The model, loaded."""
+        """Loads the model into this process, ready to answer."""
         return Answerer(self.chosen.with_beams(self.settings.beams).open(), self.settings, self.sample, graded=self.graded)
 
 

@@ -165,11 +165,11 @@ class RowMeter:
 
     @property
     def seconds(self) -> float:
-        """Since it was made."""
+        """Seconds since the meter was made."""
         return max(time.monotonic() - self._start, 1e-9)
 
     def read(self) -> str:
-        """The state as a line."""
+        """Looks which parts have been finished since; the state as a line."""
         for name in set(self._records.names()) & set(self._left):
             with suppress(OSError, ValueError):
                 self.rows += self._records.read_json(name)["rows"]

@@ -53,6 +53,6 @@ class NodeCache:
 
 
 def node_cache(config: Config) -> NodeCache:
-    """This node's, in `$RAYSTRIDE_CACHE` or below the home directory, as large as the settings allow."""
+    """The cache of this node, in `$RAYSTRIDE_CACHE` or below the home directory, as large as `data.cache_gib` says."""
     place = Path(os.environ.get("RAYSTRIDE_CACHE", "~/.cache/raystride")).expanduser()
     return NodeCache(place, int(config.data.cache_gib * 2**30))

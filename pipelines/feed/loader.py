@@ -38,11 +38,11 @@ class MicroBatch:
     """Whether it only keeps this worker in step with the others: real shapes, and no target that counts."""
 
     def pinned(self) -> "MicroBatch":
-        """The same in memory that a GPU can read by itself."""
+        """The micro-batch in page-locked memory, which a GPU can read by itself."""
         return replace(self, inputs=tuple(each.pin_memory() for each in self.inputs), targets=self.targets.pin_memory())
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """The same on a device; pinned memory is copied without waiting."""
+        """The micro-batch on a device; what lies in page-locked memory is copied without waiting."""
         inputs = tuple(each.to(device, non_blocking=True) for each in self.inputs)
         return replace(self, inputs=inputs, targets=self.targets.to(device, non_blocking=True))
 
@@ -154,7 +154,7 @@ class Loader:
             hand_over(error)
 
     def read_step(self, number: int) -> Step:
-        """One step, in the calling thread and on the host."""
+        """Reads a step in the calling thread; its micro-batches lie on the host."""
         share = self.plan.share(self.rank, self.world)
         group = self.micro_batch_slots or len(share)
         batches, total = [], 0

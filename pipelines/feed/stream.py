@@ -54,10 +54,10 @@ class TokenStream:
         return ids, masks
 
     def rows(self, numbers: np.ndarray) -> Rows:
-        """The rows of these numbers: vectors of ids, and of what counts (bool) where shards have masks; without one, all
-        counts.
+        """The rows of these numbers, vectors of ids; and where shards have masks, of what counts (bool), else None.
 
-        Raises IndexError for a number beyond the last row.
+        Of shards without masks among others with some, every token counts. Raises IndexError for a number beyond the last
+        row.
         """
         ids: list[np.ndarray] = []
         masks: list[np.ndarray | None] = []

@@ -186,7 +186,10 @@ def _check(config: Config, storage: Folder) -> int:
 
 
 def resources_for(config: Config) -> tuple[Resources, Share]:
-    """What there is, and what the run will take of it."""
+    """The resources that there are, of this machine or of the cluster, and the share that the run will take of them.
+
+    Raises SettingError where the settings contradict each other or the device.
+    """
     there = Resources.of_this_machine() if config.launch.mode == "inline" else Resources.of_cluster()
     return there, resolve(config, there)
 

@@ -135,14 +135,14 @@ class ComputeWindow:
         self.listener: Listener | None = nvtx_listener()
 
     def open(self) -> None:
-        """Nothing: the ranges do it."""
+        """Nothing to do: ncu measures by the ranges of phases, which are open in the window."""
 
     def close(self, scratch: Path, stem: str) -> list[str]:
-        """The page for now."""
+        """A sentence for the page: the figures come when this process has ended."""
         return [paragraph("Nsight Compute writes its figures of each kernel beside this page when the job has ended.")]
 
     def abandon(self) -> None:
-        """Nothing."""
+        """Nothing to do: ncu writes what it has when this process ends."""
 
 
 def _importer() -> Path | None:

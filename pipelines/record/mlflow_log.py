@@ -1,8 +1,8 @@
 """The MLflow side of a record: one run opened or reopened, and journal entries turned into its metrics, tags, artifacts.
 
-Nothing here retries; `follower` does. The run's folder holds `mlflow.json`: the run's id in MLflow and, as `logged`, the
-number of each attempt's last segment that MLflow has. Times are the entries' own, so that MLflow, whose metrics are unique
-by name, step, time and value, drops what it is sent twice after a crash between logging and noting it.
+Nothing here retries; `mlflow_follower` does. The run's folder holds `mlflow.json`: the run's id in MLflow and, as `logged`,
+the number of each attempt's last segment that MLflow has. Times are the entries' own, so that MLflow, whose metrics are
+unique by name, step, time and value, drops what it is sent twice after a crash between logging and noting it.
 
     log = MlflowLog.at(run_folder, "my-run", Record(), storage)
     log.log(entries); log.finish("finished", time.time())

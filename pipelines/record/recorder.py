@@ -149,7 +149,7 @@ class Recorder:
         return build_summary(self._run, status, newest, given)
 
     def _figures(self) -> dict[str, Any]:
-        """What the nodes' totals come to."""
+        """Energy, throttling and idling of all nodes, as far as their newest totals tell it."""
         with self._lock:
             return run_figures(self._state.totals.values())
 

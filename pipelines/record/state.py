@@ -145,7 +145,7 @@ def _each(workers: Iterable[Mapping[str, Any]], key: str) -> list[float]:
 
 
 def run_figures(totals: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The figures that the totals allow.
+    """Energy, power, throttled seconds and idling of a run from its nodes' newest totals, as far as those tell it.
 
     Energy is told only where every device of every node was metered to the end: a sum of some of them would be taken for
     that of all. Tokens and seconds are those of the node of rank 0; the others send none.

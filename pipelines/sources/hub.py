@@ -55,7 +55,7 @@ class HuggingFaceReader:
         return len(self._dataset())
 
     def seam(self, file: File, offset: int) -> int:
-        """Any row."""
+        """The offset itself: a dataset may be cut before any row."""
         return offset
 
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:

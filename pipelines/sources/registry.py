@@ -72,7 +72,7 @@ class RegisteredReader:
         return sum(1 for _ in self._documents())
 
     def seam(self, file: File, offset: int) -> int:
-        """Any document."""
+        """The offset itself: the documents may be cut before any of them."""
         return offset
 
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:

@@ -36,7 +36,7 @@ class CsvReader:
         return length(piece.file) - piece.start
 
     def seam(self, file: File, offset: int) -> int:
-        """Any offset: rows are kept whole by where they begin."""
+        """The offset itself: rows are kept whole by where they begin."""
         return offset
 
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
@@ -110,7 +110,7 @@ class ParquetReader:
             return int(table.metadata.num_rows)
 
     def seam(self, file: File, offset: int) -> int:
-        """Any row."""
+        """The offset itself: a table may be cut before any row."""
         return offset
 
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:

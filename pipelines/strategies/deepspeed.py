@@ -61,7 +61,7 @@ class ZeRO(Sharded):
         return model, cast(Optimizer, self._partitions)
 
     def begin(self) -> None:
-        """The update before has dropped the gradients."""
+        """Nothing to do: the update before has dropped the gradients."""
 
     def backward(self, loss: torch.Tensor, measured: torch.Tensor, *, slot: int, last: bool) -> None:
         """Adds gradients; they are summed over the workers now (stages 2 and 3), or during the last micro-batch (1)."""
@@ -72,7 +72,7 @@ class ZeRO(Sharded):
         self._engine.backward(loss * self.world, scale_wrt_gas=False)
 
     def gradients(self) -> list[torch.Tensor]:
-        """This worker's partitions."""
+        """This worker's partitions of the summed gradient, flat vectors."""
         return self._partitions.gradients()
 
     def norm(self) -> torch.Tensor:
@@ -80,7 +80,7 @@ class ZeRO(Sharded):
         return self._norm(self.world)
 
     def settle(self) -> None:
-        """DeepSpeed drops what it gathers as soon as it is used."""
+        """Nothing to do: DeepSpeed drops what it gathers as soon as it is used."""
 
     def _update(self, learning_rate: float, skip: torch.Tensor | None) -> None:
         self._base.learning_rate, self._base.skip = learning_rate, skip

@@ -56,7 +56,7 @@ class ExactBuckets(Buckets):
         self._exchange: tuple[list[dist.Work], dict[tuple[int, int], torch.Tensor]] | None = None
 
     def clear(self) -> None:
-        """A new step; what its slots find is zeroed when they begin."""
+        """Begins a new step; the buffers are zeroed one by one, when the first slot that adds to one begins."""
         self._next = self._share.start
 
     def before(self, slot: int, measured: torch.Tensor, *, last: bool) -> None:

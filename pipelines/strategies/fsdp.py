@@ -87,7 +87,7 @@ class FullySharded(Sharded):
         )
 
     def begin(self) -> None:
-        """Drops the gradients."""
+        """Drops the gradients of the step before."""
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -99,7 +99,7 @@ class FullySharded(Sharded):
         loss.backward()
 
     def gradients(self) -> list[torch.Tensor]:
-        """This worker's shards."""
+        """This worker's shards of the gradients, fp32; summed over the workers after the last micro-batch."""
         return [p.grad.to_local() for p in self._parameters if p.grad is not None]  # type: ignore[attr-defined]
 
     def norm(self) -> torch.Tensor:

@@ -68,13 +68,13 @@ class Buckets:
             flat.zero_()
 
     def before(self, slot: int, measured: torch.Tensor, *, last: bool) -> None:
-        """A micro-batch that begins with `slot` is about to add its gradients."""
+        """Is told that a micro-batch from `slot` on will add its gradients; from the `last` on, full buckets are sent."""
         if last:
             self.tail(self.flat).copy_(measured)
             self._arm()
 
     def after(self, *, last: bool) -> None:
-        """A micro-batch has added its gradients."""
+        """Is told that a micro-batch has added its gradients; here nothing follows from it."""
 
     def _arm(self) -> None:
         """From here on a bucket is sent as soon as the gradients of all its parameters have arrived."""
@@ -83,7 +83,10 @@ class Buckets:
         self._armed = True
 
     def finish(self, measured: torch.Tensor) -> torch.Tensor:
-        """Sends what is left (parameters without a gradient, a worker without a micro-batch) and waits for all sums."""
+        """Sends what is left (parameters without a gradient, a worker without a micro-batch) and waits for all sums.
+
+        Returns the sum of every worker's `measured`, a view (extra,) into the last bucket.
+        """
         if not self._armed:
             self.before(0, measured, last=True)
         self._waiting = [0] * len(self.flat)
@@ -93,7 +96,7 @@ class Buckets:
         return self.tail(self.flat)
 
     def gradients(self) -> list[torch.Tensor]:
-        """The buckets without what is no gradient."""
+        """A flat fp32 vector of gradients a bucket, without the numbers that stand behind them."""
         return [flat[:size] for flat, size in zip(self.flat, self.sizes, strict=True)]
 
     def _arrived(self, number: int) -> None:

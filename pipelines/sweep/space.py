@@ -57,7 +57,7 @@ class Candidate:
 
     @property
     def refusal(self) -> str:
-        """Why there are none."""
+        """The rule that refuses the settings, in words; empty where none does."""
         return "" if isinstance(self._made, Config) else str(self._made)
 
     @property
@@ -75,7 +75,7 @@ class Candidate:
 
     @property
     def run(self) -> str:
-        """The name of its run."""
+        """The name of the run that measures it."""
         return f"{self.base.run}-{self.key}"
 
     @property

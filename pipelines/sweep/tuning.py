@@ -58,7 +58,7 @@ class SweepPlan:
 
     @property
     def folder(self) -> Folder:
-        """The sweep's own."""
+        """The sweep's own folder, with its results and its page."""
         assert self.base.run
         return self.storage / self.base.run
 

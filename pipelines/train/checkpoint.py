@@ -119,7 +119,7 @@ class Checkpoints:
         state.saved = True
 
     def path(self, step: int) -> Folder:
-        """Where the checkpoint of a step lies."""
+        """The folder in which the checkpoint of a step lies, or will lie."""
         return self.folder / step_name(step)
 
     def under_way(self) -> bool:

@@ -39,7 +39,7 @@ class GoBack(Exception):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Where a step went wrong."""
+    """Where a step went wrong: the layer, the slots, the samples."""
 
     layer: str | None
     """The first module whose output is not finite, in the order of the forward; None: no output was."""
@@ -61,7 +61,7 @@ Diagnose = Callable[[int, bool], Diagnosis]
 
 @dataclass
 class StepGuard:
-    """Applies `guard.policy`."""
+    """Applies `guard.policy` to the verdicts on steps: the run ends, goes on without the step, or goes back."""
 
     settings: GuardSettings
     state: TrainState

@@ -71,7 +71,7 @@ class FusedUpdater:
 
     @torch.no_grad()
     def update(self, learning_rate: float, skip: torch.Tensor | None = None) -> None:
-        """Updates every group; see Updater."""
+        """Changes the parameters that have a gradient, at this learning rate; where `skip` (fp32 scalar) is 1, nothing."""
         for parameters, decay in self.groups:
             trained = [p for p in parameters if p.grad is not None]
             if trained:
@@ -107,18 +107,18 @@ class FusedUpdater:
         return self._state[parameter]
 
     def state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """See Updater."""
+        """All that is remembered of a parameter, by name, in shards if the parameter is; empty before its first update."""
         return self._state.get(parameter, {})
 
     def empty_state(self, parameter: nn.Parameter, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """See Updater."""
+        """Zeros into which a checkpoint can be read: a scalar, or of a parameter's size and in shards as it is."""
         if list(size) == list(parameter.shape):
             return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         return torch.zeros(size, dtype=dtype, device=parameter.device)
 
     @torch.no_grad()
     def load_state(self, parameter: nn.Parameter, held: dict[str, torch.Tensor]) -> None:
-        """See Updater."""
+        """Goes on with what an optimiser held of a parameter; a `master` becomes the parameter's value, too."""
         if "master" in held:
             parameter.copy_(held["master"])
         self._state[parameter] = held
