@@ -115,6 +115,7 @@ def predict(
     given = _of_run(run, storage) | dict(settings or {})
     if questions is None:
         return predict_files(configured(Predict, given).settings, echo=_nothing)
+    # The settings want a question or files; the questions themselves are passed beside them.
     return answer_questions(configured(Predict, given | {"text": ""}).settings, questions)
 
 

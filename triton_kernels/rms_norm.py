@@ -222,6 +222,7 @@ def _rms_norm_backward(
     grad_total = None if grad_total is None else grad_total.contiguous()
     grad_x, rows, columns = torch.empty_like(x), inverse.numel(), weight.numel()
     wide, groups, per_group, blocks = backward_plan(rows, columns, x.device)
+    # The kernel for wide rows adds to its row of `partial` chunk by chunk; the other one writes it once.
     new = torch.zeros if wide else torch.empty
     partial = new((groups if needs_weight else 0, columns), dtype=torch.float32, device=x.device)
     kernel = _rms_norm_backward_wide_kernel if wide else _rms_norm_backward_kernel

@@ -65,12 +65,14 @@ def trainer_settings(job: Job, share: Share, recorder: RecorderHandle, most: int
             num_workers=(share.least, most) if share.least else most,
             use_gpu=share.device == "cuda",
             resources_per_worker=share.per_worker,
+            # By itself it would kill the workers where they are in order to grow; see `elastic`.
             elastic_resize_monitor_interval_s=NEVER_S,
         ),
         "run_config": RunConfig(
             name=f"{job.run}-{job.attempt}" + (f"-{number}" if number else ""),
             storage_path=(job.folder / ".ray").uri,
             failure_config=FailureConfig(max_failures=job.config.launch.restarts),
+            # Ray would print a failure's traceback three times; the last screen shows the lines that matter.
             logging_config=LoggingConfig(log_level="CRITICAL"),
             worker_runtime_env=under_nsys,
         ),

@@ -121,6 +121,7 @@ def _writer(form: Form, stream: IO[bytes], first: list[dict[str, Any]]) -> Itera
     import pyarrow as pa
     from pyarrow.parquet import ParquetWriter
 
+    # That of the first rows for all: rows without a value would give a column another type.
     schema = pa.Table.from_pylist(first).schema
     with ParquetWriter(stream, schema) as table:
         yield _Table(table, schema)

@@ -74,6 +74,7 @@ def predict(
         chosen = replace(chosen, config=replace(chosen.config, data=replace(data, **named)))
     columns = chosen.task.asked
     source = open_source(data, name, columns, whole=True)
+    # Here every line asks something, where a training takes the whole file as one document.
     if source.kind == "text":
         source = open_source(replace(data, kind="lines"), name, columns)
     work = AnswerWork(chosen=chosen, settings=settings, sample=sample, folder=folder, readers={"": source.reader}, form=form)

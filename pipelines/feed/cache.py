@@ -32,6 +32,7 @@ class NodeCache:
             if not (target.exists() and target.stat().st_size == size):
                 self._make_room(size)
                 folder.download(name, target)
+            # The time of the last use, by which `_make_room` chooses.
             os.utime(target)
         return target
 

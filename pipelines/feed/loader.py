@@ -136,6 +136,7 @@ class Loader:
         def hand_over(item: Step | BaseException | None) -> bool:
             while not stopped.is_set():
                 try:
+                    # Not for ever: a consumer that has gone takes nothing any more.
                     ready.put(item, timeout=0.2)
                 except queue.Full:
                     continue
@@ -147,6 +148,8 @@ class Loader:
                 if number >= last:
                     break
                 step = self.read_step(number)
+                # To a GPU the loop's own thread brings it, since what that thread launches afterwards has to wait for the
+                # copy.
                 if not hand_over(self._placed(step) if self.device.type == "cpu" else step):
                     break
             hand_over(None)

@@ -123,6 +123,7 @@ def train(
             raise CannotRun("this cluster cannot run it:\n" + "\n".join(problems))
         prepared = prepare_data(config, storage, screen)
         if earlier:
+            # Once more, since only now it is known whether the same settings still mean the same data.
             refuse_changes(earlier, config, prepared.manifest.fingerprint)
         milestones["data"] = time.time()
         environment = describe_environment() | {"attempt": attempt, "data": prepared.manifest.fingerprint}
@@ -136,6 +137,7 @@ def train(
             threads=share.threads,
             facts=_facts(config, folder, environment, share),
             carried=carried,
+            # A trial's process has driven others before: its own start says nothing of this one.
             started_at=milestones["driver"] if watcher else process_start(os.getpid()) or milestones["driver"],
             milestones=milestones,
         )
@@ -263,6 +265,7 @@ def _conduct(
     from raystride.pipelines.cluster.trainer import train_on_ray
 
     recorder = RecorderHandle.start(**arguments)
+    # An elastic run needs the parts of Ray Train that the fast start leaves out.
     fast_start = job.config.launch.lean and not joined(job.config.launch) and not share.least
     run = partial(train_on_ray, job, share, recorder, fast_start=fast_start)
     return conduct(job, recorder, run, screen, watcher)

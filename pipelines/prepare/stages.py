@@ -77,6 +77,7 @@ def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
                 raise item.error()
             rows.append((part.number, None, None, None, None, None, item.place, item.reason))
             continue
+        # A skipped range may have held the beginning: what follows it must not join the document before.
         document += item.begins or ended
         ended = item.ends
         validation = part.split == "validation"
@@ -141,6 +142,7 @@ def tokenise(job: Preparation, table: pa.Table) -> pa.Table:
         table = _with_faults(job, table, faults)
     kind = id_type(job.task)
     values = np.concatenate(ids)
+    # A task of one's own may be wrong here, and the narrow type below would wrap around in silence.
     if len(values) and int(values.max()) >= job.task.ids:
         raise RuntimeError(f"the task's example holds {values.max()}, but its numbers must be below `ids`, {job.task.ids}")
     offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)

@@ -31,6 +31,7 @@ SUMMARIES = (("nvtxsum", "nvtx_sum"), ("gpukernsum", "cuda_gpu_kern_sum"), ("cud
 
 def nvtx_listener() -> Listener:
     """Ranges that Nsight sees. Raises ProfileError where nothing here can make them."""
+    # Else kernels of earlier steps, which still run, would be counted.
     if torch.cuda.is_available():
         return _cuda_range
     if find_spec("nvtx") is None:

@@ -148,6 +148,7 @@ class MlflowLog:
             run = self._find_run(client) or self._make_run(client)
         self.reference |= {"run_id": run.info.run_id, "experiment_id": run.info.experiment_id}
         self._keep_mark()
+        # The attempt before may have ended it.
         client.update_run(run.info.run_id, status="RUNNING")
         return client
 
@@ -299,6 +300,7 @@ def schema_lock(uri: str) -> "Iterator[None]":
         deadline = time.monotonic() + SCHEMA_TIMEOUT_S
         while True:
             try:
+                # Tried again and again, since a lock that waits knows no limit.
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:

@@ -135,8 +135,10 @@ class Posterior:
     def _candidates(self, rng: np.random.Generator) -> Array:
         """The likeliest of many draws from the priors, each with computing as fast as fits its group's trials best."""
         found = self._middle + self._width * rng.standard_normal((CANDIDATES, len(self._middle)))
+        # A little inside of the bounds, beyond which the density is zero.
         found = np.minimum(found, self._most - 1e-3)
         first = len(self.names) - len(self.groups)
+        # Computing is only a part of a step, so one correction alone would not meet it.
         for _ in range(5):
             missed = np.log(self._seconds / seconds_of(self.table, self.values(found)).total)
             for column, name in enumerate(self.groups, first):

@@ -179,6 +179,7 @@ class ScalingModel:
 
     def _noisy(self, parts: Parts) -> Array:
         """Seconds of a step with data, as a further trial would measure them."""
+        # A fixed seed, so that the same trials give the same figures.
         shaken = np.random.default_rng(0).standard_t(FREEDOM, size=parts.total.shape)
         return parts.total * np.exp(self.draws["noise"] * shaken) + self._data_seconds
 

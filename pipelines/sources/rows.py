@@ -42,6 +42,7 @@ class CsvReader:
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
         """The documents of the rows in the slice. Raises Faulty where the file is empty, is no CSV, or lacks a column."""
         file = piece.file
+        # The default of 128 KiB is less than many a document has.
         csv.field_size_limit(2**31 - 1)
         with open_range(file) as stream:
             text = _DecodedLines(stream)

@@ -51,6 +51,7 @@ class DataParallel:
 
     def norm(self) -> torch.Tensor:
         """Euclidean norm of the whole gradient, a scalar, as the norm of the buckets' norms; after `reduce`."""
+        # The buckets are the same on any number of workers, and so is the order in which this adds: train.exact needs it.
         return norm_of(self.gradients(), self.device)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:

@@ -65,15 +65,18 @@ class FullySharded(Sharded):
         self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         for block in blocks(model):
             self._shard(block, reshard=self._reshard)
+        # Embeddings and head are needed at both ends of a step, so they stay gathered in between.
         self._shard(model, reshard=False)
         for module in _sharded(model):
             # FSDP2 would take the mean over the workers, and by operations that gloo does not have.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+        # Generation and translation compute by these methods, which must gather parameters as `forward` does.
         for name in METHODS:
             if hasattr(model, name):
                 register_fsdp_forward_method(model, name)
         self._model = model
+        # Sharding has put other parameters in the place of those before, so the optimiser is made last.
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         return model, make_optimizer(model)
 

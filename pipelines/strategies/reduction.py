@@ -31,6 +31,7 @@ class Buckets:
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, bucket_bytes: int, extra: int, multiple_of: int = 1) -> None:
         trained = [p for p in parameters if p.requires_grad]
+        # A backward comes to the last parameters first, so their bucket is full first and leaves while the rest computes.
         self.groups = _cut(list(reversed(trained)), bucket_bytes)
         self.extra = extra
         self.sizes = [sum(p.numel() for p in group) for group in self.groups]
@@ -65,6 +66,7 @@ class Buckets:
     def clear(self) -> None:
         """Zeroes all gradients for a new step."""
         for flat in self.flat:
+            # Zeroed and not dropped: every `grad` must stay a view into its bucket.
             flat.zero_()
 
     def before(self, slot: int, measured: torch.Tensor, *, last: bool) -> None:
@@ -89,6 +91,7 @@ class Buckets:
         """
         if not self._armed:
             self.before(0, measured, last=True)
+        # Nothing more will arrive: what has no gradient by now goes as zeros.
         self._waiting = [0] * len(self.flat)
         self._send_ready()
         self._receive()
@@ -100,6 +103,7 @@ class Buckets:
         return [flat[:size] for flat, size in zip(self.flat, self.sizes, strict=True)]
 
     def _arrived(self, number: int) -> None:
+        # Hooks run in every micro-batch, and only the last one's gradients are complete.
         if self._armed:
             self._waiting[number] -= 1
             self._send_ready()

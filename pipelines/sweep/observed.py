@@ -55,6 +55,7 @@ def work_of(config: Config, result: Result) -> Work:
         reshard=scaling.reshard,
         shard_workers=scaling.shard_workers,
         precision=train.precision,
+        # Gradients are summed in fp32 under every strategy and precision.
         gradient_bytes=FP32_BYTES,
         gather_bytes=HALF_BYTES if half else FP32_BYTES,
         threads=result.threads,

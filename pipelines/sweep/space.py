@@ -105,7 +105,9 @@ class Candidate:
             validation=replace(config.validation, every=0, samples=1),  # one at the end, as small as can be
             checkpoint=replace(config.checkpoint, every=0),
             sample=replace(config.sample, tokens=0),
+            # MLflow is told between two trials, so that no measurement is disturbed.
             record=replace(config.record, mlflow=False),
+            # A failure is a result too.
             launch=replace(config.launch, restarts=0),
         )
 

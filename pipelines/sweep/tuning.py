@@ -89,6 +89,7 @@ def measure(
             max_concurrent_trials=together,
             search_alg=_optuna(plan, known) if chosen else None,
             scheduler=_scheduler(plan.base),
+            # One process drives trial after trial.
             reuse_actors=True,
         ),
         run_config=tune.RunConfig(

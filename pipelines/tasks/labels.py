@@ -98,6 +98,7 @@ class Labelling(Task):
 
         logits = _logits(model, inputs).float()
         real = targets != IGNORED
+        # What does not count adds 0 to the first cell: on a GPU a selection would wait to know its size.
         pairs = (targets * logits.shape[1] + logits.argmax(-1)).where(real, 0)
         confusion = torch.zeros(logits.shape[1] ** 2, device=logits.device).index_add_(0, pairs, real.float())
         return cross_entropy(logits, targets, reduction="sum"), real.sum(), confusion

@@ -211,6 +211,7 @@ class Task:
         """The loss sum of each sample and its targets that count, both (B)."""
         import torch
 
+        # One by one, since a model gives the sum alone; tasks that know a faster way override this.
         alone = [model(*(each[i : i + 1] for each in inputs), targets[i : i + 1]) for i in range(len(targets))]
         sums, counts = zip(*alone, strict=True)
         return torch.stack(sums), torch.stack(counts)

@@ -53,6 +53,7 @@ class Precision:
             return torch.autocast(device.type, torch.float16)
         if self.kind != "bf16":
             return nullcontext()
+        # On CPUs autocast's casts around every operation cost more than they gain; see `model.linear`.
         return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else bf16_products()
 
     def use_products(self) -> None:

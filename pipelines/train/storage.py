@@ -254,10 +254,12 @@ def _bytes_of(tensor: Any) -> memoryview:
 
 
 def _map(folder: Folder, name: str, scratch: Path) -> mmap.mmap:
+    # A name has slashes in it; the copy lies flat.
     path = folder.local / name if folder.local else scratch / hashlib.sha256(name.encode()).hexdigest()
     if not folder.local:
         folder.download(name, path)
     with path.open("rb") as stream:
+        # Copied where it is written to: PyTorch takes no read-only memory, and the file must stay as it is.
         return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
