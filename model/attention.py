@@ -35,6 +35,7 @@ class LayerCache:
     def extend(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds keys and values (B, G, T, D) and returns all so far. The capacity must suffice."""
         if self.keys is None or self.values is None:
+            # Room for all that may come, so that a step of writing copies its own keys alone.
             batch, groups, _, size = k.shape
             self.keys, self.values = (x.new_empty(batch, groups, self.capacity, size) for x in (k, v))
         end = self.length + k.shape[2]
@@ -44,10 +45,11 @@ class LayerCache:
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def select(self, rows: torch.Tensor) -> None:
-        """Keeps the rows with these numbers, in this order; one may stand twice, but no more than there were."""
+        """Keeps the rows of these numbers (n,), in this order; one may stand twice, but no more than there were."""
         if self.keys is None or self.values is None:
             return
         for name, old in (("keys", self.keys), ("values", self.values)):
+            # Into the memory that is there: indexing by rows has copied them before they are written over.
             kept = old[: len(rows)]
             kept[:, :, : self.length] = old[rows, :, : self.length]
             setattr(self, name, kept)

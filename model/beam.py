@@ -49,6 +49,7 @@ def translate(
                 parents, going = search.extend(model.decode(last, decoding))
                 if not going and not finish_together:
                     break
+                # Where nobody is left, workers with shards still step on together: one sentence goes on for nothing.
                 rows, sentences = search.keep(parents, going or [0])
                 if sentences is not None:
                     decoding.select_sentences(sentences)

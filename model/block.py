@@ -44,6 +44,7 @@ class Block(nn.Module):
             x, _ = self.norm1.add(self.dropout(self.attention(x, rotation, cache, mask, key_lengths)), x)
             x, _ = self.norm2.add(self.dropout(self.feed_forward(x)), x)
             return x
+        # The addition and the norm after it are one pass over memory.
         y, x = self.norm2.add(self.dropout(self.attention(self.norm1(x), rotation, cache, mask, key_lengths)), x)
         return x + self.dropout(self.feed_forward(y))  # type: ignore[no-any-return]
 
@@ -122,6 +123,7 @@ def initialise(model: nn.Module, shape: DecoderShape, additions: int) -> None:
     """
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, parameter in model.named_parameters():
+        # The order of these draws is part of every run's bits.
         if parameter.dim() < 2:
             continue
         if shape.flavour == "original":

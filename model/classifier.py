@@ -102,7 +102,7 @@ class WindowConvolution(nn.Module):
         self.convolution = Linear(size * shape.width, shape.window_channels, bias=True, onednn=onednn)
 
     def forward(self, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        """(B, T, C) of which the tokens real (B, T) count -> (B, channels)."""
+        """(B, T, C), of which the tokens count where real (B, T) is True, -> (B, channels)."""
         # A window ends at each token, so that none that counts has padding in it; zeros stand before the first token.
         seen = F.pad(x, (0, 0, self.size - 1, 0)).unfold(1, self.size, 1).flatten(2)
         return self.convolution(seen).masked_fill(~real[..., None], -math.inf).amax(1).relu()  # type: ignore[no-any-return]

@@ -22,7 +22,7 @@ class MemoryCache:
         self.values: torch.Tensor | None = None
 
     def select(self, sentences: torch.Tensor) -> None:
-        """Keeps the sentences with these numbers."""
+        """Keeps the sentences of these numbers (n,), in this order."""
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[sentences], self.values[sentences]
 

@@ -56,7 +56,7 @@ class DecoderShape(Protocol):
 
 
 class ClassifierShape(DecoderShape, Protocol):
-    """The same of a classifier of texts."""
+    """Sizes and choices of a classifier of texts: those of a decoder, and how it pools."""
 
     @property
     def pooling(self) -> Literal["mean", "first", "attention", "windows"]: ...
@@ -67,7 +67,7 @@ class ClassifierShape(DecoderShape, Protocol):
 
 
 class TranslatorShape(DecoderShape, Protocol):
-    """The same of an encoder and a decoder."""
+    """Sizes and choices of a translator: those of its decoder, and the encoder's layers."""
 
     @property
     def encoder_layers(self) -> int: ...
@@ -145,7 +145,7 @@ def flops_per_token(shape: DecoderShape, vocabulary_size: int, tokens: float | N
 
 
 def classifier_flops_per_token(shape: ClassifierShape, tokens: float | None = None) -> float:
-    """The same of a classifier; its head, once a text, is left out."""
+    """Operations to train on a token of a classifier, as `flops_per_token`; its head, once a text, is left out."""
     windows = sum(shape.windows) * shape.width * shape.window_channels if shape.pooling == "windows" else 0
     return flops_per_token(shape, 0, tokens) + 6.0 * windows
 

@@ -60,5 +60,5 @@ class Decoder(nn.Module):
         return self.embedding.weight if self.head is None else self.head.weight
 
     def flops_per_token(self) -> float:
-        """Operations to train on a token."""
+        """Operations to train on a token, of samples as long as the context."""
         return flops_per_token(self.shape, self.vocabulary_size)

@@ -121,6 +121,7 @@ class Translator(nn.Module):
         self.decoder = nn.ModuleList(TargetBlock(shape, self.onednn) for _ in range(shape.layers))
         self.norm = build_final_norm(shape)
         initialise(self, shape, additions=2 * layers)
+        # Once more: a block of the decoder adds to its stream three times, not twice.
         initialise(self.decoder, shape, additions=3 * shape.layers)
 
     def forward(

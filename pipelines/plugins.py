@@ -172,7 +172,7 @@ class Carried:
 
     @classmethod
     def here(cls) -> "Carried":
-        """Of this process."""
+        """What the script of this process has registered, and the plug-ins of its installed packages, to be sent along."""
         return cls(
             installed_plugins(),
             {name: task for name, task in TASKS.items() if task.__module__ == SCRIPT},
@@ -187,7 +187,7 @@ class Carried:
         return config.task in self.tasks or bool(named & set(self.sources)) or bool(self.observers)
 
     def register(self) -> None:
-        """In the process that it travelled to. Raises SettingError where an installed plug-in fails."""
+        """Registers all of it in the process that it travelled to. Raises SettingError where an installed plug-in fails."""
         load_plugins(self.installed)
         TASKS.update(self.tasks)
         SOURCES.update(self.sources)

@@ -61,6 +61,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """A name of `__all__`, imported when it is first asked for. Raises AttributeError for any other."""
     if name not in _HOMES:
         raise AttributeError(f"module 'raystride' has no attribute {name!r}")
     value = getattr(import_module(f"raystride.{_HOMES[name]}"), name)

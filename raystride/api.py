@@ -38,10 +38,12 @@ def train(
 ) -> Run:
     """Trains, or goes on with a run of that name; returns it.
 
-    It joins a Ray that is initialised already and leaves it running, else starts one for itself (none with
-    `launch.mode inline`). `progress` shows what the job shows. Off the main thread Ctrl-C is the caller's.
-    Raises CannotRun where the cluster cannot run it, TrainingFailed (rank, step, cause, remedies) where the training ended
-    by an error; everything up to its newest checkpoint is kept.
+    It joins a Ray that is initialised already and leaves it running, else starts one for itself (none with `launch.mode
+    inline`). `progress` shows what the job shows. Off the main thread Ctrl-C is the caller's.
+
+    Raises SettingError also for a profiler that has to start the process itself, CannotRun where the cluster cannot run it,
+    TrainingFailed (rank, step, cause, remedies) where the training ended by an error; everything up to its newest checkpoint
+    is kept.
     """
     located, place = _located(config, settings, run, storage)
     tool = located.profile.tool
@@ -52,14 +54,17 @@ def train(
 
 
 def prepare(config: Given, settings: Settings | None = None, *, storage: str = "runs", progress: bool = False) -> "Prepared":
-    """Prepares the data alone; the folder and its manifest."""
+    """Prepares the data alone; the folder and its manifest. Raises CannotRun where there is no cluster to join or start."""
     located, place = _located(config, settings, None, storage)
     with cluster(located.launch):
         return driver.prepare_data(located, place, Screen() if progress else Quiet())
 
 
 def check(config: Given, settings: Settings | None = None, *, storage: str = "runs") -> "list[Check]":
-    """What the preflight looks at before a training starts: name, whether it passed, what was found, the remedy."""
+    """What the preflight looks at before a training starts: name, whether it passed, what was found, the remedy.
+
+    Raises CannotRun where the cluster cannot be joined or started; checks that fail are in what is returned.
+    """
     located, place = _located(config, settings, None, storage)
     with cluster(located.launch):
         return driver.checks_for(located, place, *driver.resources_for(located))
@@ -68,7 +73,10 @@ def check(config: Given, settings: Settings | None = None, *, storage: str = "ru
 def sweep(
     config: Given, settings: Settings | None = None, *, run: str | None = None, storage: str = "runs", progress: bool = False
 ) -> "Answer":
-    """Measures what is missing of a sweep; its answer: `results`, `best`, `recommended` (YAML), `text`."""
+    """Measures what is missing of a sweep; its answer: `results`, `best`, `recommended` (YAML), `text`.
+
+    Raises CannotRun where the cluster cannot be joined or started. Trials that fail are among the results, with the cause.
+    """
     from raystride.pipelines.config.sweep import SweepConfig
     from raystride.pipelines.sweep.driver import located, run_trials
 
@@ -77,7 +85,10 @@ def sweep(
 
 
 def evaluate(run: Run | str, split: str = "test", settings: Settings | None = None, *, storage: str = "runs") -> "Scored":
-    """Scores a run's model on `train`, `validation` or `test` documents: metrics with intervals, and where the files lie."""
+    """Scores a run's model on `train`, `validation` or `test` documents: metrics with intervals, and where the files lie.
+
+    Raises SettingError where there is no such run, DataError where no such split, CannotRun where no cluster.
+    """
     from raystride.pipelines.launch.finished import evaluate_run
 
     given = _of_run(run, storage) | {"split": split} | dict(settings or {})
@@ -95,17 +106,24 @@ def predict(
     `questions` are texts (or data URIs and paths of images), answered here and in order: a mapping each, such as text,
     label, probability. Without them the settings name files, `{"input": "mails.csv", "output": "answers"}`, which all
     workers (with `launch.mode inline` this process) answer into files.
+
+    Raises SettingError where there is no such run, a question is none, or the folder holds other answers; DataError for
+    files that cannot be read, CannotRun where the cluster cannot be joined or started.
     """
     from raystride.pipelines.launch.finished import answer_questions, predict_files
 
     given = _of_run(run, storage) | dict(settings or {})
     if questions is None:
         return predict_files(configured(Predict, given).settings, echo=_nothing)
+    # The settings want a question or files; the questions themselves are passed beside them.
     return answer_questions(configured(Predict, given | {"text": ""}).settings, questions)
 
 
 def generate(run: Run | str, prompt: str = "", settings: Settings | None = None, *, storage: str = "runs") -> str:
-    """What a run's language model writes after the prompt; settings as `{"sample.tokens": 100}`."""
+    """What a run's language model writes after the prompt; settings as `{"sample.tokens": 100}`.
+
+    Raises SettingError where there is no such run or checkpoint, or its model is no decoder.
+    """
     from raystride.pipelines.evaluate.opening import open_run
     from raystride.pipelines.evaluate.writing import write_text
 
@@ -123,7 +141,10 @@ def export(
     *,
     storage: str = "runs",
 ) -> str:
-    """Writes a run's model for other programs, `hugging_face` or `mlflow`; the folder that it lies in."""
+    """Writes a run's model for other programs, `hugging_face` or `mlflow`; the folder that it lies in.
+
+    Raises SettingError where there is no such run, or the layout cannot say what its model is.
+    """
     from raystride.pipelines.launch.finished import export_run
 
     given = _of_run(run, storage) | {"to": to, "folder": folder} | dict(settings or {})

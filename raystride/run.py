@@ -45,7 +45,7 @@ class Run:
 
     @property
     def storage(self) -> str:
-        """What the run's folder lies in."""
+        """The folder or filesystem URI that the run's folder lies in."""
         return self.folder.uri.rpartition("/")[0]
 
     @property
@@ -55,7 +55,7 @@ class Run:
 
     @cached_property
     def settings(self) -> Config:
-        """Those of the newest attempt."""
+        """The settings of the newest attempt. Raises FileNotFoundError where there is none."""
         return from_yaml(Config, self.folder.read("config.yaml").decode())
 
     def metrics(self, names: str | Sequence[str] | None = None) -> "pa.Table":
@@ -84,26 +84,29 @@ class Run:
 
     @property
     def checkpoints(self) -> list[StoredCheckpoint]:
-        """Those that were committed and not pruned, oldest first."""
+        """The checkpoints that were committed and not pruned, oldest first."""
         from raystride.pipelines.train.checkpoint import Checkpoints
 
         kept = Checkpoints(self.folder / "checkpoints", attempt="", keep=1)
         return [StoredCheckpoint(int(name.removeprefix("step-")), (kept.folder / name).uri) for name in sorted(kept.steps())]
 
     def load_model(self, checkpoint: str | int = "best") -> "nn.Module":
-        """The trained network in evaluation mode: of the checkpoint `best`, `last`, or of a step. Raises SettingError."""
+        """The trained network in evaluation mode, on the CPU: of the checkpoint `best`, `last`, or of a step.
+
+        Raises SettingError where there is no such checkpoint.
+        """
         from raystride.pipelines.evaluate.opening import open_run
 
         return open_run(Folder(self.storage), self.name, checkpoint).model
 
     @property
     def report_path(self) -> str:
-        """Its page, one self-contained HTML file."""
+        """Where the run's page is, or will be when it has ended: one self-contained HTML file."""
         return f"{self.folder}/report.html"
 
     @property
     def mlflow_url(self) -> str | None:
-        """Its page in MLflow (for a database: while `raystride ui` runs); None where MLflow does not have it."""
+        """The address of the run's page in MLflow (of a database: while `raystride ui` runs); None where MLflow has none."""
         from raystride.pipelines.record.links import run_link
         from raystride.pipelines.record.mlflow_log import MLFLOW_REFERENCE
 

@@ -44,7 +44,7 @@ def adamw_reference(
     decay: float,
     skip: torch.Tensor | None = None,
 ) -> None:
-    """PyTorch's own fused update."""
+    """Updates parameters and moments in place by PyTorch's own fused operation; arguments as `adamw` has them."""
     torch.ops.aten._fused_adamw_(
         list(parameters), list(gradients), list(exp_avgs), list(exp_avg_sqs), [], list(steps),
         lr=learning_rate, beta1=betas[0], beta2=betas[1], weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
@@ -67,6 +67,7 @@ def _adamw_kernel(
     g_address = tl.load(addresses_ptr + tensors + tensor)
     m_address = tl.load(addresses_ptr + 2 * tensors + tensor)
     v_address = tl.load(addresses_ptr + 3 * tensors + tensor)
+    # Addresses come as integers, of which the compiler cannot know that 16 bytes at a time are safe.
     if ALIGNED:
         p_address, g_address = tl.multiple_of(p_address, 16), tl.multiple_of(g_address, 16)
         m_address, v_address = tl.multiple_of(m_address, 16), tl.multiple_of(v_address, 16)
@@ -79,6 +80,7 @@ def _adamw_kernel(
     m = m + one_less_beta1 * (g - m)
     v = v * beta2 + one_less_beta2 * g * g
     size, root = tl.load(step_sizes_ptr + tensor), tl.load(roots_ptr + tensor)
+    # Rounded to nearest, as PyTorch does; `/` and sqrt of fp32 are approximate in Triton.
     p = p * keep - size * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
     tl.store(p_ptr + offsets, p.to(TYPE), mask=inside)
     tl.store(m_ptr + offsets, m.to(TYPE), mask=inside)
@@ -131,6 +133,7 @@ def _adamw(
     skip: torch.Tensor,
 ) -> None:
     tables = _find_tables((parameters, gradients, exp_avgs, exp_avg_sqs))
+    # In fp64, since 1 - b^t loses digits in fp32 where b is near 1.
     step = torch.stack(steps).double()
     sizes, roots = (learning_rate / (1 - beta1**step)).float(), (1 - beta2**step).sqrt().float()
     kind = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[parameters[0].dtype]

@@ -213,5 +213,6 @@ def attention(
     if few and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         return decode(q, k, v, key_lengths, causal, window, scale)  # type: ignore[no-any-return]
     if dropout and seed is None:
+        # On the device, so that the host does not wait for it.
         seed = torch.randint(0, 1 << 62, (1,), dtype=torch.int64, device=q.device)
     return _attention(q, k, v, key_lengths, seed if dropout else None, causal, window, scale, dropout)[0]  # type: ignore[no-any-return]

@@ -68,6 +68,7 @@ def _attention_decoding_kernel(
     total = tl.where(blind, 1.0, total)
     o += c.to(tl.int64) * o_c + b.to(tl.int64) * o_b
     tl.store(o + (h * o_h + i * o_t)[:, None] + columns[None, :], (acc / total[:, None]).to(o.dtype.element_ty), mask=inside)
+    # A share of which a row sees no key weighs nothing when shares are joined.
     weights = tl.where(blind, -float("inf"), m * scale_log2 + tl.log2(total))
     tl.store(lse + c.to(tl.int64) * lse_c + b.to(tl.int64) * lse_b + h * T + i, weights, mask=real)
 
@@ -101,7 +102,7 @@ def decode(
     window: int,
     scale: float,
 ) -> torch.Tensor:
-    """Attention without gradients; T at most LONGEST."""
+    """Attention (B, H, T, D) of q over k and v (B, G, S, D) without gradients; T at most LONGEST."""
     q, k, v = rows_readable(q), rows_readable(k), rows_readable(v)
     (batch, heads, queries, size), groups, keys = q.shape, k.shape[1], k.shape[2]
     o = like_rows(q)
@@ -115,6 +116,7 @@ def decode(
     share = _share(keys, programs, chosen.block_n, architecture(q.device))
     shares = max(1, cdiv(keys, share))
     lse = q.new_empty((shares, batch, heads, queries), dtype=torch.float32)
+    # A single share is the result itself; several are kept in fp32 until they are joined.
     parts = (
         q.new_empty((shares, batch, queries, heads, size), dtype=torch.float32).transpose(2, 3) if shares > 1 else o[None]
     )

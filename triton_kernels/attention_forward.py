@@ -82,6 +82,7 @@ def _attention_forward_kernel(
     g = h // group
     query_start, T, key_start, S, length = sequence_of(b, key_lengths, query_offsets, key_offsets, T, S)
     query = block * BLOCK_M
+    # The grid is made for the longest of packed sequences.
     if query >= T:
         return
     shift = S - T
@@ -90,6 +91,7 @@ def _attention_forward_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     rows = load_rows(q, b, h, query_start, query, T, q_b, q_h, q_t, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
+    # Blocks that a window cuts off, then whole ones, which need no mask, then those at the diagonal or the end.
     if WINDOWED:
         acc, m, total = _walk(
             q, rows, k, v, acc, m, total, b, h, g, query, key_start, start, whole, shift, length, window, scale_log2, seed,
@@ -111,6 +113,7 @@ def _attention_forward_kernel(
     store_rows(o, acc, b, h, query_start, query, T, o_b, o_h, o_t, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
     i = query + tl.arange(0, BLOCK_M)
     entries = lse + b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + query_start + i
+    # Infinite where a row sees no key: exp2(s - inf) is 0, and so are its gradients.
     tl.store(entries, tl.where(blind, float("inf"), m * scale_log2 + tl.log2(total)), mask=i < T)
 
 
@@ -132,5 +135,5 @@ def attend(
 
 
 def lse_strides(lse: torch.Tensor) -> tuple[int, int]:
-    """Of batch and head."""
+    """Strides of batch and head: of lse (B, H, T), or of (H, N) for packed sequences, whose batch has none."""
     return (lse.stride(0), lse.stride(1)) if lse.dim() == 3 else (0, lse.stride(0))

@@ -73,6 +73,7 @@ def masked_work(blocks, heads, section, HEAVIEST_LAST: tl.constexpr):
     place = program % (section * blocks)
     width = tl.minimum(section, heads - first)
     block = place // width
+    # Under a causal mask the last rows see most keys: they begin first, so that none of them is left over at the end.
     if HEAVIEST_LAST:
         block = blocks - 1 - block
     return block, first + place % width
@@ -167,7 +168,9 @@ def is_kept(seed, b, h, query, key, threshold, BLOCK_M: tl.constexpr, BLOCK_N: t
     c1 = (query + tl.arange(0, BLOCK_M))[:, None] + tl.zeros([1, BLOCK_N // 4], tl.int32)
     zero = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32)
     w0, w1, w2, w3 = tl.philox(tl.load(seed), c0, c1, zero + h, zero + b)
+    # In this order the four words lie side by side once the two new dimensions are the last.
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(BLOCK_M, BLOCK_N)
+    # The upper 24 of 32 bits, which are positive as int32.
     return (words >> 8).to(tl.int32) >= threshold
 
 

@@ -30,7 +30,7 @@ def attention_packed_reference(
     dropout: float = 0.0,
     seed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One sequence after another; sequence b drops what row b of a batch drops."""
+    """`attention_reference` of one sequence after another; sequence b drops what row b of a batch drops."""
     results = [q.new_zeros(0, *q.shape[1:])]
     starts, key_starts = query_offsets.tolist(), key_offsets.tolist()
     for b in range(len(starts) - 1):

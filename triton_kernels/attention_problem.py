@@ -31,7 +31,7 @@ class Sequences(NamedTuple):
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """As kernels take them."""
+        """Lengths of keys (B,), and offsets of packed queries and keys (B + 1,), in the order in which kernels take them."""
         return self.key_lengths, self.query_offsets, self.key_offsets
 
 
@@ -46,13 +46,13 @@ class Rules(NamedTuple):
 
     @property
     def numbers(self) -> tuple[torch.Tensor | None, float, int, float, int]:
-        """As kernels take them: seed, scale_log2, threshold, rescale, window."""
+        """Seed, scale_log2, threshold, rescale and window, in the order in which kernels take them."""
         rescale = 1.0 / (1.0 - self.dropout) if self.dropout < 1 else 0.0
         return self.seed, self.scale * LOG2_E, dropout_threshold(self.dropout), rescale, self.window
 
 
 def lean(sequences: Sequences, rules: Rules) -> bool:
-    """Whether a call takes more registers than plain and causal ones."""
+    """Whether a call takes more registers than plain and causal ones, so that its tile has to be a smaller one."""
     return bool(rules.dropout or rules.window) or any(x is not None for x in sequences.tensors)
 
 
@@ -68,12 +68,12 @@ def like_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def strides(x: torch.Tensor) -> tuple[int, int, int]:
-    """Of batch, head and row."""
+    """Strides of batch, head and row: of (B, H, T, D), or of packed (N, H, D), whose batch has none."""
     return (x.stride(0), x.stride(1), x.stride(2)) if x.dim() == 4 else (0, x.stride(1), x.stride(0))
 
 
 def constants(tile: Tile, q: torch.Tensor, rules: Rules, descriptors: bool) -> dict[str, Any]:
-    """Of any of the kernels that work on tiles."""
+    """Compile-time constants of any of the kernels that work on tiles."""
     return {
         "CAUSAL": rules.causal,
         "WINDOWED": rules.window > 0,
@@ -95,7 +95,7 @@ def block_d(head_size: int) -> int:
 
 
 def precision(q: torch.Tensor) -> str:
-    """Of products in fp32: `tf32` where PyTorch's matrix products on CUDA may use it.
+    """How products in fp32 are made: `tf32` where PyTorch's matrix products on CUDA may use it.
 
     Otherwise three products of tf32 make up one of fp32, with an error of 2^-22 a product (fp32: 2^-24): `ieee` products run
     beside the tensor cores, a thread holds all their operands, and from head size 64 on spills kilobytes. AMD's matrix cores

@@ -36,7 +36,7 @@ def byte_pack_reference(
     padding_id: int = 0,
     first_id: int = 0,
 ) -> Padded:
-    """By indexing. A document that is cut off keeps its end token, as its last id."""
+    """Ids (B, length) and their mask, by indexing. A document that is cut off keeps its end token, as its last id."""
     starts, sizes = offsets[:-1, None], offsets.diff()[:, None]
     begin, end = int(start_id != NO_TOKEN), int(end_id != NO_TOKEN)
     room = max(0, length - begin - end)
@@ -57,7 +57,7 @@ def byte_pack_reference(
 def byte_pack_sequence_reference(
     data: torch.Tensor, offsets: torch.Tensor, *, start_id: int = NO_TOKEN, end_id: int = NO_TOKEN, first_id: int = 0
 ) -> Packed:
-    """By indexing."""
+    """Ids (total), documents and positions of each, and the new offsets (B + 1), by indexing."""
     begin, end = int(start_id != NO_TOKEN), int(end_id != NO_TOKEN)
     documents = offsets.shape[0] - 1
     new_offsets = offsets - offsets[:1] + torch.arange(documents + 1, device=data.device) * (begin + end)

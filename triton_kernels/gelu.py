@@ -22,7 +22,7 @@ _BLOCK = 2048
 
 
 def gelu_reference(x: torch.Tensor, *, tanh: bool = False) -> torch.Tensor:
-    """PyTorch's own."""
+    """GELU of every element by PyTorch's own operation; shape and dtype of x."""
     return F.gelu(x, approximate="tanh" if tanh else "none")
 
 

@@ -23,7 +23,7 @@ from raystride.triton_kernels.row_groups import backward_plan, forward_plan, sum
 def layer_norm_reference(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, eps: float = 1e-5
 ) -> torch.Tensor:
-    """PyTorch's own; where the dtypes of x, weight and bias differ, in fp32 and rounded to that of x."""
+    """The norm of every row by PyTorch; where the dtypes of x, weight and bias differ, in fp32 and rounded to that of x."""
     if x.dtype == weight.dtype and (bias is None or x.dtype == bias.dtype):
         return F.layer_norm(x, weight.shape, weight, bias, eps)
     wide_bias = None if bias is None else bias.float()
@@ -33,7 +33,7 @@ def layer_norm_reference(
 def add_layer_norm_reference(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, eps: float = 1e-5
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The addition, then the norm."""
+    """The norm of x + residual, and x + residual itself: an addition, then `layer_norm_reference`."""
     total = x + residual
     return layer_norm_reference(total, weight, bias, eps=eps), total
 
@@ -260,6 +260,7 @@ def _layer_norm_backward(
     grad_total = None if grad_total is None else grad_total.contiguous()
     grad_x, rows, columns = torch.empty_like(x), statistics.shape[1], weight.numel()
     wide, groups, per_group, blocks = backward_plan(rows, columns, x.device)
+    # The kernel for wide rows adds to its row of `partial` chunk by chunk; the other one writes it once.
     new = torch.zeros if wide else torch.empty
     partial = new((2, groups, columns), dtype=torch.float32, device=x.device)
     kernel = _layer_norm_backward_wide_kernel if wide else _layer_norm_backward_kernel

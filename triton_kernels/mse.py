@@ -23,7 +23,7 @@ _PARTS = 1024
 
 
 def mse_reference(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """PyTorch's own, in fp32 at least."""
+    """The mean squared error by PyTorch's own operation, a scalar in fp32 at least."""
     dtype = torch.promote_types(torch.promote_types(prediction.dtype, target.dtype), torch.float32)
     return F.mse_loss(prediction.to(dtype), target.to(dtype))
 

@@ -21,7 +21,7 @@ from raystride.triton_kernels.row_groups import backward_plan, forward_plan, sum
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-5) -> torch.Tensor:
-    """PyTorch's own; where the dtypes of x and weight differ, in fp32 and rounded to that of x."""
+    """The norm of every row by PyTorch; where the dtypes of x and weight differ, in fp32 and rounded to that of x."""
     if x.dtype == weight.dtype:
         return F.rms_norm(x, weight.shape, weight, eps)
     return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
@@ -30,7 +30,7 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e
 def add_rms_norm_reference(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-5
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The addition, then the norm."""
+    """The norm of x + residual, and x + residual itself: an addition, then `rms_norm_reference`."""
     total = x + residual
     return rms_norm_reference(total, weight, eps=eps), total
 
@@ -222,6 +222,7 @@ def _rms_norm_backward(
     grad_total = None if grad_total is None else grad_total.contiguous()
     grad_x, rows, columns = torch.empty_like(x), inverse.numel(), weight.numel()
     wide, groups, per_group, blocks = backward_plan(rows, columns, x.device)
+    # The kernel for wide rows adds to its row of `partial` chunk by chunk; the other one writes it once.
     new = torch.zeros if wide else torch.empty
     partial = new((groups if needs_weight else 0, columns), dtype=torch.float32, device=x.device)
     kernel = _rms_norm_backward_wide_kernel if wide else _rms_norm_backward_kernel

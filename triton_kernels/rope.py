@@ -21,7 +21,7 @@ _PAIRS = 1024
 
 
 def rope_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, inverse: bool = False) -> torch.Tensor:
-    """Plain PyTorch in the wider dtype of x and the tables, rounded to that of x."""
+    """x with every pair turned, by plain PyTorch in the wider dtype of x and the tables, rounded to that of x."""
     wide = x.to(torch.promote_types(x.dtype, cos.dtype))
     first, second = wide.chunk(2, dim=-1)
     turned = torch.cat((second, -first) if inverse else (-second, first), dim=-1)

@@ -34,7 +34,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Specimen:
-    """A call that launches all kernels of an operation."""
+    """A call that launches all kernels of an operation, forward and backward."""
 
     operation: str
     """The module's name."""
@@ -47,7 +47,7 @@ class Specimen:
 
 
 def specimens(device: torch.device) -> Iterator[Specimen]:
-    """All of them; tensors are made when `call` runs."""
+    """All specimens, one by one; tensors are made on `device` when a specimen's `call` runs."""
     yield from _attention(device)
     for dtype in (torch.bfloat16, torch.float32):
         kind = _short(dtype)

@@ -49,7 +49,7 @@ class RecorderActor(Recorder):
         self._put_own(new_entry("event", {"name": "phase", "text": text}))
 
     def end_resize(self) -> bool:
-        """Takes that back; whether the training goes on, since no user has asked for its end."""
+        """Takes the request to resize back; whether the training goes on, since no user has asked for its end."""
         self._resize = False
         self._workers = 0  # of the group that ended; room beside it would stop the next one
         return not self._stop
@@ -68,7 +68,7 @@ class RecorderActor(Recorder):
         self._heartbeats.hear(heartbeat)
 
     def heartbeats(self) -> dict[int, Heartbeat]:
-        """The newest of each worker of the group, by rank; kept in memory alone."""
+        """The newest heartbeat of each worker of the group, by rank; kept in memory alone."""
         return self._heartbeats.heartbeats()
 
 
@@ -95,7 +95,7 @@ class RecorderHandle:
         return cls(ray.remote(**options)(RecorderActor).remote(*arguments, **settings))
 
     def post(self, sender: str, entries: list[Entry]) -> int:
-        """Sends entries; the highest sequence number that is recorded."""
+        """Sends entries; returns the highest of the sender's sequence numbers that is recorded for good."""
         import ray
 
         return int(ray.get(self.actor.receive.remote(sender, entries), timeout=30))
@@ -123,7 +123,7 @@ class RecorderHandle:
         ray.get(self.actor.request_resize.remote(text), timeout=30)
 
     def end_resize(self) -> bool:
-        """Takes that back; whether the training goes on, since no user has asked for its end."""
+        """Takes the request to resize back; whether the training goes on, since no user has asked for its end."""
         import ray
 
         return bool(ray.get(self.actor.end_resize.remote(), timeout=30))
@@ -141,13 +141,13 @@ class RecorderHandle:
         return int(ray.get(self.actor.workers.remote(), timeout=30))
 
     def heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Tells a worker's sign of life."""
+        """Tells the recorder a worker's sign of life."""
         import ray
 
         ray.get(self.actor.heartbeat.remote(heartbeat), timeout=30)
 
     def heartbeats(self) -> dict[int, Heartbeat]:
-        """The newest of each worker of the group, by rank."""
+        """The newest heartbeat of each worker of the group, by rank."""
         import ray
 
         return dict(ray.get(self.actor.heartbeats.remote(), timeout=30))

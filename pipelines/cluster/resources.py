@@ -15,7 +15,7 @@ from raystride.pipelines.config import Config
 
 @dataclass(frozen=True)
 class Resources:
-    """Processors, GPUs and memory."""
+    """Processors, GPUs and memory of a machine or a cluster; memory in bytes."""
 
     cpus: float
     gpus: float
@@ -33,7 +33,7 @@ class Resources:
 
     @classmethod
     def of_this_machine(cls) -> "Resources":
-        """What this process may use."""
+        """The resources of this machine that this process may use, whose container may have less memory than the machine."""
         memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         limit = Path("/sys/fs/cgroup/memory.max")
         if limit.exists() and (text := limit.read_text().strip()).isdigit():
@@ -43,7 +43,7 @@ class Resources:
 
     @classmethod
     def of_cluster(cls) -> "Resources":
-        """What the cluster that this process joined has in all, taken or not."""
+        """The resources that the cluster which this process joined has in all, taken or not."""
         import ray
 
         nodes = [node for node in ray.nodes() if node["Alive"]]
@@ -60,7 +60,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Share:
-    """What a run takes."""
+    """What a run takes of the resources: how many workers, and what each of them has."""
 
     workers: int
     device: str

@@ -26,8 +26,10 @@ before that of its node, for some seconds: places there are asked for in vain, w
 
 
 def train_on_ray(job: Job, share: Share, recorder: RecorderHandle, *, fast_start: bool) -> RunSummary:
-    """Runs the job on Ray workers; returns rank 0's summary. Raises ray.train.TrainingFailedError, and what Ray raises; Hung
-    where the last group hung and was ended for it."""
+    """Runs the job on Ray workers; returns rank 0's summary.
+
+    Raises ray.train.TrainingFailedError, what Ray raises besides, and Hung where the last group hung and was ended for it.
+    """
     watch = HangWatch(recorder, job.folder, job.config.launch.hang_s)
     try:
         return _train(job, share, recorder, fast_start=fast_start)
@@ -64,12 +66,14 @@ def trainer_settings(job: Job, share: Share, recorder: RecorderHandle, most: int
             num_workers=(share.least, most) if share.least else most,
             use_gpu=share.device == "cuda",
             resources_per_worker=share.per_worker,
+            # By itself it would kill the workers where they are in order to grow; see `elastic`.
             elastic_resize_monitor_interval_s=NEVER_S,
         ),
         "run_config": RunConfig(
             name=f"{job.run}-{job.attempt}" + (f"-{number}" if number else ""),
             storage_path=(job.folder / ".ray").uri,
             failure_config=FailureConfig(max_failures=job.config.launch.restarts),
+            # Ray would print a failure's traceback three times; the last screen shows the lines that matter.
             logging_config=LoggingConfig(log_level="CRITICAL"),
             worker_runtime_env=under_nsys,
         ),
@@ -87,7 +91,8 @@ def _with_less_time(job: Job, seconds: float) -> Job:
 
 def make_trainer(function: Any, settings: dict[str, Any], *, fast_start: bool, warn: Warn) -> Any:
     """The fast-start trainer where it is asked for, else the stock TorchTrainer; this one also, after a warning, where Ray's
-    internals are not as the other knows them."""
+    internals are not as the other knows them.
+    """
     if fast_start and (trainer := fast_start_trainer(function, settings, warn)):
         return trainer
     from ray.train.torch import TorchTrainer

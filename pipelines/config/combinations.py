@@ -3,7 +3,7 @@
 refuse_combinations(config.train, config.scaling, config.guard, config.checkpoint)   # raises SettingError
 refuse_with_task(config.task, config.model, config.objective, config.train)          # likewise
 
-What depends on the device, which settings alone do not know, is refused by `launch.resources.resolve`.
+What depends on the device, which settings alone do not know, is refused by `cluster.resources.resolve`.
 """
 
 from raystride.pipelines.config.model import Model

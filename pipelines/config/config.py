@@ -64,6 +64,7 @@ class Config(Section):
     """How a translator chooses its words."""
 
     def __post_init__(self) -> None:
+        """Raises SettingError where settings of several sections do not go together, or `run` cannot be a folder's name."""
         super().__post_init__()
         workers = self.scaling.workers
         if isinstance(workers, int) and workers > self.train.slots:

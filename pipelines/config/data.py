@@ -64,6 +64,7 @@ class Data(Section):
     """Bound of the node-local cache that remote shards are read through, in GiB."""
 
     def __post_init__(self) -> None:
+        """Raises SettingError where a field is out of range, the encoding is unknown, or a setting lacks another one."""
         super().__post_init__()
         if not self.source:
             raise self.error("source", "must name what to train on, for instance `python` or a path")
@@ -104,6 +105,7 @@ class Tokenizer(Section):
     """Text, in MiB and spread evenly over the source, on which a BPE is trained."""
 
     def __post_init__(self) -> None:
+        """Raises SettingError where a field is out of range, or does not go with `kind`."""
         super().__post_init__()
         if self.kind == "file" and not self.file:
             raise self.error("file", "must be given when tokenizer.kind is `file`")

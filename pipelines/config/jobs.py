@@ -55,6 +55,7 @@ class Predict(Answering):
     """Where the workers run; `--launch inline` answers in this process."""
 
     def __post_init__(self) -> None:
+        """Raises SettingError unless either `text` is given, or `input` and with it `output`."""
         super().__post_init__()
         if (self.text is None) == (self.input is None):
             raise self.error("input", "must name what to answer, or --text one question, not both or neither")

@@ -80,6 +80,7 @@ class Model(Section):
     """Matrix products on CPUs: PyTorch's default, or oneDNN, which is faster on AMD; `auto` looks at the processor."""
 
     def __post_init__(self) -> None:
+        """Raises SettingError where a field is out of range, sizes do not divide, or one does not go with the flavour."""
         super().__post_init__()
         if not self.head_size and self.width % self.heads:
             raise self.error("width", f"must be a multiple of model.heads, {self.heads}, unless model.head_size is set")

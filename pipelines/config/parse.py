@@ -137,7 +137,7 @@ def _plain(value: Any) -> Any:
 
 
 def from_yaml(cls: type[T], text: str) -> T:
-    """Settings from YAML as `to_yaml` wrote it. Keys that this version does not know are left out."""
+    """Settings from YAML as `to_yaml` wrote it. Keys that this version does not know are left out. Raises SettingError."""
     settings: T = _build(cls, yaml.safe_load(text) or {})
     return settings
 

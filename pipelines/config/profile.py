@@ -26,6 +26,7 @@ class Profile(Section):
     written down, and training goes on. 0: nobody looks."""
 
     def __post_init__(self) -> None:
+        """Raises SettingError where `steps` is no first and last step, or `ranks` names no worker."""
         super().__post_init__()
         if len(self.steps) != 2 or self.steps[0] > self.steps[1]:
             raise self.error("steps", "must be a first and a last step, such as [20, 25]")

@@ -44,6 +44,7 @@ class Scaling(Section):
     """Gradients that are reduced in one go, in MiB, overlapped with the rest of the backward."""
 
     def __post_init__(self) -> None:
+        """Raises SettingError where a field is out of range, or `least_workers` is above `workers`."""
         super().__post_init__()
         if isinstance(self.workers, int) and self.least_workers > self.workers:
             raise self.error("least_workers", f"must be at most scaling.workers, {self.workers}")
@@ -72,6 +73,7 @@ class Launch(Section):
     """Seconds that the preflight waits for the cluster to answer."""
 
     def __post_init__(self) -> None:
+        """Raises SettingError where a field is out of range, or `hang_s` is shorter than pauses that any machine has."""
         super().__post_init__()
         if isinstance(self.hang_s, int) and 0 < self.hang_s < LEAST_HANG_S:
             raise self.error("hang_s", f"must be 0, for never, or at least {LEAST_HANG_S}: any machine pauses for seconds")
@@ -111,6 +113,7 @@ class Finished(Section):
     """Above 1: the mean of so many newest checkpoints instead, which `checkpoint.keep` must have kept."""
 
     def __post_init__(self) -> None:
+        """Raises SettingError where a field is out of range, or no run is named."""
         super().__post_init__()
         if not self.run:
             raise self.error("run", "must name a run; `raystride runs list` shows them")

@@ -51,6 +51,7 @@ class Section:
     name: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
+        """Raises SettingError where a field is out of range, or a word that it does not know."""
         for item in fields(self):
             if "limits" in item.metadata:
                 self._check(item.name, getattr(self, item.name), item.metadata["limits"])

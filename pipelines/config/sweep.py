@@ -86,6 +86,7 @@ class Sweep(Section):
     or has none."""
 
     def __post_init__(self) -> None:
+        """Raises SettingError where a field is out of range, `space` has no choices, or the objective lacks its figure."""
         super().__post_init__()
         for key, choices in self.space.items():
             self._check_choices(key, choices)
@@ -126,6 +127,7 @@ class SweepConfig(Config):
     """What is tried, and how."""
 
     def __post_init__(self) -> None:
+        """Raises SettingError where `sweep.space` or `sweep.where` names no setting of a training, or a trial's own."""
         super().__post_init__()
         known = self.training().flat()
         for key in self.sweep.space:

@@ -34,6 +34,7 @@ class Optimizer(Section):
     """Where `cosine` and `linear` end, as a share of the highest rate."""
 
     def __post_init__(self) -> None:
+        """Raises SettingError where a field is out of range, or `noam` has no warm-up, whose length its formula needs."""
         super().__post_init__()
         if self.schedule == "noam" and self.warmup_steps < 1:
             raise self.error("warmup_steps", "must be at least 1 with optimizer.schedule `noam`")
@@ -89,6 +90,7 @@ class Train(Section):
     """Use only operations that give the same bits each time; some are slower on a GPU."""
 
     def __post_init__(self) -> None:
+        """Raises SettingError where a field is out of range, nothing ends the run, or `exact` or `precision` forbids one."""
         super().__post_init__()
         if not (self.steps or self.epochs or self.hours):
             raise self.error("steps", "must be at least 1 where neither train.epochs nor train.hours ends the run")

@@ -96,7 +96,7 @@ class Answerer:
             yield Example(fields, filled, np.arange(window.length) < len(found))
 
     def answers(self, examples: Iterable[Example]) -> Iterator[dict[str, Any]]:
-        """The fields of each example with its answer, in order."""
+        """The fields of each example with its answer, in the order of the examples."""
         batch, some = self.settings.batch, iter(examples)
         while window := list(islice(some, WINDOW * batch)):
             order = self._by_length(window)

@@ -84,6 +84,7 @@ def evaluate(
         raise DataError(f"--split {split}: {answered.skipped} documents were skipped and none is left; name other data")
     _join(work.folder, answered.files, folder)
     scored = _score(chosen, answered, read_table(folder), folder)
+    # Only now: until the scores are written, a killed evaluation goes on from the parts that were answered.
     work.folder.remove()
     return scored
 
@@ -155,6 +156,7 @@ def _parts(chosen: Chosen, split: Split, settings: Answering) -> tuple[dict[str,
 
 def _forget_others(answers: Folder, origin: dict[str, Any]) -> None:
     """Removes the answers of an interrupted evaluation of something else, another checkpoint for instance."""
+    # Through JSON and back, which knows no tuples.
     if answers.exists(MANIFEST) and answers.read_json(MANIFEST)["made_of"] != json.loads(json.dumps(origin)):
         answers.remove()
 

@@ -39,6 +39,7 @@ def export_hugging_face(opened: Opened, folder: Folder) -> Folder:
         save_file(tensors, file, metadata={"format": "pt"})
         folder.upload(file, file.name)
     folder.put(READY_FILE, content)
+    # A document begins after the end token of the one before it, and so does what is written without a prompt.
     names = {"eos_token": end, "bos_token": end}
     if isinstance(opened.encoder, CharacterEncoder):
         names["unk_token"] = UNKNOWN

@@ -51,6 +51,7 @@ def log_mlflow_model(opened: Opened, reopened: Reopened, sample: Sample) -> str:
 
     _, run_id = reopened.log.connect()
     before = mlflow.get_tracking_uri()
+    # `log_model` takes no client: where it logs to is a global of the process.
     mlflow.set_tracking_uri(reopened.log.uri)
     try:
         with _described(opened, sample) as arguments, mlflow.start_run(run_id=run_id):

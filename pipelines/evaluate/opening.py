@@ -69,7 +69,7 @@ class Chosen:
 
     @property
     def step(self) -> int:
-        """The step of the newest."""
+        """The step of the newest of the checkpoints."""
         return self.checkpoints[0].step
 
     @property
@@ -80,7 +80,7 @@ class Chosen:
 
     @property
     def task(self) -> Task:
-        """With what it learned of the data, and its tokenizers."""
+        """The run's task, with what it learned of the data, and its tokenizers."""
         return task_at(self.config, self.place)
 
     @property
@@ -90,12 +90,12 @@ class Chosen:
         return hashlib.sha256(files.encode()).hexdigest()[:16]
 
     def with_beams(self, beams: int) -> "Chosen":
-        """The same, with a translator that follows so many translations; 0: as the run's settings say."""
+        """The same choice with a translator that follows so many translations; 0: as the run's settings say."""
         decoding = replace(self.config.decoding, beams=beams or self.config.decoding.beams)
         return replace(self, config=replace(self.config, decoding=decoding))
 
     def open(self) -> Opened:
-        """Loads the parameters."""
+        """Loads the parameters, or the mean of the checkpoints'; the model is in evaluation mode, on the CPU."""
         task = self.task
         return Opened(self.config, task, _build(self, task), self.step, self.place)
 
@@ -128,7 +128,7 @@ def choose(storage: Folder, run: str, checkpoint: str | int = "best", average: i
 
 
 def task_at(config: Config, place: Folder) -> Task:
-    """The task whose facts and tokenizers lie in a folder."""
+    """The task whose facts and tokenizers lie in a folder. Raises SettingError where its plug-in is missing."""
     if place.exists("facts.json"):
         facts = place.read_json("facts.json")
         return build_task(config, facts, Tokenizers(place, facts["tokenizers"]))

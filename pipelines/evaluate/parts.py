@@ -45,7 +45,7 @@ class AnswerWork:
     """Whether documents are whole and get a loss."""
 
     def answerer(self) -> Answerer:
-        """The model, loaded."""
+        """Loads the model into this process, ready to answer."""
         return Answerer(self.chosen.with_beams(self.settings.beams).open(), self.settings, self.sample, graded=self.graded)
 
 
@@ -121,6 +121,7 @@ def _writer(form: Form, stream: IO[bytes], first: list[dict[str, Any]]) -> Itera
     import pyarrow as pa
     from pyarrow.parquet import ParquetWriter
 
+    # That of the first rows for all: rows without a value would give a column another type.
     schema = pa.Table.from_pylist(first).schema
     with ParquetWriter(stream, schema) as table:
         yield _Table(table, schema)

@@ -74,6 +74,7 @@ def predict(
         chosen = replace(chosen, config=replace(chosen.config, data=replace(data, **named)))
     columns = chosen.task.asked
     source = open_source(data, name, columns, whole=True)
+    # Here every line asks something, where a training takes the whole file as one document.
     if source.kind == "text":
         source = open_source(replace(data, kind="lines"), name, columns)
     work = AnswerWork(chosen=chosen, settings=settings, sample=sample, folder=folder, readers={"": source.reader}, form=form)
@@ -165,11 +166,11 @@ class RowMeter:
 
     @property
     def seconds(self) -> float:
-        """Since it was made."""
+        """Seconds since the meter was made."""
         return max(time.monotonic() - self._start, 1e-9)
 
     def read(self) -> str:
-        """The state as a line."""
+        """Looks which parts have been finished since; the state as a line."""
         for name in set(self._records.names()) & set(self._left):
             with suppress(OSError, ValueError):
                 self.rows += self._records.read_json(name)["rows"]

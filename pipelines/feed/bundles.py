@@ -29,11 +29,11 @@ class Bundles:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """How many bundles there are."""
         return len(self.edges) - 1
 
     def members(self, number: int) -> np.ndarray:
-        """The examples of a bundle."""
+        """Numbers of the examples in a bundle, (m) int64."""
         return self.order[self.edges[number] : self.edges[number + 1]]
 
 

@@ -32,6 +32,7 @@ class NodeCache:
             if not (target.exists() and target.stat().st_size == size):
                 self._make_room(size)
                 folder.download(name, target)
+            # The time of the last use, by which `_make_room` chooses.
             os.utime(target)
         return target
 
@@ -53,6 +54,6 @@ class NodeCache:
 
 
 def node_cache(config: Config) -> NodeCache:
-    """This node's, in `$RAYSTRIDE_CACHE` or below the home directory, as large as the settings allow."""
+    """The cache of this node, in `$RAYSTRIDE_CACHE` or below the home directory, as large as `data.cache_gib` says."""
     place = Path(os.environ.get("RAYSTRIDE_CACHE", "~/.cache/raystride")).expanduser()
     return NodeCache(place, int(config.data.cache_gib * 2**30))

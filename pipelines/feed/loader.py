@@ -38,11 +38,11 @@ class MicroBatch:
     """Whether it only keeps this worker in step with the others: real shapes, and no target that counts."""
 
     def pinned(self) -> "MicroBatch":
-        """The same in memory that a GPU can read by itself."""
+        """The micro-batch in page-locked memory, which a GPU can read by itself."""
         return replace(self, inputs=tuple(each.pin_memory() for each in self.inputs), targets=self.targets.pin_memory())
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """The same on a device; pinned memory is copied without waiting."""
+        """The micro-batch on a device; what lies in page-locked memory is copied without waiting."""
         inputs = tuple(each.to(device, non_blocking=True) for each in self.inputs)
         return replace(self, inputs=inputs, targets=self.targets.to(device, non_blocking=True))
 
@@ -109,7 +109,7 @@ class Loader:
         self.placement = Placement(self.device, self.samples.task)
 
     def steps(self, first: int, until: float) -> Iterator[Step]:
-        """Steps from `first`, below `until` and within the plan's epochs. Errors of the reading thread come up here."""
+        """Yields the steps from `first`, below `until` and within the plan's epochs. Raises what the reading thread met."""
         last = min(until, self.plan.steps)
         ready: queue.Queue[Step | BaseException | None] = queue.Queue(self.prefetch)
         stopped = threading.Event()
@@ -136,6 +136,7 @@ class Loader:
         def hand_over(item: Step | BaseException | None) -> bool:
             while not stopped.is_set():
                 try:
+                    # Not for ever: a consumer that has gone takes nothing any more.
                     ready.put(item, timeout=0.2)
                 except queue.Full:
                     continue
@@ -147,6 +148,8 @@ class Loader:
                 if number >= last:
                     break
                 step = self.read_step(number)
+                # To a GPU the loop's own thread brings it, since what that thread launches afterwards has to wait for the
+                # copy.
                 if not hand_over(self._placed(step) if self.device.type == "cpu" else step):
                     break
             hand_over(None)
@@ -154,7 +157,7 @@ class Loader:
             hand_over(error)
 
     def read_step(self, number: int) -> Step:
-        """One step, in the calling thread and on the host."""
+        """Reads a step in the calling thread; its micro-batches lie on the host."""
         share = self.plan.share(self.rank, self.world)
         group = self.micro_batch_slots or len(share)
         batches, total = [], 0

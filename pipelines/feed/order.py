@@ -22,7 +22,10 @@ MOST = 2**62
 
 @dataclass(frozen=True)
 class Order:
-    """Which sample stands at which position of the stream epoch 0, epoch 1, ..., the same on every rank."""
+    """Which sample stands at which position of the stream epoch 0, epoch 1, ..., the same on every rank.
+
+    Raises ValueError for less than one sample, or more than positions in int64 can count.
+    """
 
     samples: int
     """Samples in an epoch."""

@@ -64,12 +64,12 @@ class Plan:
         return self.first_position + (step - self.first_step) * self.batch
 
     def share(self, rank: int, world: int) -> range:
-        """The neighbouring slots that a worker computes."""
+        """The neighbouring slots that a worker computes, numbers within a step. Raises ValueError as `share` does."""
         return share(self.slots, rank, world)
 
 
 def share(slots: int, rank: int, world: int) -> range:
-    """One worker's neighbouring slots; shares differ by one at most. Needs world <= slots."""
+    """One worker's neighbouring slots; shares differ by one at most. Raises ValueError unless 0 <= rank < world <= slots."""
     if not 0 <= rank < world <= slots:
         raise ValueError(f"{slots} slots cannot be shared by {world} workers (rank {rank}): raise train.slots")
     return range(rank * slots // world, (rank + 1) * slots // world)

@@ -30,11 +30,11 @@ class Samples(Protocol):
     """Tokens in a sample, on average, as the task counts them; those of a window that are predicted."""
 
     def batch(self, samples: np.ndarray) -> "tuple[Inputs, torch.Tensor]":
-        """Inputs and targets of some samples."""
+        """Inputs and targets, on the host, of the samples of these numbers, (n) int64."""
         ...
 
     def empty(self, samples: int) -> "tuple[Inputs, torch.Tensor]":
-        """The same of so many samples in which nothing counts."""
+        """Inputs and targets of so many samples in which no target counts, of shapes that real ones have."""
         ...
 
 
@@ -50,17 +50,17 @@ class Windows:
         self.tokens = float(task.window.stride)
 
     def batch(self, samples: np.ndarray) -> "tuple[Inputs, torch.Tensor]":
-        """See Samples."""
+        """Inputs and targets, on the host, of the windows of these numbers, (n) int64."""
         return self.task.collate(*self._stream.windows(samples * self._window.stride, self._window.length))
 
     def empty(self, samples: int) -> "tuple[Inputs, torch.Tensor]":
-        """See Samples."""
+        """Inputs and targets of so many windows of zeros in which no target counts."""
         windows = np.zeros((samples, self._window.length), np.int64)
         return self.task.collate(windows, np.zeros(windows.shape, bool))
 
 
 class Examples:
-    """Each example is a sample."""
+    """Whole examples, each a sample of its own."""
 
     examples = 1.0
 
@@ -70,17 +70,17 @@ class Examples:
         self.tokens = task.tokens_of(stream.tokens / max(1, stream.examples))
 
     def batch(self, samples: np.ndarray) -> "tuple[Inputs, torch.Tensor]":
-        """See Samples."""
+        """Inputs and targets, on the host, of the examples of these numbers, (n) int64."""
         return self.task.collate(*self._stream.rows(samples))
 
     def empty(self, samples: int) -> "tuple[Inputs, torch.Tensor]":
-        """See Samples."""
+        """Inputs and targets of so many copies of the first example in which no target counts."""
         rows, _ = self._stream.rows(np.zeros(samples, np.int64))
         return self.task.collate(rows, [np.zeros(len(row), bool) for row in rows])
 
 
 class Bundled:
-    """Each sample is a bundle of examples of like length; see `feed.bundles`."""
+    """Bundles of examples of like length, each a sample; see `feed.bundles`."""
 
     def __init__(self, task: Task, stream: TokenStream, most: int, seed: int) -> None:
         self.task, self._rows = task, Examples(task, stream)
@@ -90,11 +90,11 @@ class Bundled:
         self.tokens = self.examples * self._rows.tokens
 
     def batch(self, samples: np.ndarray) -> "tuple[Inputs, torch.Tensor]":
-        """See Samples."""
+        """Inputs and targets, on the host, of the examples in the bundles of these numbers, (n) int64."""
         return self._rows.batch(np.concatenate([self.bundles.members(sample) for sample in samples.tolist()]))
 
     def empty(self, samples: int) -> "tuple[Inputs, torch.Tensor]":
-        """See Samples; one example stands for a bundle."""
+        """Inputs and targets of so many bundles in which no target counts; one example stands for a bundle."""
         return self._rows.empty(samples)
 
 

@@ -35,7 +35,10 @@ class TokenStream:
         self.examples = self._row_ends[-1] if self._row_ends else 0
 
     def windows(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """The `length` tokens from each start: ids (B, length) int64, and masks (B, length) bool where shards have them."""
+        """The `length` tokens from each start: ids (B, length) int64, and masks (B, length) bool where shards have them.
+
+        Raises IndexError where a window reaches beyond the last token.
+        """
         ids = np.empty((len(starts), length), np.int64)
         masks: np.ndarray | None = None
         for row, start in enumerate(starts.tolist()):
@@ -51,7 +54,11 @@ class TokenStream:
         return ids, masks
 
     def rows(self, numbers: np.ndarray) -> Rows:
-        """The rows of these numbers. Of shards without masks among others with some, every token counts."""
+        """The rows of these numbers, vectors of ids; and where shards have masks, of what counts (bool), else None.
+
+        Of shards without masks among others with some, every token counts. Raises IndexError for a number beyond the last
+        row.
+        """
         ids: list[np.ndarray] = []
         masks: list[np.ndarray | None] = []
         for number in numbers.tolist():

@@ -36,7 +36,7 @@ class Heartbeat:
 
     @classmethod
     def now(cls, process: Process, number: int) -> "Heartbeat":
-        """Of this process."""
+        """The heartbeat of this number, from the phases of the process that calls."""
         last = innermost()
         inside, began = last.name, last.began
         moved = began + sum(phase(name).seconds for name in PHASES)
@@ -56,7 +56,7 @@ class HeartbeatSender:
         threading.Thread(target=self._run, name="heartbeats", daemon=True).start()
 
     def end(self) -> None:
-        """Stops beating."""
+        """Ends the thread, whose last heartbeat tells that the worker has ended by itself."""
         self._ended.set()
 
     def _run(self) -> None:
@@ -79,14 +79,14 @@ class HeartbeatTable:
         self._lock = threading.Lock()
 
     def hear(self, heartbeat: Heartbeat) -> None:
-        """Takes one in. The first of another group ends what is known of the one before."""
+        """Takes in a heartbeat. The first one of another group ends what is known of the group before."""
         with self._lock:
             if another_group(self._beats, heartbeat):
                 self._beats = {}
             self._beats[heartbeat.process.rank] = heartbeat
 
     def heartbeats(self) -> dict[int, Heartbeat]:
-        """The newest heartbeats by rank."""
+        """The newest heartbeat of each worker, by rank."""
         with self._lock:
             return dict(self._beats)
 

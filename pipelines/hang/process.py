@@ -36,6 +36,6 @@ class Process:
 
     @classmethod
     def this(cls, worker: WorkerInfo, node_id: str) -> "Process":
-        """The one that calls."""
+        """The process that calls, as the one in which this worker trains."""
         started = process_start(os.getpid()) or 0.0
         return cls(rank=worker.rank, world=worker.world, node=worker.node, node_id=node_id, pid=os.getpid(), started=started)

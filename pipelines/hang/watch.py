@@ -129,6 +129,7 @@ def _on_nodes(function: Callable[[list[Process]], Any], processes: Iterable[Proc
     calls = []
     for node, there in by_node.items():
         on_it = NodeAffinitySchedulingStrategy(node, soft=False)
+        # Without a processor: those that hang hold them.
         calls.append(ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=on_it)(function).remote(there))
     found: dict[int, Any] = {}
     for call in ray.wait(calls, num_returns=len(calls), timeout=NODE_S)[0]:

@@ -125,6 +125,7 @@ def train(
             raise CannotRun("this cluster cannot run it:\n" + "\n".join(problems))
         prepared = prepare_data(config, storage, screen)
         if earlier:
+            # Once more, since only now it is known whether the same settings still mean the same data.
             refuse_changes(earlier, config, prepared.manifest.fingerprint)
         milestones["data"] = time.time()
         environment: RunEnvironment = {
@@ -142,6 +143,7 @@ def train(
             threads=share.threads,
             facts=_facts(config, folder, environment, share),
             carried=carried,
+            # A trial's process has driven others before: its own start says nothing of this one.
             started_at=milestones["driver"] if watcher else process_start(os.getpid()) or milestones["driver"],
             milestones=milestones,
         )
@@ -192,7 +194,10 @@ def _check(config: Config, storage: Folder) -> int:
 
 
 def resources_for(config: Config) -> tuple[Resources, Share]:
-    """What there is, and what the run will take of it."""
+    """The resources that there are, of this machine or of the cluster, and the share that the run will take of them.
+
+    Raises SettingError where the settings contradict each other or the device.
+    """
     there = Resources.of_this_machine() if config.launch.mode == "inline" else Resources.of_cluster()
     return there, resolve(config, there)
 
@@ -266,6 +271,7 @@ def _conduct(
     from raystride.pipelines.cluster.trainer import train_on_ray
 
     recorder = RecorderHandle.start(**arguments)
+    # An elastic run needs the parts of Ray Train that the fast start leaves out.
     fast_start = job.config.launch.lean and not joined(job.config.launch) and not share.least
     run = partial(train_on_ray, job, share, recorder, fast_start=fast_start)
     return conduct(job, recorder, run, screen, watcher)

@@ -154,7 +154,7 @@ def _short(file: str) -> str:
 
 
 def remedies(error: BaseException) -> list[str]:
-    """What to try, one line or none."""
+    """What to try against an error: one line, or none."""
     text = f"{type(error).__name__}: {error}"
     found = [remedy for pattern, remedy in REMEDIES if re.search(pattern, text, re.IGNORECASE)]
     return found[:1]

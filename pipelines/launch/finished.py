@@ -47,7 +47,11 @@ def evaluate_run(settings: Evaluate, echo: Echo = print) -> "tuple[Scored, str |
 
 
 def predict_files(settings: Predict, echo: Echo = print) -> "Predicted":
-    """Answers `settings.input` into files below `settings.output`. Raises SettingError, DataError, CannotRun."""
+    """Answers `settings.input` into files below `settings.output`.
+
+    Raises SettingError where there is no such run, or the folder holds answers made of something else; DataError for the
+    input, CannotRun where there is no cluster.
+    """
     from raystride.pipelines.evaluate.opening import choose
     from raystride.pipelines.evaluate.prediction import predict
 
@@ -70,7 +74,10 @@ def predict_files(settings: Predict, echo: Echo = print) -> "Predicted":
 
 
 def answer_questions(settings: Predict, questions: Sequence[Any]) -> list[dict[str, Any]]:
-    """Answers questions in this process, in order; one of several columns is a tuple. Raises SettingError."""
+    """Answers questions in this process, in order; one of several columns is a tuple.
+
+    Raises SettingError where there is no such run or device, or a question is none that its task can read.
+    """
     from raystride.pipelines.evaluate.answering import Answerer
     from raystride.pipelines.evaluate.opening import choose
     from raystride.pipelines.sources.faults import Fault
@@ -97,7 +104,10 @@ def answer_questions(settings: Predict, questions: Sequence[Any]) -> list[dict[s
 
 
 def export_run(settings: Export) -> "tuple[Folder, Opened]":
-    """Writes the run's model in the layout that is asked for; the folder, and what was opened. Raises SettingError."""
+    """Writes the run's model in the layout that is asked for; the folder, and what was opened.
+
+    Raises SettingError where there is no such run or checkpoint, or the layout cannot say what the model is.
+    """
     from raystride.pipelines.evaluate.opening import open_run
 
     storage = Folder.at(settings.storage)

@@ -48,7 +48,7 @@ class InlineRecorder:
         self.request_stop = self._stop.set
 
     def post(self, sender: str, entries: list[Entry]) -> int:
-        """Sends entries; the highest sequence number that is recorded."""
+        """Sends entries; returns the highest of the sender's sequence numbers that is recorded for good."""
         return int(self._call("receive", sender, entries))
 
     def state(self) -> TrainingState:

@@ -48,7 +48,7 @@ class Owner:
 
     @classmethod
     def this_process(cls, attempt: str) -> "Owner":
-        """This process, as an owner."""
+        """This process as the owner from now on, for an attempt."""
         return cls(socket.gethostname(), os.getpid(), process_start(os.getpid()) or 0.0, attempt, time.time())
 
     @property
@@ -98,7 +98,7 @@ class Ownership:
         return mine
 
     def release(self) -> None:
-        """Gives the run up."""
+        """Gives the run up: renews no more, and removes the file where it still names this attempt."""
         self._released.set()
         current = read_owner(self.folder)
         if current and current.attempt == self.owner.attempt:

@@ -40,12 +40,15 @@ def preflight(
     vocabulary_size: int,
     on_a_worker: Callable[[Callable[[], str]], str] | None = None,
 ) -> list[Check]:
-    """All checks. `on_a_worker` runs a function where workers will run; None: this process will do."""
+    """Makes all checks, in the order in which they are shown.
+
+    `on_a_worker` runs a function where workers will run; None: this process will do.
+    """
     return [*checks_of_settings(config, share, there, vocabulary_size), _check_storage(storage, on_a_worker)]
 
 
 def checks_of_settings(config: Config, share: Share, there: Resources, vocabulary_size: int) -> list[Check]:
-    """Those that ask for nothing but figures, so that a sweep can look at many settings; the last is that of memory."""
+    """The checks that need nothing but figures, so that a sweep can make them of many settings; memory's comes last."""
     return [
         _check_kernels(config, share),
         _check_slots(config, share),

@@ -84,7 +84,10 @@ def list_runs(storage: Folder, given: argparse.Namespace) -> None:
 
 
 def compare_runs(storage: Folder, given: argparse.Namespace) -> None:
-    """Prints the figures of several runs, and the settings in which they differ, side by side; links MLflow's comparison."""
+    """Prints the figures of several runs, and the settings in which they differ, side by side; links MLflow's comparison.
+
+    Raises Refused where fewer than two are named, or one of them is not there.
+    """
     from rich.table import Table
 
     runs = [find_run(storage, name) for name in dict.fromkeys(given.runs)]
@@ -113,7 +116,7 @@ def compare_runs(storage: Folder, given: argparse.Namespace) -> None:
 
 
 def show_run(storage: Folder, given: argparse.Namespace) -> None:
-    """Prints a run's curve, sample, figures and where it lies."""
+    """Prints a run's curve, sample, figures and where it lies. Raises Refused where there is no such run."""
     run = find_run(storage, given.run)
     curve = text_curve(*loss_points(read_entries(run.folder)))
     sample = run.folder.read("sample.txt").decode(errors="replace") if run.folder.exists("sample.txt") else ""
@@ -122,7 +125,10 @@ def show_run(storage: Folder, given: argparse.Namespace) -> None:
 
 
 def prune_run(storage: Folder, given: argparse.Namespace) -> None:
-    """Removes old checkpoints' data, never their manifests; with `--all` the run's whole folder."""
+    """Removes old checkpoints' data, never their manifests; with `--all` the run's whole folder.
+
+    Raises Refused where there is no such run, or a driver still owns it.
+    """
     run = find_run(storage, given.run)
     if run.owner:
         raise Refused(f"{run.name} is owned by process {run.owner.pid} on {run.owner.host}: stop it first")
@@ -148,7 +154,10 @@ def prune_run(storage: Folder, given: argparse.Namespace) -> None:
 
 
 def replay_run(storage: Folder, given: argparse.Namespace) -> int:
-    """Logs to MLflow what it lacks of a run's journal, and how the run ended."""
+    """Logs to MLflow what it lacks of a run's journal, and how the run ended; the exit code.
+
+    Raises Refused where there is no such run, it is running, it has no journal, or no MLflow is named.
+    """
     run = find_run(storage, given.run)
     if run.owner:
         raise Refused(f"{run.name} is running, and replays by itself as soon as MLflow answers")
@@ -170,7 +179,10 @@ def replay_run(storage: Folder, given: argparse.Namespace) -> int:
 
 
 def audit_run(storage: Folder, given: argparse.Namespace) -> int:
-    """Proves from the checkpoints alone that every sample was used exactly once an epoch."""
+    """Proves from the checkpoints alone that every sample was used exactly once an epoch; the exit code.
+
+    Raises Refused where there is no such run.
+    """
     from raystride.pipelines.record.audit import main as audit
 
     find_run(storage, given.run)

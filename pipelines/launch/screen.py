@@ -28,7 +28,7 @@ class LiveLine(Protocol):
         ...
 
     def note(self, text: str) -> None:
-        """Writes a line that stays."""
+        """Writes a line that stays, above the live one."""
         ...
 
     def close(self) -> None:
@@ -43,15 +43,15 @@ class Screen:
     """Whether anybody sees it."""
 
     def line(self, text: str) -> None:
-        """Says something."""
+        """Prints lines on standard output."""
         print(text, flush=True)
 
     def warning(self, text: str) -> None:
-        """Says that something is not as it should be."""
+        """Says on standard error that something is not as it should be."""
         print(f"warning: {text}", file=sys.stderr)
 
     def failure(self, text: str) -> None:
-        """Shows why a training failed."""
+        """Shows on standard error why a training failed."""
         print(text, file=sys.stderr)
 
     def progress(self) -> LiveLine:
@@ -65,14 +65,14 @@ class Quiet(Screen):
     seen = False
 
     def line(self, text: str) -> None:
-        """Nothing."""
+        """Says nothing: what a program needs is in what the call returns."""
 
     def warning(self, text: str) -> None:
-        """Logs it."""
+        """Hands the warning to the logger `raystride`."""
         logging.getLogger("raystride").warning(text)
 
     def failure(self, text: str) -> None:
-        """Nothing."""
+        """Says nothing: the failure is raised."""
 
     def progress(self) -> LiveLine:
         """A line that nobody sees."""

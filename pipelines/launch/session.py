@@ -119,8 +119,10 @@ def _stop_signals(request_stop: Callable[[], None]) -> Iterator[list[str]]:
         if told:
             raise KeyboardInterrupt(f"asked twice to end ({signal.Signals(number).name})")
         told.append(signal.Signals(number).name)
+        # From a thread, as the request goes to an actor and may have to wait, which a handler must not.
         threading.Thread(target=request_stop, daemon=True).start()
 
+    # Python lets the main thread alone set handlers, and who uses the library may be in another one.
     if threading.current_thread() is not threading.main_thread():
         yield told
         return

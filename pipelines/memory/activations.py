@@ -89,7 +89,7 @@ class BlockMemory:
 
     @property
     def numbers(self) -> int:
-        """Its parameters."""
+        """How many parameters the block has."""
         return sum(part.numbers for part in self.parts)
 
     @property
@@ -123,7 +123,7 @@ class Network:
 
     @property
     def count(self) -> int:
-        """Its parameters."""
+        """How many parameters the network has."""
         return sum(self.sizes)
 
 

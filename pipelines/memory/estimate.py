@@ -46,7 +46,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Bytes on the device at the worst moment, those of the framework included."""
         return self.tensors + self.framework
 
 

@@ -41,7 +41,7 @@ def network_of(config: Config, facts: Facts, *, slots: int, arithmetic: Arithmet
 
 
 def decoder(config: Config, facts: Facts, slots: int, arithmetic: Arithmetic) -> Network:
-    """That of language modelling."""
+    """The network of language modelling and of completion, with so many slots in a micro-batch."""
     shape, words = config.model, int(facts["vocabulary_size"])
     saved = Saved(shape, arithmetic, _tokens(config, slots))
     tied, head = is_tied(shape), words * shape.width
@@ -59,7 +59,7 @@ def decoder(config: Config, facts: Facts, slots: int, arithmetic: Arithmetic) ->
 
 
 def classifier(config: Config, facts: Facts, slots: int, arithmetic: Arithmetic) -> Network:
-    """That of classification of texts."""
+    """The network of classification of texts, with so many slots in a micro-batch."""
     shape, words, labels = config.model, int(facts["vocabulary_size"]), len(facts["labels"])
     saved = Saved(shape, arithmetic, _tokens(config, slots), padded=True)
     head, windows = [labels * pooled_width(shape), labels], _windows(saved, shape)
@@ -95,7 +95,7 @@ def _windows(saved: Saved, shape: Model) -> list[BlockMemory]:
 
 
 def translator(config: Config, facts: Facts, slots: int, arithmetic: Arithmetic) -> Network:
-    """That of translation: the encoder's blocks, then the decoder's."""
+    """The network of translation: the encoder's blocks, then the decoder's."""
     shape, words = config.model, int(facts["vocabulary_size"])
     encoders, shared = shape.encoder_layers or shape.layers, config.tokenizer.shared
     targets = words if shared else int(facts["target_vocabulary_size"])
@@ -123,7 +123,7 @@ def translator(config: Config, facts: Facts, slots: int, arithmetic: Arithmetic)
 
 
 def convnet(config: Config, facts: Facts, slots: int, arithmetic: Arithmetic) -> Network | None:
-    """That of classification of images: its stages, then its fully connected layers."""
+    """The network of classification of images: its stages, then its fully connected layers. None where sizes are unknown."""
     if not facts["image"]:
         return None
     channels, labels = config.model.channels, len(facts["labels"])

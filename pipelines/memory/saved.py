@@ -118,14 +118,14 @@ def attention_sizes(shape: DecoderShape) -> list[int]:
 
 
 def cross_sizes(shape: DecoderShape) -> list[int]:
-    """The same of an attention to a memory."""
+    """Numbers of each parameter of an attention to a memory, with the norm before it."""
     width, queries, keys = shape.width, query_width(shape), key_width(shape)
     layers = _layer(shape, width, queries) + _layer(shape, width, 2 * keys) + _layer(shape, queries, width)
     return norm_sizes(shape) + layers
 
 
 def feed_forward_sizes(shape: DecoderShape) -> list[int]:
-    """The same of a feed-forward."""
+    """Numbers of each parameter of a feed-forward, with the norm before it."""
     width, hidden = shape.width, hidden_width(shape)
     into = _layer(shape, width, hidden) * (2 if shape.flavour == "llama" else 1)
     return norm_sizes(shape) + into + _layer(shape, hidden, width)

@@ -57,22 +57,22 @@ class Observer:
     """Watches a training. Every hook does nothing until a subclass overrides it."""
 
     def on_start(self, run: RunFacts) -> None:
-        """Before the first step, after the model was built and the state loaded."""
+        """Is called before the first step, after the model was built and the state loaded."""
 
     def on_step(self, step: int) -> None:
-        """After each step, before anything waits for the device: do microseconds of work here."""
+        """Is called after each step, before anything waits for the device: do microseconds of work here."""
 
     def on_pause(self, seconds: float) -> None:
-        """After seconds of the loop that were no training: a validation, waiting for a checkpoint."""
+        """Is told the seconds of the loop that were no training: of a validation, of waiting for a checkpoint."""
 
     def on_log(self, step: int, measured: dict[str, float]) -> None:
-        """With the figures of an interval or of a validation, already the same on every worker."""
+        """Is given the figures of an interval or of a validation, already the same on every worker, and may add to them."""
 
     def on_checkpoint(self, step: int, path: str) -> None:
-        """When the checkpoint of `step` is complete at `path`, some steps later as a rule; never where its save failed."""
+        """Is told when the checkpoint of `step` is complete at `path`, some steps later; never where its save failed."""
 
     def on_error(self, error: BaseException) -> None:
-        """When the loop ends with an exception, which goes on its way afterwards."""
+        """Is told when the loop ends with an exception, which goes on its way afterwards."""
 
     def on_end(self, summary: "RunSummary") -> None:
-        """After the last step, with the figures of the whole attempt."""
+        """Is called after the last step, with the figures of the whole attempt, to which it may add."""

@@ -39,7 +39,7 @@ def fingerprint(config: Config, task: Task) -> str:
 
 
 def fingerprint_of(config: Config, task: Task, source: Source, validation: Source | None) -> str:
-    """The same for sources that are open already."""
+    """The hash of a preparation whose sources are open already."""
     data = config.data
     content: dict[str, Any] = {
         "format": FORMAT,

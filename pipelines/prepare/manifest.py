@@ -83,7 +83,10 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: Folder) -> "Manifest":
-        """Reads it. Raises FileNotFoundError where the preparation is not finished, ValueError for another format."""
+        """Reads the manifest of a folder.
+
+        Raises FileNotFoundError where the preparation is not finished, ValueError for another format.
+        """
         content = folder.read_json(FILE)
         if content.pop("format", None) != FORMAT:
             raise ValueError(f"{folder}/{FILE} has another format than {FORMAT}: remove the folder to prepare it again")

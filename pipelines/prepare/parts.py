@@ -83,6 +83,7 @@ def _groups(slices: list[Slice], size: int) -> Iterator[list[Slice]]:
     group: list[Slice] = []
     filled = 0
     for piece in slices:
+        # Half of it: a part ends where its size is nearer to what is wanted.
         if group and filled + piece.bytes / 2 > size:
             yield group
             group, filled = [], 0

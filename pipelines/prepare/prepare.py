@@ -66,6 +66,7 @@ def prepare(config: Config, storage: Folder, task: Task, *, on_ray: bool = True,
     manifest = _manifest(config, digest, source, job.task, records)
     _check(config, manifest)
     manifest.save(folder)
+    # Only an interrupted preparation needs what goes here, and the manifest ends that.
     folder.remove("parts")
     folder.remove(_FACTS)
     folder.remove_temporary(before=started)
@@ -92,6 +93,7 @@ def _make_tokenizer(config: Config, job: Preparation, parts: tuple[Part, ...], n
     else:
         return
     of_source = [part for part in parts if part.split != "validation" or config.data.validation == "tail"]
+    # Characters are counted over all texts: one that a sample had missed would be unknown for ever.
     size = 2**63 if config.tokenizer.kind == "characters" else int(config.tokenizer.training_mib * 2**20)
     slices = sampled_slices([piece for part in of_source for piece in part.slices], size)
     arguments = config.tokenizer, job, slices, size, name

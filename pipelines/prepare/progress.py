@@ -56,7 +56,7 @@ class Meter:
         self.done = 0
 
     def read(self) -> str:
-        """The state as a line."""
+        """Looks which parts have been finished since; the state as a line."""
         records = set(self._records.names())
         found = [size for name, size in self._bytes.items() if name in records]
         self.done = sum(found)

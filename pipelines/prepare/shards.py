@@ -53,6 +53,7 @@ class ShardWriter:
                 self._begins.append(begins)
                 self._ends.append(ends)
             at += length
+        # There is no mask until a document has one; all tokens before it count.
         if masks.null_count < len(masks):
             self._add_mask(masks, lengths)
         elif self._mask is not None:

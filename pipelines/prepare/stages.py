@@ -77,6 +77,7 @@ def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
                 raise item.error()
             rows.append((part.number, None, None, None, None, None, item.place, item.reason))
             continue
+        # A skipped range may have held the beginning: what follows it must not join the document before.
         document += item.begins or ended
         ended = item.ends
         validation = part.split == "validation"
@@ -121,7 +122,8 @@ def _table(rows: list[tuple[Any, ...]]) -> pa.Table:
 def tokenise(job: Preparation, table: pa.Table) -> pa.Table:
     """The table with the ids of each text instead of the text. An unfinished document's stretch gets no end token.
 
-    A document that the task cannot encode becomes a fault. Raises DataError unless faults are skipped.
+    A document that the task cannot encode becomes a fault. Raises DataError unless faults are skipped, and RuntimeError
+    where the task gives an id that is not below its `ids`.
     """
     ids: list[np.ndarray] = []
     masks: list[np.ndarray | None] = []
@@ -140,6 +142,7 @@ def tokenise(job: Preparation, table: pa.Table) -> pa.Table:
         table = _with_faults(job, table, faults)
     kind = id_type(job.task)
     values = np.concatenate(ids)
+    # A task of one's own may be wrong here, and the narrow type below would wrap around in silence.
     if len(values) and int(values.max()) >= job.task.ids:
         raise RuntimeError(f"the task's example holds {values.max()}, but its numbers must be below `ids`, {job.task.ids}")
     offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
@@ -182,7 +185,10 @@ def id_type(task: Task) -> pa.DataType:
 
 
 def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
-    """Writes a part's shards, then its record, which is returned: part, shards by split, faults, and how many there were."""
+    """Writes a part's shards, then its record, which is returned: part, shards by split, faults, and how many there were.
+
+    Raises RuntimeError where the row that ends a part is missing, OSError where a shard reads otherwise than it was written.
+    """
     writers: dict[str, ShardWriter] = {}
     faults: list[dict[str, str]] = []
     skipped, number, whole = 0, -1, False

@@ -31,6 +31,7 @@ SUMMARIES = (("nvtxsum", "nvtx_sum"), ("gpukernsum", "cuda_gpu_kern_sum"), ("cud
 
 def nvtx_listener() -> Listener:
     """Ranges that Nsight sees. Raises ProfileError where nothing here can make them."""
+    # Else kernels of earlier steps, which still run, would be counted.
     if torch.cuda.is_available():
         return _cuda_range
     if find_spec("nvtx") is None:
@@ -54,7 +55,10 @@ def _cuda_range(name: str) -> Iterator[None]:
 
 
 class SystemsWindow:
-    """Collects from `open` to `close`; looks whether there is a report, and sums it up."""
+    """Collects from `open` to `close`; looks whether there is a report, and sums it up.
+
+    Raises ProfileError where nsys is not there or this process does not run under it; methods raise it where nsys fails.
+    """
 
     def __init__(self) -> None:
         if which("nsys") is None:
@@ -68,14 +72,17 @@ class SystemsWindow:
         self._out = Path(self._folder.name) / "report"
 
     def open(self) -> None:
-        """Begins to collect."""
+        """Begins to collect. Raises ProfileError where nsys refuses."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         options = ["--sample=none", "--cpuctxsw=none"]  # both want rights that containers rarely have
         _nsys("start", f"--session={self._session}", "--force-overwrite=true", f"--output={self._out}", *options)
 
     def close(self, scratch: Path, stem: str) -> list[str]:
-        """Ends, brings the report to `scratch` with summaries beside it, and returns parts of the page."""
+        """Ends, brings the report to `scratch` with summaries beside it, and returns parts of the page.
+
+        Raises ProfileError where nsys left no report, or one in which none of our ranges is.
+        """
         said = self._stop()
         report = self._report(said).rename(scratch / f"{stem}.nsys-rep")
         summaries = {names[-1]: _summary(report, names) for names in SUMMARIES}
@@ -92,7 +99,7 @@ class SystemsWindow:
         return _systems_part(ranges, summaries["cuda_gpu_kern_sum"], report.name)
 
     def abandon(self) -> None:
-        """Ends and leaves nothing."""
+        """Ends and leaves nothing. Raises ProfileError where nsys fails."""
         self._stop()
         self._folder.cleanup()
 
@@ -118,7 +125,10 @@ class SystemsWindow:
 
 
 class ComputeWindow:
-    """Opens ranges in the window, which is all that `ncu` waits for; its report comes when this process has ended."""
+    """Opens ranges in the window, which is all that `ncu` waits for; its report comes when this process has ended.
+
+    Raises ProfileError where this process does not run under ncu, or nothing here can make ranges.
+    """
 
     def __init__(self) -> None:
         if COMPUTE not in os.environ:
@@ -126,14 +136,14 @@ class ComputeWindow:
         self.listener: Listener | None = nvtx_listener()
 
     def open(self) -> None:
-        """Nothing: the ranges do it."""
+        """Nothing to do: ncu measures by the ranges of phases, which are open in the window."""
 
     def close(self, scratch: Path, stem: str) -> list[str]:
-        """The page for now."""
+        """A sentence for the page: the figures come when this process has ended."""
         return [paragraph("Nsight Compute writes its figures of each kernel beside this page when the job has ended.")]
 
     def abandon(self) -> None:
-        """Nothing."""
+        """Nothing to do: ncu writes what it has when this process ends."""
 
 
 def _importer() -> Path | None:

@@ -43,13 +43,13 @@ class Tool(Protocol):
     """Is told of every phase while the window is open."""
 
     def open(self) -> None:
-        """Begins."""
+        """Begins to watch, before the first step of the window."""
 
     def close(self, scratch: Path, stem: str) -> list[str]:
-        """Ends, writes `<stem>...` into `scratch`, and returns parts of the page."""
+        """Ends, writes files `<stem>...` into `scratch`, and returns parts of the page, as HTML."""
 
     def abandon(self) -> None:
-        """Ends without a word."""
+        """Ends without writing anything, after an error."""
 
 
 class Profiled(Observer):
@@ -169,7 +169,7 @@ class Profiled(Observer):
 
 
 def make_tool(name: str) -> Tool:
-    """The tool of a name. Raises ProfileError where it cannot work in this process."""
+    """The tool that `profile.tool` names. Raises ProfileError where it cannot work in this process."""
     if name == "torch":
         from raystride.pipelines.profiling.torch_profiler import TorchTrace
 

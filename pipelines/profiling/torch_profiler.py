@@ -66,7 +66,7 @@ class MemoryTimeline:
         self._profile = None if self._on_gpu else new_profile(profile_memory=True, with_stack=True)
 
     def open(self) -> None:
-        """Begins to record."""
+        """Begins to record what memory is taken, and by whom."""
         if self._profile is None:
             torch.cuda.memory._record_memory_history(max_entries=MOST_HISTORY)
         else:
@@ -92,7 +92,7 @@ class MemoryTimeline:
         return _allocations_part(rows, f"{stem}-timeline.html")
 
     def abandon(self) -> None:
-        """Ends without a word."""
+        """Ends without a word, as after an error of the training."""
         if self._profile is None:
             torch.cuda.memory._record_memory_history(enabled=None)
         else:

@@ -52,6 +52,7 @@ class Journal:
         """Writes entries as the next segment. Raises OSError, and then nothing was written."""
         segment = Segment(self._attempt, self._next)
         (self._run_folder / "journal").put(segment.name, "".join(encode(entry) for entry in entries))
+        # Only now: a segment that failed leaves its number to the next try.
         self._next += 1
         if self._run_folder.local:
             # For who follows the run with `tail -F`; the end writes the whole file anew, so what fails here costs nothing.
@@ -101,6 +102,7 @@ def read_segment(run_folder: Folder, segment: Segment) -> list[Entry]:
     for number, line in enumerate((run_folder / "journal").read(segment.name).splitlines(), start=1):
         try:
             entry = json.loads(line)
+            # What is JSON and no entry is damaged as well.
             entry["sender"], entry["sequence"], entry["values"], entry["time"]
         except (ValueError, KeyError, TypeError):
             values = {"name": "damaged", "text": f"line {number} of {segment.name} is damaged"}

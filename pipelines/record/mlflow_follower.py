@@ -58,6 +58,7 @@ class Follower:
     def add(self, segment: Segment, entries: list[Entry]) -> None:
         """Says that a segment was written; the first with measurements starts the thread. Returns at once."""
         with self._changed:
+            # MLflow has no place for events. What is not held any more is read from the journal again.
             self._held[segment] = [entry for entry in entries if entry["kind"] != "event"]
             if len(self._held) > MOST_HELD:
                 self._held.popitem(last=False)

@@ -1,8 +1,8 @@
 """The MLflow side of a record: one run opened or reopened, and journal entries turned into its metrics, tags, artifacts.
 
-Nothing here retries; `follower` does. The run's folder holds `mlflow.json`: the run's id in MLflow and, as `logged`, the
-number of each attempt's last segment that MLflow has. Times are the entries' own, so that MLflow, whose metrics are unique
-by name, step, time and value, drops what it is sent twice after a crash between logging and noting it.
+Nothing here retries; `mlflow_follower` does. The run's folder holds `mlflow.json`: the run's id in MLflow and, as `logged`,
+the number of each attempt's last segment that MLflow has. Times are the entries' own, so that MLflow, whose metrics are
+unique by name, step, time and value, drops what it is sent twice after a crash between logging and noting it.
 
     log = MlflowLog.at(run_folder, "my-run", Record(), storage)
     log.log(entries); log.finish("finished", time.time())
@@ -148,6 +148,7 @@ class MlflowLog:
             run = self._find_run(client) or self._make_run(client)
         self.reference |= {"run_id": run.info.run_id, "experiment_id": run.info.experiment_id}
         self._keep_mark()
+        # The attempt before may have ended it.
         client.update_run(run.info.run_id, status="RUNNING")
         return client
 
@@ -299,6 +300,7 @@ def schema_lock(uri: str) -> "Iterator[None]":
         deadline = time.monotonic() + SCHEMA_TIMEOUT_S
         while True:
             try:
+                # Tried again and again, since a lock that waits knows no limit.
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:

@@ -132,6 +132,7 @@ class Recorder:
         if self._follower:
             if not self._follower.finish(status, MLFLOW_END_S):
                 self._warn(f"MLflow lacks the end of this run, which is safe in its journal: {replay_hint(self._folder)}")
+            # The run may have been made only while its end was told.
             if self._follower.run_id != result["mlflow_run_id"]:
                 result["mlflow_run_id"] = self._follower.run_id
                 self._try(lambda: self._folder.put_json("summary.json", result), "summary.json")
@@ -149,7 +150,7 @@ class Recorder:
         return build_summary(self._run, status, newest, given)
 
     def _figures(self) -> RunSummary:
-        """What the nodes' totals come to."""
+        """Energy, throttling and idling of all nodes, as far as their newest totals tell it."""
         with self._lock:
             return run_figures(self._state.totals.values())
 
@@ -183,6 +184,7 @@ class Recorder:
 
     def _write(self) -> None:
         """Writes what waits as one segment, and only then counts it as recorded."""
+        # The thread and the end may both write, but no entry twice; senders wait for `_lock`, so it is not held meanwhile.
         with self._writing:
             with self._lock:
                 batch = list(self._waiting)

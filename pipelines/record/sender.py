@@ -128,6 +128,7 @@ class Sender:
             if not self._put_any:
                 self._changed.wait_for(lambda: self._put_any or self._closed)
             self._changed.wait_for(lambda: self._hurry or self._closed, pause)
+            # What was taken is acknowledged when it is on disk, so a flush asks again after a pause.
             if self._hurry and not self._closed:
                 self._changed.wait_for(lambda: self._closed, min(FIRST_DELAY_S, self._interval_s))
             return not self._closed

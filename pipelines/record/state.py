@@ -168,7 +168,7 @@ def _added(before: WorkerTime, values: WorkerTime) -> WorkerTime:
 
 
 def run_figures(totals: Iterable[NodeTotals]) -> RunSummary:
-    """The figures that the totals allow.
+    """Energy, power, throttled seconds and idling of a run from its nodes' newest totals, as far as those tell it.
 
     Energy is told only where every device of every node was metered to the end: a sum of some of them would be taken for
     that of all. Tokens and seconds are those of the node of rank 0; the others send none.

@@ -73,7 +73,7 @@ DELAYED = Prior(1.5, 1.6, "of the stated latency")
 
 
 def priors(cluster: ClusterDescription | None) -> dict[str, Prior]:
-    """Those above, with the links that `cluster` describes."""
+    """The prior of every unknown by its name: `PRIORS`, but of the links that `cluster` describes."""
     found = dict(PRIORS)
     for name, link in () if cluster is None else (("intra", cluster.intra), ("inter", cluster.inter)):
         bandwidth, latency = link.gb_per_s * 1e9 * REACHED.middle, link.latency_us * 1e-6 * DELAYED.middle
@@ -102,11 +102,11 @@ class Posterior:
         self._timed = np.flatnonzero(~np.isnan(self._reduce))
 
     def values(self, logarithms: Array) -> dict[str, Array]:
-        """By name, a column of draws each."""
+        """The unknowns themselves by name, a column (draws, 1) each, from their logarithms (draws, unknowns)."""
         return {name: np.exp(column)[:, None] for name, column in zip(self.names, logarithms.T, strict=True)}
 
     def density(self, logarithms: Array) -> Array:
-        """Logarithm of the density of each row, up to a constant."""
+        """Logarithm of the density of each row of `logarithms` (draws, unknowns), up to a constant: (draws,)."""
         errors, scale, surprises = self._misses(logarithms)
         height = _student(errors) - np.log(scale).sum(axis=1) - 0.5 * (surprises**2).sum(axis=1)
         return np.where((logarithms > self._most).any(axis=1), -np.inf, height)
@@ -135,8 +135,10 @@ class Posterior:
     def _candidates(self, rng: np.random.Generator) -> Array:
         """The likeliest of many draws from the priors, each with computing as fast as fits its group's trials best."""
         found = self._middle + self._width * rng.standard_normal((CANDIDATES, len(self._middle)))
+        # A little inside of the bounds, beyond which the density is zero.
         found = np.minimum(found, self._most - 1e-3)
         first = len(self.names) - len(self.groups)
+        # Computing is only a part of a step, so one correction alone would not meet it.
         for _ in range(5):
             missed = np.log(self._seconds / seconds_of(self.table, self.values(found)).total)
             for column, name in enumerate(self.groups, first):
@@ -168,7 +170,7 @@ class Posterior:
 def draw_unknowns(
     observations: Sequence[Observation], cluster: ClusterDescription | None, *, steps: int, seed: int = 0
 ) -> dict[str, Array]:
-    """Draws of all unknowns, by name, a column each; the same for the same arguments."""
+    """Draws of all unknowns by name, a column (draws, 1) each; the same for the same arguments."""
     rng = np.random.default_rng(seed)
     posterior = Posterior(observations, priors(cluster))
     return posterior.values(sample_density(posterior.density, posterior.start(WALKERS, rng), steps=steps, rng=rng))

@@ -53,7 +53,7 @@ class Term:
 def identify(
     observations: Sequence[Observation], draws: Mapping[str, Array], cluster: ClusterDescription | None
 ) -> list[Term]:
-    """Every unknown of a fit."""
+    """Every unknown of a fit, with its interval and what tells it: trials, the described cluster, or nothing so far."""
     believed, counts = priors(cluster), _counts(observations)
     terms = []
     for name, found in draws.items():

@@ -23,7 +23,7 @@ class Interval:
 
     @classmethod
     def of(cls, draws: Array) -> "Interval":
-        """From draws of the figure."""
+        """The interval of a figure from draws of it: their 10th, 50th and 90th percentile."""
         low, middle, high = np.quantile(draws, [(1 - COVERED) / 2, 0.5, (1 + COVERED) / 2])
         return cls(float(low), float(middle), float(high))
 
@@ -33,9 +33,9 @@ class Interval:
         return self.high / self.low
 
     def times(self, factor: float) -> "Interval":
-        """In another unit."""
+        """The interval with every figure multiplied, in another unit for instance."""
         return Interval(self.low * factor, self.middle * factor, self.high * factor)
 
     def text(self, form: str = ".3g") -> str:
-        """`middle (low to high)`."""
+        """The interval as text, `middle (low to high)`, with figures in this form."""
         return f"{self.middle:{form}} ({self.low:{form}} to {self.high:{form}})"

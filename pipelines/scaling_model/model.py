@@ -107,7 +107,9 @@ class ScalingModel:
     def fit(
         cls, observations: Sequence[Observation], cluster: ClusterDescription | None = None, *, steps: int = STEPS
     ) -> "ScalingModel":
-        """From one trial or more, in a second or two; the same trials give the same model. Raises TrialError without any."""
+        """The model of these trials, in a second or two; the same trials give the same one. Raises TrialError
+        without any.
+        """
         if not observations:
             raise TrialError("the scaling model got no trials: at least one must have ended")
         return cls(tuple(observations), cluster, draw_unknowns(observations, cluster, steps=steps))
@@ -117,7 +119,9 @@ class ScalingModel:
         return identify(self.observations, self.draws, self.cluster)
 
     def step_seconds(self, work: Work) -> Interval:
-        """What a trial of `work` should measure, its noise included. Raises KeyError where none computed alike."""
+        """Seconds a step that a trial of `work` should measure, with its noise. Raises KeyError where none
+        computed alike.
+        """
         return Interval.of(self._noisy(self._parts(work)))
 
     def predict(
@@ -175,6 +179,7 @@ class ScalingModel:
 
     def _noisy(self, parts: Parts) -> Array:
         """Seconds of a step with data, as a further trial would measure them."""
+        # A fixed seed, so that the same trials give the same figures.
         shaken = np.random.default_rng(0).standard_t(FREEDOM, size=parts.total.shape)
         return parts.total * np.exp(self.draws["noise"] * shaken) + self._data_seconds
 
@@ -210,12 +215,12 @@ class HeldBack:
 
     @property
     def errors(self) -> list[float]:
-        """Relative, in the order of `trials`: above 0 where the prediction was too slow."""
+        """Relative errors of the predictions, in the order of `trials`: above 0 where one was too slow."""
         return [predicted.middle / measured - 1 for _, predicted, measured in self.trials]
 
     @property
     def median(self) -> float:
-        """Of the errors' sizes; nan where nothing could be held back."""
+        """The median of the errors' sizes; nan where nothing could be held back."""
         return float(np.median(np.abs(self.errors))) if self.trials else float("nan")
 
     @property

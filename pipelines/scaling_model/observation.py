@@ -21,7 +21,10 @@ class TrialError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a group of workers does in a step, and how it is spread over them."""
+    """What a group of workers does in a step, and how it is spread over them.
+
+    Raises TrialError where a count is below 1, or the workers do not fill nodes, slots or groups evenly.
+    """
 
     device: str
     """What a worker computes on, by name: speeds are never carried from one device to another."""
@@ -125,12 +128,12 @@ class Work:
 
     @property
     def group(self) -> str:
-        """What computes equally fast a token, in words."""
+        """What works have in common that compute equally fast a token, in words."""
         parts = [self.device, self.model, self.precision, f"{self.threads} threads" * (self.threads > 0)]
         return " ".join(filter(None, [*parts, "recompute" * self.recompute, self.variant]))
 
     def at(self, workers: int, workers_per_node: int) -> "Work":
-        """The same on another number of workers, each with as much to do as now, so that the batch grows with them.
+        """The same work on another number of workers, each with as much to do as now, so that the batch grows with them.
 
         A hybrid's groups stay as large, where there are as many workers. Raises TrialError where `workers` cannot be cut
         into nodes or groups.
@@ -150,7 +153,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Observation:
-    """One measured trial."""
+    """One measured trial. Raises TrialError where no step was measured, or waiting for data took longer than a step."""
 
     work: Work
     step_seconds: tuple[float, ...]
@@ -170,18 +173,18 @@ class Observation:
 
     @property
     def seconds(self) -> float:
-        """The middle window's seconds a step."""
+        """Seconds a step, in the middle one of the windows."""
         return statistics.median(self.step_seconds)
 
     @property
     def relative_error(self) -> float:
-        """Of the mean of the windows; 0 where there is but one."""
+        """The standard error of the windows' mean as a share of `seconds`; 0 where there is but one window."""
         count = len(self.step_seconds)
         return statistics.stdev(self.step_seconds) / self.seconds / math.sqrt(count) if count > 1 else 0.0
 
     @property
     def watts(self) -> float | None:
-        """Average power of a worker."""
+        """Average power of a worker in watts; None where energy was not measured."""
         if self.joules_per_token is None:
             return None
         return self.joules_per_token * self.work.tokens / self.seconds / self.work.workers

@@ -41,5 +41,5 @@ class Power:
         return cls(middle, middle)
 
     def watts(self, compute_share: float) -> float:
-        """Average of a worker that computes for that share of a step."""
+        """Average power in watts of a worker that computes for that share, 0 to 1, of a step."""
         return self.waiting + compute_share * (self.computing - self.waiting)

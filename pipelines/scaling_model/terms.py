@@ -46,7 +46,7 @@ class Route:
         return Route(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
     def times(self, count: float) -> "Route":
-        """As often as that."""
+        """The bytes and hops of going this way so many times."""
         return Route(*(count * value for value in astuple(self)))
 
 
@@ -149,7 +149,7 @@ def slowest_of(workers: int) -> float:
 
 @dataclass(frozen=True)
 class Table:
-    """Several works as columns."""
+    """What the formulas need of several works: arrays (works,) by name, and the works' groups."""
 
     groups: list[str]
     columns: Mapping[str, Array]
@@ -159,7 +159,7 @@ class Table:
 
 
 def terms_table(works: Sequence[Work]) -> Table:
-    """What the formulas need of each."""
+    """Computes what the formulas need of each work."""
     rows = []
     for work in works:
         sent = traffic_of(work)
@@ -191,12 +191,15 @@ class Parts:
 
     @property
     def total(self) -> Array:
-        """Without data."""
+        """Seconds of a step without waiting for data, draws x works."""
         return self.compute + self.waiting + self.exposed + self.overhead
 
 
 def seconds_of(works: Table, values: Mapping[str, Array]) -> Parts:
-    """The formulas above; `values` holds a column of draws for each unknown of `fit.PRIORS` and `compute` of each group."""
+    """Seconds of each work's step by the formulas above.
+
+    `values` holds a column (draws, 1) for each unknown of `fit.PRIORS` and for `compute` of each group.
+    """
     a_token = np.concatenate([values[f"compute {group}"] for group in works.groups], axis=1)
     compute = works["tokens"] * a_token * (1 + values["crowding"] * works["others"])
     sent = _sent(works, values, "gathers") + np.minimum(_sent(works, values, "ring"), _sent(works, values, "tree"))

@@ -31,7 +31,7 @@ class Fault:
     """What the user can do."""
 
     def error(self) -> DataError:
-        """The error that it becomes when nothing may be skipped."""
+        """The error that the fault becomes where nothing may be skipped."""
         return DataError(f"{self.place}: {self.reason}; {self.remedy}")
 
 

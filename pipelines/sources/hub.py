@@ -44,22 +44,25 @@ class HuggingFaceReader:
         return File(self.source, f"{self.split}-{dataset._fingerprint}", dataset.data.nbytes or 0)
 
     def slices(self, file: File, target: int) -> list[Slice]:
-        """Ranges of rows; all rows are taken to be equally long."""
+        """Ranges of rows; all rows are taken to be equally long. Raises DataError where the dataset cannot be loaded."""
         rows = len(self._dataset())
         count = max(1, min(rows, round(file.size / target)))
         edges = [rows * i // count for i in range(count + 1)]
         return [Slice(file, a, b, file.size // count) for a, b in pairwise(edges)]
 
     def measure(self, piece: Slice) -> int:
-        """Rows of the split."""
+        """Rows of the split. Raises DataError where the dataset cannot be loaded."""
         return len(self._dataset())
 
     def seam(self, file: File, offset: int) -> int:
-        """Any row."""
+        """The offset itself: a dataset may be cut before any row."""
         return offset
 
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
-        """The documents of the rows in the slice."""
+        """The documents of the rows in the slice. Raises DataError where the dataset cannot be loaded.
+
+        Raises Faulty where it lacks a column.
+        """
         dataset = self._dataset()
         keys = find_columns(self.source, self.columns, dataset.column_names, nested=True)
         table, stop = dataset.select_columns(sorted({name for name, _ in keys})).with_format("arrow"), piece.stop or 0

@@ -53,7 +53,7 @@ class LineReader:
         return at
 
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
-        """The documents of the lines in the slice."""
+        """The documents of the lines in the slice; one that is not UTF-8 is a Fault. Raises Faulty where the file breaks."""
         line = None
         with open_range(piece.file, piece.start, piece.stop) as stream:
             for number, (at, line) in enumerate(lines(stream), 1):
@@ -100,7 +100,9 @@ class JsonReader(LineReader):
         return offset if offset == 0 or _is_array(file) else super().seam(file, offset)
 
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
-        """The documents of the lines, or elements, in the slice."""
+        """The documents of the lines, or elements, in the slice. Raises Faulty where the file breaks, or the
+        array is none.
+        """
         return self._read_array(piece) if _is_array(piece.file) else super().read(piece)
 
     def _document(self, line: str, place: str, file: File) -> Iterator[Piece | Fault]:
@@ -168,7 +170,7 @@ class ParallelReader:
         return count_lines(piece.file)
 
     def seam(self, file: File, offset: int) -> int:
-        """Any line."""
+        """The offset itself: a pair of lines may be cut off before any line."""
         return offset
 
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:

@@ -68,15 +68,15 @@ class RegisteredReader:
         return [Slice(file, 0, None, 0)]
 
     def measure(self, piece: Slice) -> int:
-        """Documents, counted by running through them."""
+        """Documents, counted by running through them. Raises Faulty where the function raises."""
         return sum(1 for _ in self._documents())
 
     def seam(self, file: File, offset: int) -> int:
-        """Any document."""
+        """The offset itself: the documents may be cut before any of them."""
         return offset
 
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
-        """The documents of the slice."""
+        """The documents of the slice. Raises Faulty where the function raises."""
         for number, value in enumerate(islice(self._documents(), piece.start, piece.stop), piece.start + 1):
             place = f"registered source {self.source}, document {number}"
             if isinstance(value, Mapping):

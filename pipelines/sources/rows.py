@@ -36,12 +36,13 @@ class CsvReader:
         return length(piece.file) - piece.start
 
     def seam(self, file: File, offset: int) -> int:
-        """Any offset: rows are kept whole by where they begin."""
+        """The offset itself: rows are kept whole by where they begin."""
         return offset
 
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
-        """The documents of the rows in the slice."""
+        """The documents of the rows in the slice. Raises Faulty where the file is empty, is no CSV, or lacks a column."""
         file = piece.file
+        # The default of 128 KiB is less than many a document has.
         csv.field_size_limit(2**31 - 1)
         with open_range(file) as stream:
             text = _DecodedLines(stream)
@@ -110,11 +111,11 @@ class ParquetReader:
             return int(table.metadata.num_rows)
 
     def seam(self, file: File, offset: int) -> int:
-        """Any row."""
+        """The offset itself: a table may be cut before any row."""
         return offset
 
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
-        """The documents of the rows in the slice."""
+        """The documents of the rows in the slice. Raises Faulty where the file is empty, no Parquet, or lacks a column."""
         file, stop = piece.file, piece.stop or 0
         with _Parquet(file, self.columns) as table:
             if table.metadata.num_rows == 0:

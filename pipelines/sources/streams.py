@@ -22,7 +22,10 @@ class ByteRange:
         self.start = start
 
     def read(self, size: int) -> bytes:
-        """The next bytes, `size` unless the range ends."""
+        """The next bytes, `size` unless the range ends.
+
+        Raises Faulty where the file breaks, or is gone, or ends before the range does (its own EOFError, turned into one).
+        """
         wanted = size if self._left is None else min(size, self._left)
         with faults_of(self._place):
             data: bytes = self._stream.read(wanted)

@@ -58,7 +58,9 @@ class TextReader:
         return offset + next((i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
 
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
-        """The text in pieces of about PIECE bytes."""
+        """The text in pieces of about PIECE bytes. Raises Faulty where it breaks, or is not UTF-8 and `skip`
+        did not look.
+        """
         file = piece.file
         ends = self.whole or piece.stop is None or (not file.streamed and piece.stop == file.size)
         if self.skip and (fault := self._check(piece)):
@@ -153,19 +155,19 @@ class FolderReader:
     columns: Columns
 
     def slices(self, file: File, target: int) -> list[Slice]:
-        """The file."""
+        """One slice: the file, which is a document."""
         return [Slice(file, 0, 1, file.size)]
 
     def measure(self, piece: Slice) -> int:
-        """One file."""
+        """One: a file is the unit."""
         return 1
 
     def seam(self, file: File, offset: int) -> int:
-        """Before it or after it."""
+        """The offset, 0 or 1: before the file or after it."""
         return offset
 
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
-        """The file's document."""
+        """The file's document: its label and its text, or image."""
         file = piece.file
         values: dict[str, Any] = {"label": file.name.partition("/")[0], "image": file.uri}
         if any(column.kind == "text" for column in self.columns):

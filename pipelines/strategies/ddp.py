@@ -32,7 +32,7 @@ class DataParallel:
         return model, make_optimizer(model)
 
     def begin(self) -> None:
-        """Zeroes the buckets."""
+        """Zeroes the gradients for a new step."""
         self._buckets.clear()
 
     def backward(self, loss: torch.Tensor, measured: torch.Tensor, *, slot: int, last: bool) -> None:
@@ -42,22 +42,23 @@ class DataParallel:
         self._buckets.after(last=last)
 
     def reduce(self, measured: torch.Tensor) -> torch.Tensor:
-        """Waits for the sums."""
+        """Waits until all buckets are summed over the workers; returns the sum of every worker's `measured`."""
         return self._buckets.finish(measured)
 
     def gradients(self) -> list[torch.Tensor]:
-        """The buckets."""
+        """The buckets in which the gradients lie, flat fp32 vectors; after `reduce` summed over the workers."""
         return self._buckets.gradients()
 
     def norm(self) -> torch.Tensor:
-        """Norm of the buckets' norms."""
+        """Euclidean norm of the whole gradient, a scalar, as the norm of the buckets' norms; after `reduce`."""
+        # The buckets are the same on any number of workers, and so is the order in which this adds: train.exact needs it.
         return norm_of(self.gradients(), self.device)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """All-reduce."""
+        """Adds `values` up over the workers, in place; all of them must call it."""
         if self.world > 1:
             dist.all_reduce(values)
         return values
 
     def settle(self) -> None:
-        """Nothing to do."""
+        """Nothing to do: a forward leaves nothing behind that the next step would not expect."""

@@ -61,7 +61,7 @@ class ZeRO(Sharded):
         return model, cast(Optimizer, self._partitions)
 
     def begin(self) -> None:
-        """The update before has dropped the gradients."""
+        """Nothing to do: the update before has dropped the gradients."""
 
     def backward(self, loss: torch.Tensor, measured: torch.Tensor, *, slot: int, last: bool) -> None:
         """Adds gradients; they are summed over the workers now (stages 2 and 3), or during the last micro-batch (1)."""
@@ -72,7 +72,7 @@ class ZeRO(Sharded):
         self._engine.backward(loss * self.world, scale_wrt_gas=False)
 
     def gradients(self) -> list[torch.Tensor]:
-        """This worker's partitions."""
+        """This worker's partitions of the summed gradient, flat vectors."""
         return self._partitions.gradients()
 
     def norm(self) -> torch.Tensor:
@@ -80,7 +80,7 @@ class ZeRO(Sharded):
         return self._norm(self.world)
 
     def settle(self) -> None:
-        """DeepSpeed drops what it gathers as soon as it is used."""
+        """Nothing to do: DeepSpeed drops what it gathers as soon as it is used."""
 
     def _update(self, learning_rate: float, skip: torch.Tensor | None) -> None:
         self._base.learning_rate, self._base.skip = learning_rate, skip
@@ -143,10 +143,12 @@ def _configuration(device: torch.device, stage: int, bucket_bytes: int, offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     return {
         "train_micro_batch_size_per_gpu": 1,  # unused: it asks for a number
+        # `backward` says by itself which micro-batch is the last.
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
         "steps_per_print": 2**62,
         "zero_optimization": zero,
+        # The update rule is ours, of which it knows nothing.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "communication_data_type": "fp32",
@@ -174,6 +176,7 @@ def import_deepspeed(device: str) -> Any:
     of_bf16.see_memory_usage = lambda *_, **__: None  # prints, whatever it is told
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)  # its calls, not ours
+    # On CPUs it would compile an exchange of its own when it starts: not done after 110 s (0.19.8). Gloo does without.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 

@@ -33,6 +33,7 @@ class ExactBuckets(Buckets):
     def __init__(
         self, parameters: Iterable[nn.Parameter], *, bucket_bytes: int, extra: int, shares: Sequence[range], rank: int
     ) -> None:
+        # Every worker adds up an equal chunk of each bucket.
         super().__init__(parameters, bucket_bytes=bucket_bytes, extra=extra, multiple_of=len(shares))
         self._world, self._rank, self._share = len(shares), rank, shares[rank]
         everything = range(shares[-1].stop)
@@ -56,11 +57,12 @@ class ExactBuckets(Buckets):
         self._exchange: tuple[list[dist.Work], dict[tuple[int, int], torch.Tensor]] | None = None
 
     def clear(self) -> None:
-        """A new step; what its slots find is zeroed when they begin."""
+        """Begins a new step; the buffers are zeroed one by one, when the first slot that adds to one begins."""
         self._next = self._share.start
 
     def before(self, slot: int, measured: torch.Tensor, *, last: bool) -> None:
         """Makes room for a slot's gradients; slots between the one before and this one are empty."""
+        # A worker without a micro-batch comes here from `finish`, with slot 0.
         slot = max(slot, self._share.start)
         for number in range(len(self.flat)):
             for empty in range(self._next, slot):
@@ -69,6 +71,7 @@ class ExactBuckets(Buckets):
         self._next = slot + 1
         row = self._visits[slot].row
         self._point(row)
+        # What is measured takes the way of its slot's gradient, so none of it may stay with the caller.
         self.tail(self._rows[row]).add_(measured)
         measured.zero_()
         if last:
@@ -111,6 +114,7 @@ class ExactBuckets(Buckets):
         places = self._received[number % 2].split(chunk)
         received = {sender: places[place] for place, sender in enumerate(self._senders)}
         own = [row[number].split(chunk) for row in self._rows[: self._counts[self._rank]]]
+        # All in one batch: under NCCL two workers that both sent first would wait for each other.
         peers = [peer for peer in range(self._world) if peer != self._rank]
         operations = [_send_to(peer, parts[peer], (number, row)) for peer in peers for row, parts in enumerate(own)]
         operations += [_take_from(peer, part, (number, row)) for (peer, row), part in received.items()]
@@ -131,6 +135,7 @@ class ExactBuckets(Buckets):
             rows[into] += rows[row]
         into, row = self._additions[-1]
         chunks = self.flat[number].split(len(rows[0]))
+        # The last addition writes where the sum belongs, which saves a copy.
         torch.add(rows[into], rows[row], out=chunks[self._rank])
         operations = []
         for peer in (peer for peer in range(self._world) if peer != self._rank):
@@ -157,4 +162,5 @@ def _take_from(peer: int, part: torch.Tensor, what: tuple[int, int]) -> dist.P2P
 
 def _tag(number: int, row: int) -> int:
     """Tells apart what travels between two workers at a time: a subtree's part of a bucket, or (row -1) the sum."""
+    # 64 is enough: neighbouring slots are some 2 log2(slots) subtrees at most.
     return 64 * number + row + 1

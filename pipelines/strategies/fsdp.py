@@ -44,7 +44,10 @@ class FullySharded(Sharded):
         offload: bool = False,
         compute: torch.dtype = torch.float32,
     ) -> None:
-        """`compute`: what parameters are gathered as, bfloat16 for pure_bf16; shards, gradients and sums are fp32."""
+        """`compute`: what parameters are gathered as, bfloat16 for pure_bf16; shards, gradients and sums are fp32.
+
+        Raises ValueError where the workers cannot be cut into groups of `shard_workers`.
+        """
         super().__init__(device, rank, world)
         self._shards = shard_workers or world
         if world % self._shards:
@@ -62,15 +65,18 @@ class FullySharded(Sharded):
         self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         for block in blocks(model):
             self._shard(block, reshard=self._reshard)
+        # Embeddings and head are needed at both ends of a step, so they stay gathered in between.
         self._shard(model, reshard=False)
         for module in _sharded(model):
             # FSDP2 would take the mean over the workers, and by operations that gloo does not have.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+        # Generation and translation compute by these methods, which must gather parameters as `forward` does.
         for name in METHODS:
             if hasattr(model, name):
                 register_fsdp_forward_method(model, name)
         self._model = model
+        # Sharding has put other parameters in the place of those before, so the optimiser is made last.
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         return model, make_optimizer(model)
 
@@ -84,7 +90,7 @@ class FullySharded(Sharded):
         )
 
     def begin(self) -> None:
-        """Drops the gradients."""
+        """Drops the gradients of the step before."""
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -96,7 +102,7 @@ class FullySharded(Sharded):
         loss.backward()
 
     def gradients(self) -> list[torch.Tensor]:
-        """This worker's shards."""
+        """This worker's shards of the gradients, fp32; summed over the workers after the last micro-batch."""
         return [p.grad.to_local() for p in self._parameters if p.grad is not None]  # type: ignore[attr-defined]
 
     def norm(self) -> torch.Tensor:

@@ -32,11 +32,11 @@ class Rule(Protocol):
         ...
 
     def state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """What it remembers of a parameter."""
+        """What the rule remembers of a parameter, tensors by name."""
         ...
 
     def load_state(self, parameter: nn.Parameter, held: dict[str, torch.Tensor]) -> None:
-        """Goes on with what was held."""
+        """Goes on with what such a rule held of a parameter, tensors by name."""
         ...
 
 
@@ -75,7 +75,7 @@ class Partitions:
         self._mesh = init_device_mesh("cpu", (world,))
 
     def gradients(self) -> list[torch.Tensor]:
-        """What is summed and not yet used."""
+        """This worker's partitions of the gradients, flat vectors: those that are summed and not yet used."""
         if hasattr(self._zero, "fp32_groups_gradient_flat_partition"):
             return list(self._zero.fp32_groups_gradient_flat_partition)
         if getattr(self._zero, "cpu_offload", False) or getattr(self._zero, "offload_optimizer", False):
@@ -83,11 +83,11 @@ class Partitions:
         return [part for parts in self._zero.averaged_gradients.values() if parts is not None for part in parts]
 
     def update(self, learning_rate: float, skip: torch.Tensor | None = None) -> None:
-        """See Updater."""
+        """Has DeepSpeed's engine update its partitions at this learning rate; where `skip` (fp32 scalar) is 1, nothing."""
         self._update(learning_rate, skip)
 
     def state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """See Updater. All workers call it together."""
+        """All that is remembered of a parameter, its fp32 master too, by name and in rows. All workers call it together."""
         place = self._places[parameter]
         held: dict[str, torch.Tensor] = {"master": self._rows(parameter, place, place.flat.detach())}
         for key, value in self._rule.state(place.flat).items():
@@ -95,14 +95,14 @@ class Partitions:
         return held
 
     def empty_state(self, parameter: nn.Parameter, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """See Updater."""
+        """Zeros into which a checkpoint can be read: a scalar, or rows of a parameter's whole shape, in main memory."""
         if list(size) == list(whole_shape(parameter)):
             return zeros(tuple(size), dtype=dtype, device_mesh=self._mesh, placements=[Shard(0)])
         return torch.zeros(size, dtype=dtype)
 
     @torch.no_grad()
     def load_state(self, parameter: nn.Parameter, held: dict[str, torch.Tensor]) -> None:
-        """See Updater. All workers call it together."""
+        """Goes on with what an optimiser held of a parameter; a `master` becomes its value. All workers call it together."""
         place = self._places[parameter]
         state: dict[str, torch.Tensor] = {}
         for key, value in held.items():

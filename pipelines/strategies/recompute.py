@@ -75,6 +75,7 @@ class _Checkpointed:
         from torch.utils.checkpoint import checkpoint
 
         contexts = partial(_contexts, self._selective, in_bf16())
+        # The reentrant form takes no contexts.
         return checkpoint(self._forward, *arguments, use_reentrant=False, context_fn=contexts)
 
 

@@ -31,6 +31,7 @@ class Buckets:
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, bucket_bytes: int, extra: int, multiple_of: int = 1) -> None:
         trained = [p for p in parameters if p.requires_grad]
+        # A backward comes to the last parameters first, so their bucket is full first and leaves while the rest computes.
         self.groups = _cut(list(reversed(trained)), bucket_bytes)
         self.extra = extra
         self.sizes = [sum(p.numel() for p in group) for group in self.groups]
@@ -65,16 +66,17 @@ class Buckets:
     def clear(self) -> None:
         """Zeroes all gradients for a new step."""
         for flat in self.flat:
+            # Zeroed and not dropped: every `grad` must stay a view into its bucket.
             flat.zero_()
 
     def before(self, slot: int, measured: torch.Tensor, *, last: bool) -> None:
-        """A micro-batch that begins with `slot` is about to add its gradients."""
+        """Is told that a micro-batch from `slot` on will add its gradients; from the `last` on, full buckets are sent."""
         if last:
             self.tail(self.flat).copy_(measured)
             self._arm()
 
     def after(self, *, last: bool) -> None:
-        """A micro-batch has added its gradients."""
+        """Is told that a micro-batch has added its gradients; here nothing follows from it."""
 
     def _arm(self) -> None:
         """From here on a bucket is sent as soon as the gradients of all its parameters have arrived."""
@@ -83,9 +85,13 @@ class Buckets:
         self._armed = True
 
     def finish(self, measured: torch.Tensor) -> torch.Tensor:
-        """Sends what is left (parameters without a gradient, a worker without a micro-batch) and waits for all sums."""
+        """Sends what is left (parameters without a gradient, a worker without a micro-batch) and waits for all sums.
+
+        Returns the sum of every worker's `measured`, a view (extra,) into the last bucket.
+        """
         if not self._armed:
             self.before(0, measured, last=True)
+        # Nothing more will arrive: what has no gradient by now goes as zeros.
         self._waiting = [0] * len(self.flat)
         self._send_ready()
         self._receive()
@@ -93,10 +99,11 @@ class Buckets:
         return self.tail(self.flat)
 
     def gradients(self) -> list[torch.Tensor]:
-        """The buckets without what is no gradient."""
+        """A flat fp32 vector of gradients a bucket, without the numbers that stand behind them."""
         return [flat[:size] for flat, size in zip(self.flat, self.sizes, strict=True)]
 
     def _arrived(self, number: int) -> None:
+        # Hooks run in every micro-batch, and only the last one's gradients are complete.
         if self._armed:
             self._waiting[number] -= 1
             self._send_ready()

@@ -22,7 +22,7 @@ class Sharded:
         self._sum: dist.Work | None = None
 
     def gradients(self) -> list[torch.Tensor]:
-        """This worker's shards."""
+        """This worker's shards of the gradients. Raises NotImplementedError: each strategy says where they lie."""
         raise NotImplementedError
 
     def _send_measured(self, measured: torch.Tensor) -> None:
@@ -31,7 +31,7 @@ class Sharded:
             self._sum = dist.all_reduce(measured, async_op=True)
 
     def reduce(self, measured: torch.Tensor) -> torch.Tensor:
-        """The gradients are summed already."""
+        """Returns the sum of every worker's `measured`; the gradients were summed by the last backward."""
         if self._sum:
             self._sum.wait()
             self._sum = None
@@ -45,7 +45,7 @@ class Sharded:
         return square.sqrt()
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """All-reduce."""
+        """Adds `values` up over the workers, in place; all of them must call it."""
         if self.world > 1:
             dist.all_reduce(values)
         return values

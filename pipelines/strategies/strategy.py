@@ -87,27 +87,27 @@ class Single:
             parameter.grad = None
 
     def backward(self, loss: torch.Tensor, measured: torch.Tensor, *, slot: int, last: bool) -> None:
-        """Adds the gradients of a micro-batch."""
+        """Adds the gradients of a micro-batch to those of the step."""
         loss.backward()
 
     def reduce(self, measured: torch.Tensor) -> torch.Tensor:
-        """Nothing to sum."""
+        """Returns `measured` as it is: there is no other worker whose numbers could be added."""
         return measured
 
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients there are."""
+        """The gradients of the parameters that have one, for scaling in place."""
         return [p.grad for p in self._parameters if p.grad is not None]
 
     def norm(self) -> torch.Tensor:
-        """Norm of the gradients."""
+        """Euclidean norm of the whole gradient, a scalar."""
         return norm_of(self.gradients(), self.device)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The values themselves."""
+        """Returns `values` as they are: there is no other worker whose values could be added."""
         return values
 
     def settle(self) -> None:
-        """Nothing to do."""
+        """Nothing to do: a forward leaves nothing behind."""
 
 
 def norm_of(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -118,12 +118,12 @@ def norm_of(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
 
 
 def give_first_workers_values(model: nn.Module, world: int) -> None:
-    """Every worker's parameters become those of rank 0."""
+    """Gives every worker the parameters of rank 0, in place; all workers call it together."""
     if world > 1:
         for parameter in model.parameters():
             torch.distributed.broadcast(parameter.detach(), src=0)
 
 
 def whole_shape(parameter: nn.Parameter) -> torch.Size:
-    """A parameter's shape, of which DeepSpeed's stage 3 leaves nothing to see."""
+    """A parameter's whole shape, of which `shape` shows nothing once DeepSpeed's stage 3 has partitioned it."""
     return getattr(parameter, "ds_shape", parameter.shape)

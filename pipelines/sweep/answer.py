@@ -52,7 +52,7 @@ class Answer:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """For programs: `summary.json`."""
+        """The answer for programs, as `summary.json` holds it."""
         best = self.best
         found = best and {"run": best.run, "settings": best.settings, "tokens_per_second": best.speed, "spread": best.spread}
         return {

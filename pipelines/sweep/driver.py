@@ -41,7 +41,7 @@ def run_sweep(parsed: Parsed[SweepConfig]) -> int:
 
 
 def located(parsed: Parsed[SweepConfig]) -> tuple[SweepConfig, Folder]:
-    """The sweep with a name and absolute places, and the storage. Raises SettingError."""
+    """The sweep with a name and absolute places, and the storage. Raises SettingError where it is to run without Ray."""
     config, storage = locate(Parsed(parsed.settings.training(), parsed.preset))
     if config.launch.mode != "ray":
         raise config.launch.error("mode", "must be `ray` for a sweep, whose trials Ray Tune runs")
@@ -49,7 +49,11 @@ def located(parsed: Parsed[SweepConfig]) -> tuple[SweepConfig, Folder]:
 
 
 def run_trials(base: SweepConfig, storage: Folder, screen: Screen) -> Answer:
-    """Measures what is missing, and answers. Raises SettingError, DataError, CannotRun."""
+    """Measures what is missing, and answers.
+
+    Raises SettingError where the space is empty, a price is missing or a training has the name; DataError where no data can
+    be prepared, CannotRun where there is no cluster.
+    """
     assert base.run
     folder = storage / base.run
     candidates, described = candidates_of(base), _described(base)

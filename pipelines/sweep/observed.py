@@ -31,7 +31,7 @@ def observation_of(config: Config, result: Result) -> Observation:
 
 
 def work_of(config: Config, result: Result) -> Work:
-    """What each step of the trial computed and sent."""
+    """What each step of the trial computed and sent. Raises TrialError where nothing tells its number of parameters."""
     scaling, train = config.scaling, config.train
     strategy: Strategy = scaling.strategy if scaling.strategy != "auto" else "ddp" if result.workers > 1 else "single"
     network = network_of(config, expected(config), slots=1, arithmetic=Arithmetic())
@@ -55,6 +55,7 @@ def work_of(config: Config, result: Result) -> Work:
         reshard=scaling.reshard,
         shard_workers=scaling.shard_workers,
         precision=train.precision,
+        # Gradients are summed in fp32 under every strategy and precision.
         gradient_bytes=FP32_BYTES,
         gather_bytes=HALF_BYTES if half else FP32_BYTES,
         threads=result.threads,

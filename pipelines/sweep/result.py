@@ -182,10 +182,10 @@ def result_at(sweep: Folder, key: str) -> Result | None:
 
 
 def keys(sweep: Folder) -> list[str]:
-    """Those of all trials that ended."""
+    """The keys of all trials that ended."""
     return [name.removesuffix(".json") for name in (sweep / PLACE).names() if name.endswith(".json")]
 
 
 def results(sweep: Folder) -> dict[str, Result]:
-    """The results so far, by key."""
+    """The results of all trials that ended, by their keys."""
     return {key: result for key in keys(sweep) if (result := result_at(sweep, key))}

@@ -57,7 +57,7 @@ class Candidate:
 
     @property
     def refusal(self) -> str:
-        """Why there are none."""
+        """The rule that refuses the settings, in words; empty where none does."""
         return "" if isinstance(self._made, Config) else str(self._made)
 
     @property
@@ -75,7 +75,7 @@ class Candidate:
 
     @property
     def run(self) -> str:
-        """The name of its run."""
+        """The name of the run that measures it."""
         return f"{self.base.run}-{self.key}"
 
     @property
@@ -105,7 +105,9 @@ class Candidate:
             validation=replace(config.validation, every=0, samples=1),  # one at the end, as small as can be
             checkpoint=replace(config.checkpoint, every=0),
             sample=replace(config.sample, tokens=0),
+            # MLflow is told between two trials, so that no measurement is disturbed.
             record=replace(config.record, mlflow=False),
+            # A failure is a result too.
             launch=replace(config.launch, restarts=0),
         )
 

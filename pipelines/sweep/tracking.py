@@ -41,7 +41,7 @@ class Tracking:
 
     @property
     def link(self) -> str | None:
-        """Where a browser shows it."""
+        """The address at which a browser shows the sweep's run; None where MLflow is off, or the run in a database."""
         return self._log.link if self._log else None
 
     def trial(self, result: Result, number: int) -> Result:

@@ -58,7 +58,7 @@ class SweepPlan:
 
     @property
     def folder(self) -> Folder:
-        """The sweep's own."""
+        """The sweep's own folder, with its results and its page."""
         assert self.base.run
         return self.storage / self.base.run
 
@@ -89,6 +89,7 @@ def measure(
             max_concurrent_trials=together,
             search_alg=_optuna(plan, known) if chosen else None,
             scheduler=_scheduler(plan.base),
+            # One process drives trial after trial.
             reuse_actors=True,
         ),
         run_config=tune.RunConfig(

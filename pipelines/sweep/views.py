@@ -41,7 +41,7 @@ class Family:
         return self.results[0].speed / self.results[0].workers
 
     def speed_up(self, result: Result) -> float:
-        """Of one worker, as if the fewest measured scaled perfectly."""
+        """How many times as fast a result is as one worker, which is reckoned from the fewest that were measured."""
         return result.speed / self.a_worker
 
 
@@ -56,7 +56,7 @@ class Tradeoff:
 
     @property
     def front(self) -> list[tuple[Result, float, float]]:
-        """What no other result beats in both, the fastest first."""
+        """Results, seconds and costs of those that no other one beats in both, the fastest first."""
         chosen = front([(seconds, cost) for _, seconds, cost in self.points])
         return sorted((self.points[index] for index in chosen), key=lambda point: point[1])
 
@@ -93,7 +93,7 @@ def modelled(answer: Answer, family: Family) -> list[tuple[int, Interval]]:
 
 
 def predicted(answer: Answer) -> list[tuple[int, Interval]]:
-    """Tokens a second of numbers of workers that it predicts."""
+    """Tokens a second that the scaling model predicts on the described cluster, by the number of workers."""
     return [(each.workers, each.tokens_per_second) for each in answer.predictions if isinstance(each, Prediction)]
 
 
@@ -131,7 +131,7 @@ def front(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def step_milliseconds(result: Result) -> dict[str, float]:
-    """A step of a measured result by part."""
+    """Milliseconds of a measured result's mean step that each part of it takes, by the parts' names."""
     whole = statistics.fmean(result.step_seconds) * 1e3
     return {name: share * whole for name, share in result.shares.items()}
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Classification(Labelling):
-    """The task of an encoder with one answer a text."""
+    """Classification of texts by an encoder, with one answer a text."""
 
     def __init__(self, config: Config, facts: Facts | None = None, encoders: Encoders | None = None) -> None:
         super().__init__(config, facts, encoders)
@@ -38,7 +38,7 @@ class Classification(Labelling):
 
     @property
     def ids(self) -> int:
-        """Ids of the text, bytes without an end, and the labels' numbers."""
+        """A bound of the numbers in an example: of the text's ids, or its bytes, and of the labels' numbers."""
         return max(256 if self.bytes else int(self.facts["vocabulary_size"]), len(self.labels))
 
     def learn(self, surveys: list[Facts]) -> Facts:  # type: ignore[override]
@@ -64,7 +64,7 @@ class Classification(Labelling):
         return (torch.from_numpy(np.concatenate(texts)), offsets, torch.arange(longest)), targets
 
     def unpack(self, inputs: Inputs) -> Inputs:
-        """Of bytes: padded ids and lengths, made on the device."""
+        """Ids (B, T) and lengths (B); those of raw bytes are made on the device, by the kernel `byte_pack`."""
         if not self.bytes:
             return inputs
         from raystride.triton_kernels.byte_pack import byte_pack
@@ -74,11 +74,11 @@ class Classification(Labelling):
         return ids, offsets.diff()
 
     def tokens_of(self, numbers: float) -> float:
-        """Those of the text, without the label."""
+        """Tokens of an example of so many numbers: those of the text, without the label."""
         return numbers - 1
 
     def flops_per_token(self, model: "nn.Module", tokens: float) -> float:
-        """Of a text of this length."""
+        """Operations to train on a token of texts of this length."""
         return classifier_flops_per_token(self.config.model, tokens)
 
     def build_model(self) -> "Classifier":

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class Completion(LanguageModel):
-    """The task of a decoder that answers."""
+    """Fine-tuning of a decoder that answers a prompt."""
 
     @property
     def window(self) -> None:
-        """Each pair is a sample."""
+        """None: each pair is a sample of its own."""
         return
 
     @property
@@ -36,11 +36,11 @@ class Completion(LanguageModel):
         return (Column("data.column", data.column), Column("data.target_column", data.target_column, answer=True))
 
     def texts(self, document: Document, tokenizer: str) -> Iterable[str]:
-        """Both."""
+        """Both the prompt and the completion."""
         return document
 
     def shaped_by(self) -> dict[str, Any]:
-        """What is cut off, and the chat's template."""
+        """What shapes examples besides: the context, beyond which they are cut off, and the chat's template."""
         tokenizer = self.config.tokenizer
         return {"context": self.config.model.context, "chat": read_chat(tokenizer) if tokenizer.kind == "file" else None}
 
@@ -74,5 +74,5 @@ class Completion(LanguageModel):
 
     @property
     def targets_per_sample(self) -> None:
-        """As many as pairs have ids, about."""
+        """None: about as many targets as a pair has ids, the prompt's among them."""
         return

@@ -31,7 +31,7 @@ MODES = {1: "L", 3: "RGB"}
 
 
 class Images(Labelling):
-    """The task of a convolutional network with one answer an image."""
+    """Classification of images by a convolutional network, with one answer an image."""
 
     tokenizers = ()
 
@@ -42,7 +42,7 @@ class Images(Labelling):
 
     @property
     def ids(self) -> int:
-        """Pixels, and the labels' numbers."""
+        """A bound of the numbers in an example: of pixels, 256, and of the labels' numbers."""
         return max(256, len(self.labels))
 
     @property
@@ -78,7 +78,7 @@ class Images(Labelling):
         return {**labels, "image": [int(part) for part in next(iter(sizes)).split("x")]}
 
     def shaped_by(self) -> dict[str, Any]:
-        """The size of images."""
+        """What shapes examples besides: the size of images."""
         return {"image_size": self.config.data.image_size}
 
     def encode(self, document: Document) -> tuple[np.ndarray, None]:
@@ -99,11 +99,11 @@ class Images(Labelling):
         return (torch.from_numpy(pixels).view(len(rows), *self.image),), self.targets(rows, masks)
 
     def tokens_of(self, numbers: float) -> float:
-        """An image counts as one."""
+        """One: an image counts as one token."""
         return 1.0
 
     def flops_per_token(self, model: "nn.Module", tokens: float) -> float:
-        """Of an image."""
+        """Operations to train on an image, which is the token here."""
         shape = self.config.model
         return convnet_flops(self.image, len(self.labels), channels=shape.channels, hidden=shape.hidden)
 

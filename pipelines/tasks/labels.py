@@ -32,7 +32,7 @@ class Labelling(Task):
 
     @property
     def label_column(self) -> Column:
-        """Where the label stands."""
+        """The column in which the label stands."""
         return Column("data.label_column", self.config.data.label_column, "label", answer=True)
 
     @property
@@ -67,14 +67,14 @@ class Labelling(Task):
 
     @property
     def class_weights(self) -> tuple[float, ...]:
-        """One a label, with a mean of 1 over the examples, as `objective.class_weights` asks; empty: all alike."""
+        """A weight a label, with a mean of 1 over the examples, as `objective.class_weights` asks; empty: all alike."""
         if self.config.objective.class_weights == "none":
             return ()
         return tuple(1.0 / (len(self.labels) * share) for share in self.facts["shares"])
 
     @property
     def targets_per_sample(self) -> float:
-        """The label."""
+        """One: the label."""
         return 1.0
 
     def targets(self, rows: Rows, masks: Rows | None) -> "torch.Tensor":
@@ -86,18 +86,19 @@ class Labelling(Task):
 
     @property
     def counted(self) -> int:
-        """The confusion matrix."""
+        """How many whole numbers the confusion matrix has."""
         return len(self.labels) ** 2
 
     def measure(
         self, model: "nn.Module", inputs: Inputs, targets: "torch.Tensor", *, together: bool = False
     ) -> "tuple[torch.Tensor, ...]":
-        """Cross-entropies, and the confusion matrix, row by row."""
+        """Sum of the cross-entropies in nats, labels that count, and the confusion matrix (labels^2), row by row."""
         import torch
         from torch.nn.functional import cross_entropy
 
         logits = _logits(model, inputs).float()
         real = targets != IGNORED
+        # What does not count adds 0 to the first cell: on a GPU a selection would wait to know its size.
         pairs = (targets * logits.shape[1] + logits.argmax(-1)).where(real, 0)
         confusion = torch.zeros(logits.shape[1] ** 2, device=logits.device).index_add_(0, pairs, real.float())
         return cross_entropy(logits, targets, reduction="sum"), real.sum(), confusion
@@ -117,7 +118,7 @@ class Labelling(Task):
         ]
 
     def losses(self, model: "nn.Module", inputs: Inputs, targets: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
-        """Cross-entropies, and which labels count."""
+        """The cross-entropy of each sample in nats, (B), and whether its label counts, (B) bool."""
         from torch.nn.functional import cross_entropy
 
         return cross_entropy(_logits(model, inputs).float(), targets, reduction="none"), targets != IGNORED
@@ -141,7 +142,7 @@ class Labelling(Task):
         return super().grade(table) | found
 
     def grades(self, table: Mapping[str, Any]) -> Callable[[np.ndarray], dict[str, float]]:
-        """The same from sums that add up, since torchmetrics knows no weights.
+        """The metrics of `grade` from sums that add up, since torchmetrics knows no weights.
 
         The calibration error (Guo et al., 2017) is the mean gap between confidence and accuracy over BINS of confidence.
         """
@@ -164,7 +165,7 @@ class Labelling(Task):
         return of
 
     def confusion(self, table: Mapping[str, Any]) -> np.ndarray:
-        """How often answered samples of each label (rows) were given each (columns)."""
+        """How often answered samples of each label (rows) were given each one (columns): (labels, labels), whole numbers."""
         count, (true, given) = len(self.labels), self._numbers(table)
         return np.bincount(true * count + given, minlength=count**2).reshape(count, count)
 

@@ -30,7 +30,7 @@ class LanguageModel(Task):
 
     @property
     def window(self) -> Window | None:
-        """As many targets as the context holds, each once."""
+        """Windows of context + 1 tokens, the context apart: as many targets as the context holds, each token once."""
         return Window(length=self.config.model.context + 1, stride=self.config.model.context)
 
     def encode(self, document: Document) -> tuple[np.ndarray, np.ndarray | None]:
@@ -55,7 +55,7 @@ class LanguageModel(Task):
         return Decoder(self.config.model, int(self.facts["vocabulary_size"]))
 
     def losses(self, model: "nn.Module", inputs: Inputs, targets: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
-        """See Task."""
+        """The loss sum of each sample in nats, and its targets that count, both (B)."""
         return row_losses(model.logits, model.hidden(*inputs), targets)  # type: ignore[operator, arg-type]
 
     def score(self, loss_sum: float, targets: float, counts: np.ndarray) -> dict[str, float]:
@@ -77,10 +77,10 @@ class LanguageModel(Task):
 
     @property
     def targets_per_sample(self) -> float | None:
-        """Every token but the first."""
+        """As many as the context holds: every token of a window but the first."""
         return float(self.config.model.context)
 
 
 def perplexity(loss: float) -> float:
-    """Of a mean loss in nats."""
+    """e to the power of a mean loss in nats; infinite where that is more than a float holds."""
     return math.exp(loss) if loss < 700 else math.inf

@@ -95,7 +95,10 @@ class Window:
 
 
 class Task:
-    """A thing that Raystride can train; each task overrides what is particular to it."""
+    """A thing that Raystride can train; each task overrides what is particular to it.
+
+    Raises SettingError where bundles are asked for (`train.slot_tokens`) but samples are windows, which are equally long.
+    """
 
     tokenizers: tuple[str, ...] = ("tokenizer",)
     """Its tokenizers: folders under these names lie beside the shards."""
@@ -151,7 +154,10 @@ class Task:
         return {"vocabulary_size": encoder.vocabulary_size, "end_id": encoder.end_id}
 
     def encode(self, document: Document) -> tuple[np.ndarray, np.ndarray | None]:
-        """An example: its numbers (n), below `ids`, and a loss mask (n) or None. Raises ValueError: why it can be none."""
+        """An example: its numbers (n), below `ids`, and a loss mask (n) or None. Raises ValueError: why it can be none.
+
+        Raises NotImplementedError where a task has no such method.
+        """
         raise NotImplementedError
 
     def prompt(self, text: str) -> np.ndarray:
@@ -163,7 +169,10 @@ class Task:
         return lengths[:, None]
 
     def collate(self, rows: Rows, masks: Rows | None) -> "tuple[Inputs, torch.Tensor]":
-        """The model's inputs and targets of some samples; with masks all False, targets that do not count (IGNORED)."""
+        """The model's inputs and targets of some samples; with masks all False, targets that do not count (IGNORED).
+
+        Raises NotImplementedError where a task has no such method.
+        """
         raise NotImplementedError
 
     def unpack(self, inputs: Inputs) -> Inputs:
@@ -171,7 +180,10 @@ class Task:
         return inputs
 
     def build_model(self) -> "nn.Module":
-        """The network, initialised under the current seed: model(*inputs, targets) -> (loss sum, targets counted)."""
+        """The network, initialised under the current seed: model(*inputs, targets) -> (loss sum, targets counted).
+
+        Raises NotImplementedError where a task has no such method.
+        """
         raise NotImplementedError
 
     def measure(
@@ -189,13 +201,17 @@ class Task:
         return {"val_loss": mean(loss_sum, targets)}
 
     def answer(self, model: "nn.Module", inputs: Inputs) -> list[dict[str, Any]]:
-        """What the model says to each of some samples, by name: a label and how sure it is, a translation, ..."""
+        """What the model says to each of some samples, by name: a label and how sure it is, a translation, ...
+
+        Raises NotImplementedError where a task has no such method.
+        """
         raise NotImplementedError
 
     def losses(self, model: "nn.Module", inputs: Inputs, targets: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
         """The loss sum of each sample and its targets that count, both (B)."""
         import torch
 
+        # One by one, since a model gives the sum alone; tasks that know a faster way override this.
         alone = [model(*(each[i : i + 1] for each in inputs), targets[i : i + 1]) for i in range(len(targets))]
         sums, counts = zip(*alone, strict=True)
         return torch.stack(sums), torch.stack(counts)

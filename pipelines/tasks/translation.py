@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Translation(Task):
-    """The task of an encoder with a decoder."""
+    """Translation by an encoder with a decoder."""
 
     metrics = ("val_loss", "val_bleu", "val_chrf")
 
@@ -45,7 +45,7 @@ class Translation(Task):
 
     @property
     def ids(self) -> int:
-        """Ids of both sides, and the length of a source."""
+        """A bound of the numbers in an example: of both sides' ids, and of the length of a source."""
         sizes = (int(self.facts[f"{side}vocabulary_size"]) for side in self._sides)
         return max(*sizes, self.config.model.context + 1)
 
@@ -60,7 +60,7 @@ class Translation(Task):
         return int(self.facts[f"{self._sides[1]}end_id"])
 
     def texts(self, document: Document, tokenizer: str) -> Iterable[str]:
-        """Both sides for a shared tokenizer, else its own."""
+        """Both sides, where one tokenizer is shared, else the side of this tokenizer."""
         if self.config.tokenizer.shared:
             return document
         return document[1:] if tokenizer == "target_tokenizer" else document[:1]
@@ -72,7 +72,7 @@ class Translation(Task):
         return {**super().learn(surveys), **({} if self.config.tokenizer.shared else own)}
 
     def shaped_by(self) -> dict[str, Any]:
-        """What is cut off, and the vocabularies."""
+        """What shapes examples besides: the context, beyond which they are cut off, and whether the vocabulary is shared."""
         return {"context": self.config.model.context, "shared": self.config.tokenizer.shared}
 
     def encode(self, document: Document) -> tuple[np.ndarray, None]:
@@ -83,7 +83,7 @@ class Translation(Task):
         return np.concatenate(([np.uint32(len(source) + 1)], source, [np.uint32(first.end_id)], target)), None
 
     def sizes(self, firsts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Source and target, each with its end."""
+        """Lengths of source and target of each example, (n, 2), each with its end token."""
         return np.stack((firsts, lengths - firsts), 1)
 
     def collate(self, rows: Rows, masks: Rows | None) -> "tuple[Inputs, torch.Tensor]":
@@ -100,7 +100,7 @@ class Translation(Task):
         return (source, lengths, target_inputs), wanted
 
     def flops_per_token(self, model: "nn.Module", tokens: float) -> float:
-        """Of a token of either side, as both are counted, where the sides are equally long."""
+        """Operations to train on a token of either side, as both are counted, where the sides are equally long."""
         words = int(self.facts[f"{self._sides[1]}vocabulary_size"])
         return translator_flops_per_token(self.config.model, words, tokens / 2) / 2
 
@@ -117,7 +117,7 @@ class Translation(Task):
 
     @property
     def counted(self) -> int:
-        """What BLEU and chrF are made of."""
+        """How many whole numbers BLEU and chrF are made of."""
         return Overlap.NUMBERS
 
     def measure(
@@ -134,7 +134,7 @@ class Translation(Task):
         return loss_sum, counted, torch.from_numpy(counts).to(targets.device)
 
     def losses(self, model: "nn.Module", inputs: Inputs, targets: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
-        """See Task."""
+        """The loss sum of each sample in nats, and its targets that count, both (B)."""
         return row_losses(model.logits, model.hidden(*inputs), targets)  # type: ignore[operator, arg-type]
 
     def score(self, loss_sum: float, targets: float, counts: np.ndarray) -> dict[str, float]:
@@ -162,7 +162,7 @@ class Translation(Task):
 
     @property
     def signatures(self) -> dict[str, str]:
-        """sacreBLEU's."""
+        """sacreBLEU's signatures of BLEU and chrF, by metric."""
         return Overlap().signatures()
 
     def _translate(self, model: "nn.Module", inputs: Inputs, *, beams: int, together: bool = False) -> list[str]:

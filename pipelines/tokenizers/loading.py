@@ -43,7 +43,8 @@ def load_tokenizer(folder: Folder) -> AnyEncoder:
 class Tokenizers(Mapping[str, AnyEncoder]):
     """The encoders in folders side by side, by the folders' names; each is loaded once a process, when it is asked for.
 
-    Small, whatever was loaded: it travels to the workers that prepare data.
+    Small, whatever was loaded: it travels to the workers that prepare data. Raises KeyError for a name that is none of them,
+    and what `load_tokenizer` raises.
     """
 
     def __init__(self, place: Folder, names: Sequence[str]) -> None:

@@ -97,6 +97,7 @@ class Checkpoints:
             self.folder.put(CLAIM, self._claim)
 
     def _may_commit(self) -> None:
+        # A group that stood still while the next one began, and then went on, would replace what that one has saved since.
         if self._claim and self.folder.read(CLAIM).decode() != self._claim:
             now = self.folder.read(CLAIM).decode().split()[0]
             raise Superseded(f"attempt {now} has taken this run over from {self.attempt}, which therefore ends")
@@ -116,10 +117,11 @@ class Checkpoints:
         arguments = (tensors, arrived, self.path(state.step), content, state.step, state.fed_digest, best)
         self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
+        # A validation may have this step saved once more; that checkpoint follows the same parent as this one.
         state.saved = True
 
     def path(self, step: int) -> Folder:
-        """Where the checkpoint of a step lies."""
+        """The folder in which the checkpoint of a step lies, or will lie."""
         return self.folder / step_name(step)
 
     def under_way(self) -> bool:
@@ -234,6 +236,7 @@ class Checkpoints:
             problem = next(filter(None, (check_file(folder, name, stated) for name, stated in files)), None)
         except (ValueError, KeyError, TypeError, OSError) as error:
             problem, manifest = f"its manifest cannot be read ({error})", {}
+        # A rank whose own files are damaged must come here too, so what it found is a value and no exception.
         if self.group:
             problems: list[str | None] = [None] * self.world
             dist.all_gather_object(problems, problem, group=self.group)
@@ -281,6 +284,7 @@ def _wanted(
     if optimizer is None:
         return {f"model.{name}": parameter.detach()}
     size = stored[f"model.{name}"]["size"]
+    # A master is read into memory of its own: the parameter itself would round it to bfloat16.
     value = optimizer.empty_state(parameter, size, torch.float32) if optimizer.masters else parameter.detach()
     wanted = {f"model.{name}": value}
     for key in (key for key in stored if key.startswith(f"optimizer.{name}.")):

@@ -39,7 +39,7 @@ class GoBack(Exception):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Where a step went wrong."""
+    """Where a step went wrong: the layer, the slots, the samples."""
 
     layer: str | None
     """The first module whose output is not finite, in the order of the forward; None: no output was."""
@@ -61,7 +61,7 @@ Diagnose = Callable[[int, bool], Diagnosis]
 
 @dataclass
 class StepGuard:
-    """Applies `guard.policy`."""
+    """Applies `guard.policy` to the verdicts on steps: the run ends, goes on without the step, or goes back."""
 
     settings: GuardSettings
     state: TrainState
@@ -70,6 +70,7 @@ class StepGuard:
 
     def handle(self, step: int, verdict: float) -> None:
         """Acts on the verdict on step number `step`, once. Raises Diverged or GoBack; all workers do the same."""
+        # The same verdict comes at once before a validation or a save, and again a step later.
         if verdict not in (NOT_FINITE, SPIKE) or step in self.state.dropped:
             return
         spike = verdict == SPIKE
@@ -97,8 +98,10 @@ def diagnose(strategy: Strategy, model: nn.Module, loader: Loader, rules: StepRu
     layers = torch.zeros(len(names), device=strategy.device)
     losses = torch.zeros(plan.slots, device=strategy.device)
     bad = torch.zeros(plan.slots, device=strategy.device)
+    # Slot by slot, whatever a micro-batch is, so that the bad one can be named.
     for batch in replace(loader, micro_batch_slots=1).read_step(step).micro_batches:
         batch = loader.placement.place(batch)
+        # With the step's own dropout, so that what went wrong goes wrong again.
         seed_dropout(strategy.device, micro_batch_seed(rules.seed, step, batch.slot))
         with torch.no_grad(), rules.precision.autocast(strategy.device), as_compiled(), _first_bad_output(model) as found:
             loss_sum, counted = model(*batch.inputs, batch.targets)

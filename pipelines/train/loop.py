@@ -89,6 +89,7 @@ class Training:
     def _begin(self) -> None:
         """What is counted from the state's position on: of this attempt, or since the run went back."""
         self._agreement = Agreement(self.strategy.device)
+        # In fp64, since a long run has more targets than fp32 can count one by one.
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.strategy.device)
         self._since = self._interval_began = time.perf_counter()
         self._totals = self._logged = [0.0, 0.0]
@@ -132,6 +133,7 @@ class Training:
             self._after(step, result)
             if reason := self._reason_to_end(step, result):
                 return reason
+        # What the workers agree on comes a step late, so nobody has looked at the last step yet.
         if step and result:
             self._heed_now(step, result)
         return Ending.EARLY if exhausted else Ending.DONE
@@ -163,6 +165,7 @@ class Training:
     def _go_back(self, slots: list[LeftOut]) -> None:
         """Loads the newest checkpoint, from where the loop comes again without these slots. Raises Diverged without one."""
         assert self.checkpoints is not None
+        # What is still being written may be the newest checkpoint.
         self.checkpoints.wait()
         self._tell_of_commits()
         if (found := self.checkpoints.newest()) is None:
@@ -172,6 +175,7 @@ class Training:
         self.state.left_out = earlier.left_out + slots
         self.state.rewinds = earlier.rewinds + 1
         self.loader.left_out = frozenset((each.step, each.slot) for each in self.state.left_out)
+        # The loss scale and the running loss are those of the checkpoint again.
         self.rules = build_rules(self.config, self.loader.samples, self.state, self.strategy.device)
         self._saved_at = self.state.step
         self._begin()
@@ -187,6 +191,7 @@ class Training:
         """Whether this worker wants to end: because someone asked, because its time is over."""
         hours = self.config.train.hours
         late = hours > 0 and time.perf_counter() - self._began > 3600 * hours
+        # As numbers, since they travel at the end of the gradients.
         return float(self.stopping()), float(late)
 
     def _reason_to_end(self, step: Step, result: StepResult) -> Ending | None:

@@ -71,7 +71,7 @@ class FusedUpdater:
 
     @torch.no_grad()
     def update(self, learning_rate: float, skip: torch.Tensor | None = None) -> None:
-        """Updates every group; see Updater."""
+        """Changes the parameters that have a gradient, at this learning rate; where `skip` (fp32 scalar) is 1, nothing."""
         for parameters, decay in self.groups:
             trained = [p for p in parameters if p.grad is not None]
             if trained:
@@ -89,6 +89,7 @@ class FusedUpdater:
         elif held_in_less:
             values = [local(state["master"]) for state in states]
         if skip is not None:
+            # Offloaded values lie in main memory, the verdict on the GPU.
             skip = skip.to(values[0].device)
         gradients = [local(p.grad) for p in trained if p.grad is not None]
         self._step(_Part(values, gradients, states, decay), learning_rate, skip)
@@ -107,21 +108,22 @@ class FusedUpdater:
         return self._state[parameter]
 
     def state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """See Updater."""
+        """All that is remembered of a parameter, by name, in shards if the parameter is; empty before its first update."""
         return self._state.get(parameter, {})
 
     def empty_state(self, parameter: nn.Parameter, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """See Updater."""
+        """Zeros into which a checkpoint can be read: a scalar, or of a parameter's size and in shards as it is."""
         if list(size) == list(parameter.shape):
             return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         return torch.zeros(size, dtype=dtype, device=parameter.device)
 
     @torch.no_grad()
     def load_state(self, parameter: nn.Parameter, held: dict[str, torch.Tensor]) -> None:
-        """See Updater."""
+        """Goes on with what an optimiser held of a parameter; a `master` becomes the parameter's value, too."""
         if "master" in held:
             parameter.copy_(held["master"])
         self._state[parameter] = held
+        # What `held` lacks, after a change of rule or precision, is begun by the next update.
         self._begun.discard(parameter)
 
     def _fresh(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
@@ -149,6 +151,7 @@ class AdamW(FusedUpdater):
     def _step(self, part: _Part, learning_rate: float, skip: torch.Tensor | None) -> None:
         """p <- p - rate (m / (sqrt(v) + eps) + decay p), with bias-corrected moments m and v of the gradient."""
         steps = [state["step"] for state in part.states]
+        # A step that is left out does not count, or bias correction would be that of one more update.
         torch._foreach_add_(steps, 1 if skip is None else 1 - skip)
         adamw(
             part.values,
@@ -228,6 +231,7 @@ def learning_rate(settings: Optimizer, step: int, total_steps: int, width: int) 
         number = step + 1
         return float(settings.learning_rate * width**-0.5 * min(number**-0.5, number * settings.warmup_steps**-1.5))
     if step < settings.warmup_steps:
+        # + 1, so that the first update is not lost to a rate of 0.
         return settings.learning_rate * (step + 1) / (settings.warmup_steps + 1)
     if settings.schedule == "constant":
         return settings.learning_rate

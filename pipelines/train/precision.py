@@ -33,18 +33,18 @@ LEAST_SCALE = 1.0
 
 @dataclass(frozen=True)
 class Precision:
-    """A value of `train.precision`."""
+    """How numbers are held and multiplied, by the name that `train.precision` gives it."""
 
     kind: str = "fp32"
 
     @property
     def parameters(self) -> torch.dtype:
-        """What the model computes with."""
+        """The dtype of the parameters with which the model computes."""
         return torch.bfloat16 if self.kind == "pure_bf16" else torch.float32
 
     @property
     def peak_rate(self) -> str:
-        """As what its products count in a table of peak rates, where float16 and bfloat16 have the same."""
+        """The name of its products in a table of peak rates, where float16 and bfloat16 have the same."""
         return self.kind if self.kind in ("fp32", "tf32") else "bf16"
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
@@ -53,6 +53,7 @@ class Precision:
             return torch.autocast(device.type, torch.float16)
         if self.kind != "bf16":
             return nullcontext()
+        # On CPUs autocast's casts around every operation cost more than they gain; see `model.linear`.
         return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else bf16_products()
 
     def use_products(self) -> None:
@@ -95,10 +96,10 @@ class LossScale:
         self._good = torch.full((), good, dtype=torch.int32, device=device)
 
     def update(self, overflow: torch.Tensor) -> None:
-        """After a step; `overflow` is 1 where its gradients were not finite, else 0 (fp32 scalar)."""
+        """Changes the factor after a step; `overflow` (fp32 scalar) is 1 where its gradients were not finite, else 0."""
         torch._amp_update_scale_(self.value, self._good, overflow, GROWTH, BACKOFF, GOOD_STEPS)
         self.value.clamp_(min=LEAST_SCALE)
 
     def read(self) -> tuple[float, int]:
-        """The factor, and the good steps since it changed; waits for the device."""
+        """The factor, and how many good steps there were since it changed; waits for the device."""
         return float(self.value), int(self._good)

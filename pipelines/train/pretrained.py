@@ -35,6 +35,7 @@ def start_from(model: nn.Module, folder: Folder, tokenizer: Folder, log: Callabl
         raise _error(folder, "it must be None for a task that trains no decoder")
     if not folder.exists("config.json"):
         raise _error(folder, "it has no config.json. It must be a folder, to which a model of a hub is downloaded first")
+    # Only then may rows be cut off: Qwen2.5 0.5B has 151,936 for the 151,665 ids of its tokenizer.
     same_ids = folder.exists("tokenizer.json")
     if same_ids:
         _check_tokenizer(folder, tokenizer)

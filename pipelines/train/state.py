@@ -66,7 +66,7 @@ class TrainState:
     """Whether a checkpoint of this very step is there. Another one of it, after a validation, has the same parent."""
 
     def advance(self, step: Step) -> None:
-        """The step is done."""
+        """Counts a step that is done: its number, its samples, and the digest of what this rank read for it."""
         if self.saved:
             self.parent_step, self.parent_position, self.fed_digest, self.saved = self.step, self.position, 0, False
         self.step = step.number + 1
@@ -74,12 +74,12 @@ class TrainState:
         self.fed_digest = (self.fed_digest + step.digest) % 2**64
 
     def to_json(self) -> dict[str, Any]:
-        """All that is the same on every rank."""
+        """The fields that are the same on every rank, for a checkpoint's manifest."""
         return {key: value for key, value in asdict(self).items() if key not in LINK}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "TrainState":
-        """The state as saved."""
+        """The state from what `to_json` gave, also in another version: unknown fields are left out."""
         known = {item.name for item in fields(cls)}
         state = cls(**{key: value for key, value in content.items() if key in known})
         state.left_out = [LeftOut(*each) for each in state.left_out]

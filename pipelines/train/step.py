@@ -53,6 +53,8 @@ class StepCheck:
         finite = torch.isfinite(loss + norm)
         verdict = torch.where(finite, FINE, NOT_FINITE).float()
         if scale is not None:
+            # A finite loss means that only the scaled gradient overflowed, and above the least scale a smaller one may cure
+            # that.
             curable = torch.isfinite(loss) & ~torch.isfinite(norm) & (scale > LEAST_SCALE)
             verdict = torch.where(curable, OVERFLOW, verdict)
         return self._look_for_spike(loss, verdict) if self._spike else verdict
@@ -155,6 +157,7 @@ def _finish(
     strategy: Strategy, optimizer: Updater, measured: torch.Tensor, step: Step, rules: StepRules, learning_rate: float
 ) -> StepResult:
     """Scales and clips the summed gradients, judges the step, and updates."""
+    # At least 1: a step in which no target counts has a loss sum of 0, and 0 / 0 would be judged as not finite.
     targets = measured[TARGETS].clamp(min=1)
     factor = rules.nominal_targets / targets
     if rules.scale:
@@ -162,8 +165,10 @@ def _finish(
     norm = strategy.norm() * factor
     verdict = rules.check(measured[LOSS] / targets, norm, rules.scale.value if rules.scale else None)
     bad = verdict != FINE
+    # Of a bad step too: the host does not know the verdict, and finding out would mean waiting for the device.
     clip_gradients(strategy.gradients(), norm, factor, rules.clip_norm)
     if rules.random_updates:
+        # No slot is -1, so the update draws other numbers than any dropout.
         seed_dropout(strategy.device, micro_batch_seed(rules.seed, step.number, -1))
     optimizer.update(learning_rate, bad.float())
     if rules.scale:
@@ -179,7 +184,9 @@ def clip_gradients(gradients: list[torch.Tensor], norm: torch.Tensor, factor: to
     Pascanu et al. (2013); `clip_norm` 0 does not clip. Nothing leaves the device.
     """
     if gradients:
+        # 1e-6 as in torch.nn.utils.clip_grad_norm_.
         coefficient = factor * (clip_norm / (norm + 1e-6)).clamp(max=1.0) if clip_norm else factor
+        # Offloaded gradients lie in main memory, their norm on the GPU.
         torch._foreach_mul_(gradients, coefficient.to(gradients[0].device))
 
 

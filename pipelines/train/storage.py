@@ -78,18 +78,18 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
         self.fed: dict[str, str] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """One writer writes one checkpoint."""
+        """Nothing to do, though DCP asks for it: one writer writes one checkpoint."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """The folder is given to the writer itself."""
+        """Whether DCP was given no path of its own: the writer knows its folder."""
         return checkpoint_id is None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Folders appear with their first file."""
+        """Nothing to do: folders appear with their first file."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Tells the coordinator what this rank fed since the checkpoint before."""
+        """Adds to the plan what the coordinator is to know: the digest of what this rank fed since the checkpoint before."""
         return replace(plan, storage_data=(self.rank, self.fed_digest))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -117,7 +117,10 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commits: small files, then the manifest, in one atomic put."""
+        """Commits: small files, then the manifest, in one atomic put.
+
+        Raises TypeError for what is no tensor, and what `may_commit` raises where a later attempt writes here.
+        """
         written = [result for rank in results for result in rank]
         pieces = {result.index: result.storage_data for result in written}
         files = {piece.file: {"bytes": piece.file_bytes, "sha256": piece.sha256} for piece in pieces.values()}
@@ -148,11 +151,11 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
         self.pieces: dict[MetadataIndex, StoredPiece] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """One reader reads one checkpoint."""
+        """Nothing to do, though DCP asks for it: one reader reads one checkpoint."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """The folder is given to the reader itself."""
+        """Whether DCP was given no path of its own: the reader knows its folder."""
         return checkpoint_id is None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -169,14 +172,14 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """All is in the manifest already."""
+        """Nothing to do: all that is needed is in the manifest already."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As planned."""
+        """The plan as DCP made it: which pieces this rank reads."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As planned."""
+        """The plans as DCP made them: ranks read without each other."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
@@ -251,10 +254,12 @@ def _bytes_of(tensor: Any) -> memoryview:
 
 
 def _map(folder: Folder, name: str, scratch: Path) -> mmap.mmap:
+    # A name has slashes in it; the copy lies flat.
     path = folder.local / name if folder.local else scratch / hashlib.sha256(name.encode()).hexdigest()
     if not folder.local:
         folder.download(name, path)
     with path.open("rb") as stream:
+        # Copied where it is written to: PyTorch takes no read-only memory, and the file must stay as it is.
         return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
 
 

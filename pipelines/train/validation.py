@@ -33,6 +33,7 @@ def validate(
                 model, batch.inputs, batch.targets, together=strategy.equal_micro_batches
             )
             if not batch.empty:
+                # A row a batch, filled by one worker: the sum over workers adds zeros to it and rounds nothing.
                 sums[batch.slot, 0] = loss_sum
                 sums[batch.slot, 1] = counted
                 for each in others:
