@@ -131,6 +131,20 @@ def test_what_is_public_has_a_docstring(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=_id)
+def test_a_public_function_that_raises_says_so(path: Path) -> None:
+    """What it raises itself; `raise SystemExit`, and errors that mean a mistake of ours, need no word."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            raised = {
+                ast.unparse(each.exc.func)
+                for each in ast.walk(node)
+                if isinstance(each, ast.Raise) and isinstance(each.exc, ast.Call)
+            }
+            if raised - {"SystemExit", "AssertionError", "NotImplementedError"}:
+                assert "aise" in (ast.get_docstring(node) or ""), f"{node.name} raises {', '.join(raised)}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=_id)
 def test_what_is_public_has_types(path: Path) -> None:
     """mypy lets kernels go without, as Python knows no types for what they work on; their public functions may not."""
     for node in ast.parse(path.read_text()).body:
