@@ -43,6 +43,7 @@ def filesystem(uri: str) -> "tuple[FileSystem, str]":
     try:
         known: tuple[FileSystem, str] = FileSystem.from_uri(uri)
         return known
+    # A scheme that pyarrow does not know; fsspec has many more.
     except ArrowInvalid:
         from fsspec.core import url_to_fs
 
@@ -161,6 +162,7 @@ class Folder:
 
             system, path = self._remote()
             found = [info.base_name for info in system.get_file_info(FileSelector(path, allow_not_found=True))]
+        # What is still being written, or was when its writer was killed, is not there yet.
         return sorted(name for name in found if ".tmp-" not in name)
 
     def remove(self, name: str = "") -> None:
@@ -211,6 +213,7 @@ def _local_writer(target: Path) -> "Iterator[IO[bytes]]":
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
+        # Its bytes are on disk before its name is: after a power cut the name would else lead to an empty file.
         temporary.replace(target)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -112,6 +112,7 @@ def _load(plugin: str) -> None:
         else:
             _load_file(file)
     except ModuleNotFoundError as error:
+        # The plug-in itself is missing, or a package that it lies in; any other name is one that it imports in vain.
         if error.name is None or not f"{plugin}.".startswith(f"{error.name}."):
             raise SettingError(f"plugins: {plugin!r} fails: {error!r}") from error
         raise SettingError(

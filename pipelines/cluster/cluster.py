@@ -111,6 +111,7 @@ def on_a_worker(function: Callable[[], str]) -> str:
     here = ray.get_runtime_context().get_node_id()
     others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
     strategy = NodeAffinitySchedulingStrategy(others[0] if others else here, soft=True)
+    # Without a processor: on a cluster that is in use there may be none free.
     task = ray.remote(num_cpus=0, scheduling_strategy=strategy)(_call)
     return str(ray.get(task.remote(function)))
 

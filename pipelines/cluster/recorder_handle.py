@@ -87,9 +87,11 @@ class RecorderHandle:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {
             "num_cpus": 0,
+            # `state` must answer while `finish` works.
             "max_concurrency": 16,
             "scheduling_strategy": here,
             "max_restarts": 3,
+            # Calls that a death interrupts go to the next one, which knows from the journal what it has.
             "max_task_retries": -1,
         }
         return cls(ray.remote(**options)(RecorderActor).remote(*arguments, **settings))

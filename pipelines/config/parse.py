@@ -43,6 +43,7 @@ def parse(cls: type[T], arguments: Sequence[str], *, program: str, description: 
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     given = list(_with_presets(_long_forms(arguments)))
     known = set(_keys(cls))
+    # Ahead of jsonargparse, which does not name the nearest key.
     _check_flags(given, known)
     files = _config_files(given)
     for file in files:
@@ -87,6 +88,7 @@ def _made(cls: type[T], parser: Any, read: Callable[[], Any]) -> T:
         parsed = parser.instantiate(read())
     except SettingError:
         raise
+    # Its own errors, and what it lets through of what a dataclass raises.
     except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
         raise _as_setting_error(cls, error) from None
     return cls(**{item.name: getattr(parsed, item.name) for item in fields(cls)})  # type: ignore[arg-type]
@@ -100,6 +102,7 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
         place = content
         for section in sections:
             place = place.setdefault(section, {})
+        # The names in sweep.space stay whole: they are its keys.
         plain = _nested(value) if isinstance(value, Mapping) and last != "space" else _plain(value)
         place[last] = place[last] | plain if isinstance(plain, dict) and isinstance(place.get(last), dict) else plain
     return content
@@ -148,6 +151,7 @@ def _build(cls: Any, content: dict[str, Any]) -> Any:
         if item.name in content:
             value = content[item.name]
             nested = isinstance(item.type, type) and is_dataclass(item.type)
+            # YAML has lists where settings are tuples.
             values[item.name] = _build(item.type, value) if nested else tuple(value) if isinstance(value, list) else value
     return cls(**values)
 

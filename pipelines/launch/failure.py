@@ -88,6 +88,7 @@ def _first_failure(error: BaseException) -> tuple[int | None, BaseException]:
     failures = getattr(error, "worker_failures", None)
     if not failures:
         return None, error
+    # Where one worker fails, the others soon lose their connection to it: such errors come last.
     ranked = sorted((_lost_its_peer(cause), rank) for rank, cause in failures.items())
     rank = ranked[0][1]
     return rank, failures[rank]
@@ -131,6 +132,7 @@ def _frames(error: BaseException) -> list[str]:
         frames = [_short(frame) for frame in error.frames]
     else:
         chain = _chain(error)
+        # An exception loses its traceback on the way to another process, so the worker has written it into the notes.
         texts = [text for part in chain for text in (*getattr(part, "__notes__", ()), str(part))]
         frames = [frame for text in texts for frame in _remote_frames(text)] or list(_local_frames(chain[-1]))
     ours = [frame for frame in frames if "site-packages" not in frame and "/lib/python" not in frame]

@@ -170,6 +170,7 @@ def replay_run(storage: Folder, given: argparse.Namespace) -> int:
         raise Refused(f"{run.folder} has no journal: there is nothing to replay")
     try:
         Follower(run.folder, log, warn=print).catch_up()
+        # The time of its last entry, since the run has not ended just now.
         log.finish(run.summary.get("status") or "stopped", float(entries[-1]["time"]))
     except Exception as error:
         print(f"MLflow at {log.public_uri} cannot be reached ({type(error).__name__}: {error})", file=sys.stderr)

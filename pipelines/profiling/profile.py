@@ -129,6 +129,7 @@ class Profiled(Observer):
         assert self._tool is not None
         assert self._opened is not None
         began = perf_counter()
+        # Now, so that an error further down does not close it a second time.
         tool, self._tool = self._tool, None
         listen(None)
         spent = {name: phase(name).seconds - before for name, before in self._seconds.items()}

@@ -44,6 +44,7 @@ class LineReader:
         """The next line's first byte."""
         if offset == 0:
             return offset
+        # From the byte before, which may be the newline that ends a line just here.
         with open_range(file, offset - 1) as stream:
             at = offset - 1
             while data := stream.read(1 << 16):
@@ -60,6 +61,7 @@ class LineReader:
                 where = f"line {number}" if piece.start == 0 else f"the line at byte {at}"
                 place = f"{piece.file.uri}, {where}"
                 try:
+                    # The mark that some editors put at a file's beginning is no text.
                     text = line.decode("utf-8-sig").strip()
                 except UnicodeDecodeError as error:
                     yield Fault(place, f"is not UTF-8: byte 0x{error.object[error.start]:02x}")
