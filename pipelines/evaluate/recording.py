@@ -11,9 +11,8 @@ from typing import Any
 from raystride.pipelines.config import Record
 from raystride.pipelines.evaluate.evaluation import Scored, Split
 from raystride.pipelines.files import Folder
-from raystride.pipelines.record import read_entries
 from raystride.pipelines.record.entry import Entry, new_entry
-from raystride.pipelines.record.journal import Journal, join, plain
+from raystride.pipelines.record.journal import Journal, join, plain, stream_entries
 from raystride.pipelines.record.mlflow_follower import Follower, replay_hint
 from raystride.pipelines.record.mlflow_log import MLFLOW_REFERENCE, MlflowLog
 
@@ -68,7 +67,7 @@ def reopen(run: Folder, record: Record, storage: Folder) -> Reopened | None:
     # An address in the settings may have had a password, which the run's folder does not keep.
     settings = replace(record, mlflow_uri=record.mlflow_uri or reference.get("uri"))
     log = MlflowLog.at(run, run.uri.rpartition("/")[2], settings, storage)
-    ours = [float(entry["time"]) for entry in read_entries(run) if entry["sender"] != SENDER]
+    ours = (float(entry["time"]) for entry in stream_entries(run) if entry["sender"] != SENDER)
     status = _summary(run).get("status") or "stopped"
     return Reopened(log, status, max(ours, default=time.time())) if log else None
 

@@ -27,6 +27,8 @@ from raystride.pipelines.launch.screen import Screen
 from raystride.pipelines.launch.session import Watcher
 from raystride.pipelines.plugins import Carried
 from raystride.pipelines.record import read_entries
+from raystride.pipelines.record.entry import Entry
+from raystride.pipelines.record.journal import JournalTail
 from raystride.pipelines.record.state import TrainingState
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sweep.result import (
@@ -59,6 +61,7 @@ class Measuring(Watcher):
     def __init__(self, candidate: Candidate, folder: Folder, tell: Callable[[MeasuredWindow], bool]) -> None:
         self._sweep, self._folder, self._tell = candidate.base.sweep, folder, tell
         self._deadline = time.monotonic() + self._sweep.timeout_s
+        self._journal, self._entries = JournalTail(folder), list[Entry]()
         self._told = self._step = 0
         self.unwanted = False
         """Whether `tell` ended the trial."""
@@ -76,9 +79,10 @@ class Measuring(Watcher):
             return
         self._step = step
         try:
-            windows = windows_of(read_entries(self._folder))
+            self._entries += self._journal.new()
         except OSError:  # a storage that is away for a moment: the next look reads more
             return
+        windows = windows_of(self._entries)
         self.unwanted = not all(self._tell(window) for window in windows[self._told :])
         self._told = len(windows)
         if self.unwanted or enough(windows, self._sweep):
