@@ -76,6 +76,7 @@ class Partitions:
 
     def gradients(self) -> list[torch.Tensor]:
         """This worker's partitions of the gradients, flat vectors: those that are summed and not yet used."""
+        # Each of DeepSpeed's optimisers has another place for them: stage 1 in bfloat16, offloaded ones, all others.
         if hasattr(self._zero, "fp32_groups_gradient_flat_partition"):
             return list(self._zero.fp32_groups_gradient_flat_partition)
         if getattr(self._zero, "cpu_offload", False) or getattr(self._zero, "offload_optimizer", False):
