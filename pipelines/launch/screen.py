@@ -23,7 +23,7 @@ class LiveLine(Protocol):
     ) -> None: ...
 
     def update(self, state: dict[str, Any]) -> None:
-        """Shows what `Recorder.state()` tells."""
+        """Shows the figures that `Recorder.state()` tells."""
         ...
 
     def note(self, text: str) -> None:

@@ -129,7 +129,7 @@ class Partitions:
             parameter.copy_(whole)
 
     def _rows(self, parameter: nn.Parameter, place: Partition, flat: torch.Tensor) -> DTensor:
-        """This worker's rows of what the workers' partitions hold of a parameter."""
+        """This worker's rows, as a DTensor, of a parameter that the workers' partitions hold piece by piece."""
         whole = torch.zeros(whole_shape(parameter), dtype=flat.dtype, device=self._device)
         whole.view(-1)[place.first :][: place.count].copy_(_part(flat, place))
         if self._world > 1:
