@@ -185,7 +185,7 @@ class StopPoll:
         return self._asked
 
     def end(self) -> None:
-        """Stops asking."""
+        """Ends the thread that asks."""
         self._ended.set()
 
     def _run(self) -> None:

@@ -32,6 +32,7 @@ def keep_scores(scored: Scored, split: Split, run: Folder, step: int, record: Re
     found = scored_figures(scored, split)
     artifacts = [f"evaluate/{split}/{name}" for name in scored.files]
     attempt = f"evaluation-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+    # An attempt of its own in the journal, from which a replay tells MLflow later if it is away now.
     Journal(run, attempt).append(list(_entries(attempt, step, found, artifacts)))
     join(run)
     summary = _summary(run)
@@ -67,6 +68,7 @@ def reopen(run: Folder, record: Record, storage: Folder) -> Reopened | None:
     # An address in the settings may have had a password, which the run's folder does not keep.
     settings = replace(record, mlflow_uri=record.mlflow_uri or reference.get("uri"))
     log = MlflowLog.at(run, run.uri.rpartition("/")[2], settings, storage)
+    # Evaluations come after the training, whose end stays where it was.
     ours = (float(entry["time"]) for entry in stream_entries(run) if entry["sender"] != SENDER)
     status = _summary(run).get("status") or "stopped"
     return Reopened(log, status, max(ours, default=time.time())) if log else None

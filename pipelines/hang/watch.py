@@ -39,7 +39,7 @@ class Heard(Protocol):
         ...
 
     def post(self, sender: str, entries: list[Entry], recorder: str) -> Receipt:
-        """Takes entries; see `record.sender.Post`."""
+        """Takes a sender's entries, in order; see `record.sender.Post`."""
         ...
 
 
@@ -59,7 +59,7 @@ class HangWatch:
             threading.Thread(target=self._run, name="hang-watch", daemon=True).start()
 
     def end(self) -> None:
-        """Stops watching."""
+        """Stops watching: a group that hangs from now on is left alone."""
         self._ended.set()
 
     def cause(self, error: Exception) -> Exception:

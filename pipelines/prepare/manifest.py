@@ -70,15 +70,15 @@ class Manifest:
         return {"vocabulary_size": self.vocabulary_size, "end_id": self.end_id} | self.learned
 
     def tokens(self, split: str) -> int:
-        """Ids of a split."""
+        """The number of ids in all shards of a split."""
         return sum(shard.tokens for shard in self.splits[split])
 
     def documents(self, split: str) -> int:
-        """Documents of a split."""
+        """The number of documents in all shards of a split."""
         return sum(shard.documents for shard in self.splits[split])
 
     def save(self, folder: Folder) -> None:
-        """Commits the preparation, atomically."""
+        """Commits the preparation: writes the manifest atomically."""
         folder.put_json(FILE, {"format": FORMAT, **asdict(self)})
 
     @classmethod

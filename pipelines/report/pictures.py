@@ -46,7 +46,7 @@ def step_parts(shares: dict[str, float]) -> str:
 
 
 def parts_over_time(figures: Figures) -> str:
-    """The same over the steps, as stacked areas."""
+    """What share of the host's time each part of a step took, over the steps, as stacked areas."""
     lines = {name: dict(figures.points(f"phase_{name}_share")) for name in PARTS}
     steps = sorted(set.intersection(*(set(line) for line in lines.values())))
     if len(steps) < 2:

@@ -146,6 +146,7 @@ def _forget_failures(folder: Folder) -> None:
 def _known(base: SweepConfig, folder: Folder, candidates: Sequence[Candidate]) -> dict[str, Result]:
     """The folder's results of these candidates, or for Optuna of this space and configuration: both may have changed."""
     if candidates:
+        # A key stands for all that figures depend on: a result of another configuration has another one.
         wanted = {candidate.key for candidate in candidates}
         return {key: result for key, result in results(folder).items() if key in wanted}
     return {

@@ -70,6 +70,7 @@ class Measuring(Watcher):
     def on_state(self, state: TrainingState, request_stop: Callable[[], None]) -> None:
         """Reads what is new in the journal. Raises TookTooLong where the trial does not end in its time."""
         late = time.monotonic() - self._deadline
+        # Where there are windows to keep, the trial is asked to end, and has a while for it.
         if late > (LEAVE_S if self._told else 0):
             raise TookTooLong(f"it took longer than sweep.timeout_s, {self._sweep.timeout_s:g} s")
         step = state.get("step") or 0
@@ -133,6 +134,7 @@ def run_trial(
         except (CannotRun, SettingError, DataError) as error:
             refused = str(error)
         finally:
+            # Also of a trial that failed: what it printed may say why.
             folder.upload(path, path.name)
     seconds = time.monotonic() - began
     if refused:

@@ -208,7 +208,7 @@ class _Ends(tune.Callback):  # type: ignore[misc]
 
 
 def _scheduler(base: SweepConfig) -> Any:
-    """Which trials go on; None: all."""
+    """What decides which trials go on; None: all do."""
     from ray.tune.schedulers import ASHAScheduler
 
     sweep = base.sweep
