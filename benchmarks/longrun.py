@@ -24,7 +24,7 @@ import psutil
 import raystride
 from raystride.pipelines.files import Folder
 from raystride.pipelines.phases import PARTS
-from raystride.pipelines.prepare.manifest import Manifest
+from raystride.pipelines.prepare.manifest import Manifest, Shards
 from raystride.pipelines.record.entry import Entry, WorkerTime, new_entry
 from raystride.pipelines.record.group import Group
 from raystride.pipelines.record.journal import Journal
@@ -55,7 +55,7 @@ def make_data(storage: Path, shards: int) -> None:
         name = f"train/{number:05}-copy.arrow"
         os.link(place / first.file, place / name)
         many.append(replace(first, file=name))
-    replace(manifest, splits=manifest.splits | {"train": many}).save(Folder(str(place)))
+    replace(manifest, splits=manifest.splits | {"train": Shards.of(many)}).save(Folder(str(place)))
 
 
 def train(storage: Path, steps: int) -> None:

@@ -1,8 +1,8 @@
 """What many workers and nodes tell, made few before it is recorded: nothing in a run's record grows with their number.
 
-Each worker's own time comes with every log. Over the workers it becomes one comparison an interval (`slowest_rank`, ...),
-and one entry `ranks` for ever longer bins of intervals, with 64 rows at most. Of more than eight nodes, readings of hosts
-and devices become the least, the mean and the most of all.
+Each worker's own time comes with every log. Over all workers it becomes one comparison (`slowest_rank`, ...) and one entry
+`ranks` with 64 rows at most, of each interval at first and then of ever longer bins of them. Of more than eight nodes,
+readings of hosts and devices become the least, the mean and the most of all.
 
     group = Group()
     group.takes(entry)                                        # True: it is summed up here, and not recorded itself
@@ -80,13 +80,16 @@ class Ranks:
             del self._open[min(self._open)]
 
     def take_news(self) -> list[Entry]:
-        """The entries of the intervals and bins that were completed since the last call."""
+        """The entries of the bins that were completed since the last call."""
         news, self._news = self._news, []
         return news
 
     def rest(self) -> list[Entry]:
-        """The entry of the bin that is not complete, which is closed by it."""
-        rest = [new_entry("ranks", rows(self._bin), self._step)] if self._bin else []
+        """The entries of the bin that is not complete, which is closed by it."""
+        if not self._bin:
+            return []
+        compared = {key: value for key, value in compare(self._bin).items() if isinstance(value, int | float)}
+        rest = [new_entry("system", compared, self._step), new_entry("ranks", rows(self._bin), self._step)]
         self._bin, self._intervals = {}, 0
         return rest
 
@@ -95,8 +98,6 @@ class Ranks:
         return compare(self._sums) if self._world > 1 and len(self._sums) == self._world else {}
 
     def _end_interval(self, step: int, interval: dict[int, WorkerTime]) -> None:
-        compared = {key: value for key, value in compare(interval).items() if isinstance(value, int | float)}
-        self._news.append(new_entry("system", compared, step))
         for values in interval.values():
             _add(self._bin, values)
         self._intervals += 1
