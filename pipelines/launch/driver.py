@@ -290,6 +290,7 @@ def _tags(environment: dict[str, Any], config: Config, share: Share) -> dict[str
     strategy = config.scaling.strategy
     tags = {
         "strategy": strategy if strategy != "auto" else "ddp" if share.workers > 1 else "single",
+        "version": environment["versions"]["raystride"],
         "commit": environment.get("commit"),
         "dirty": environment.get("dirty"),
         "data": environment["data"],
