@@ -26,12 +26,12 @@ def describe_environment() -> dict[str, Any]:
         "command": sys.argv,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": versions(),
+        "versions": _versions(),
         **describe_hardware(),
     }
 
 
-def versions() -> dict[str, str]:
+def _versions() -> dict[str, str]:
     """Raystride's own version, as the code that runs says it, and those of the packages that are installed."""
     found = {name: found for name in PACKAGES if (found := _version(name)) is not None}
     return {"raystride": raystride.__version__} | found
