@@ -49,35 +49,40 @@ def in_main(function):
 def train(name, **more):
     return raystride.train("lm_python", SETTINGS | more, run=name)
 
-def all_ways(kind):
+def trained(where):
+    run = where(lambda: train(where.__name__))
+    assert run.summary["status"] == "finished" and run.summary["steps"] == 6, run
+    assert handlers() == [own] * 3, (where, handlers())
+
+def failed(where):
+    raystride.register_observer(Broken)
+    failed = where(lambda: train(f"{where.__name__}-failed"))
+    assert isinstance(failed, raystride.TrainingFailed) and "broken on purpose" in str(failed), failed
+    assert handlers() == [own] * 3, (where, "failed", handlers())
+
+def own_handlers():
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, own)
-    for where in (in_a_thread, in_main):
-        name = f"{kind}-{where.__name__}"
-        run = where(lambda: train(name))
-        assert run.summary["status"] == "finished" and run.summary["steps"] == 6, run
-        assert handlers() == [own] * 3, (name, handlers())
-        run = where(lambda: train(name, **{"train.steps": 8}))  # goes on with it
-        assert run.summary["resumed_from"] == 6, run.summary
-    raystride.register_observer(Broken)
-    for where in (in_a_thread, in_main):
-        failed = where(lambda: train(f"{kind}-{where.__name__}-failed"))
-        assert isinstance(failed, raystride.TrainingFailed) and "broken on purpose" in str(failed), failed
-        assert handlers() == [own] * 3, (where.__name__, "failed", handlers())
 """
 ALONE = """
 if __name__ == "__main__":
-    all_ways("alone")
-    assert threading.active_count() < 20, threading.enumerate()
+    own_handlers()
+    trained(in_a_thread)
+    trained(in_main)
+    failed(in_main)
     if sys.argv[1] == "ray":
         import ray
         assert not ray.is_initialized()
+    else:
+        failed(in_a_thread)
 """
 JOINED = """
 if __name__ == "__main__":
     import ray
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    all_ways("joined")
+    own_handlers()
+    trained(in_a_thread)
+    failed(in_main)
     assert ray.is_initialized() and ray.get(ray.remote(lambda: 3).remote()) == 3
     assert not [each for each in ray.util.placement_group_table().values() if each["state"] == "CREATED"]
 """
