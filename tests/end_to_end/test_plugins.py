@@ -96,7 +96,7 @@ def sums():
 
 SHARED = {
     "record.mlflow": False, "scaling.workers": 1, "sample.tokens": 0,
-    "sweep": {"space": {"train.slot_size": [2, 4]}, "windows": 1, "least_windows": 1, "window_steps": 2, "warmup_steps": 1},
+    "sweep": {"space": {"train.slot_size": [4]}, "windows": 1, "least_windows": 1, "window_steps": 2, "warmup_steps": 1},
 }
 OF_A_MODULE = SHARED | {
     "plugins": ["my_project.extras"], "task": "averaged", "data.source": "tickets", "tokenizer.kind": "characters",
@@ -117,7 +117,7 @@ if __name__ == "__main__":
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     for name, settings in (("module", OF_A_MODULE), ("script", OF_THIS_SCRIPT)):
         answer = raystride.sweep({}, settings, run=name)
-        assert [each.status for each in answer.results] == ["measured"] * 2, answer.results
+        assert [each.status for each in answer.results] == ["measured"], answer.results
         assert answer.best and "slot_size" in answer.recommended, answer
     assert ray.is_initialized()
 """
