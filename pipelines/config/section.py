@@ -30,13 +30,18 @@ def setting(
     below: float | None = None,
     fixed: bool = False,
     since: str = "",
+    was: str = "",
+    renamed: str = "",
 ) -> Any:
     """A field with a range. `fixed` settings may not differ when a run is resumed; the others may.
 
     One that was added later says `since` which version: at its default it leaves the names that runs have as they were.
+    One that got another name says which full name it `was` and in which version it was `renamed`: see `config.renamed`.
     """
     limits = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
-    return field(default=default, metadata={"limits": limits, "fixed": fixed, "since": since})
+    return field(
+        default=default, metadata={"limits": limits, "fixed": fixed, "since": since, "was": was, "renamed": renamed}
+    )
 
 
 @cache

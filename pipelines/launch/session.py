@@ -131,7 +131,8 @@ def _stop_signals(request_stop: Callable[[], None]) -> Iterator[list[str]]:
         yield told
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            # None: set by another language, which Python cannot do again.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _end(job: Job, recorder: Recording, screen: Screen, outcome: RunSummary | BaseException) -> RunSummary:

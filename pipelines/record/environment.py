@@ -14,6 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypedDict
 
+import raystride
+
 PACKAGES = ("torch", "triton", "ray", "mlflow", "numpy", "pyarrow", "datasets", "tokenizers", "deepspeed")
 
 
@@ -65,9 +67,15 @@ def describe_environment() -> Environment:
         "command": sys.argv,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": {name: found for name in PACKAGES if (found := _version(name)) is not None},
+        "versions": _versions(),
         **describe_hardware(),
     }
+
+
+def _versions() -> dict[str, str]:
+    """Raystride's own version, as the code that runs says it, and those of the packages that are installed."""
+    found = {name: found for name in PACKAGES if (found := _version(name)) is not None}
+    return {"raystride": raystride.__version__} | found
 
 
 def describe_source(root: Path) -> Commit:
