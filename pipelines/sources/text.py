@@ -176,4 +176,4 @@ class FolderReader:
                     yield item
                     return
                 values["text"] = item.document[0]
-        yield from document([values[column.kind] for column in self.columns], file.uri, self.columns)
+        yield from document([values[column.kind] for column in self.columns], file.uri, self.columns, file.reach)
