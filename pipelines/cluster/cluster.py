@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from raystride.pipelines.config import Launch
+from raystride.pipelines.credentials import hidden
 
 QUIET = {
     # Each worker's print would otherwise come twice, and usage statistics need a network.
@@ -27,6 +28,9 @@ QUIET = {
 
 class CannotRun(RuntimeError):
     """The cluster cannot run this configuration; the message has a line for each check that failed."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(hidden(message))
 
 
 class NoCluster(CannotRun):

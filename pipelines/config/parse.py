@@ -16,6 +16,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_typ
 import yaml
 
 from raystride.pipelines.config.section import SettingError, nearest
+from raystride.pipelines.credentials import MissingSecret, masked_all
 
 T = TypeVar("T")
 PRESETS = Path(__file__).parents[2] / "configs"
@@ -129,8 +130,8 @@ def find_config(name: str) -> str:
 
 
 def to_yaml(settings: Any) -> str:
-    """The settings as YAML that `--config` reads."""
-    return yaml.safe_dump(_plain(asdict(settings)), sort_keys=False, allow_unicode=True)
+    """The settings as YAML that `--config` reads, without passwords and keys: `Section.filled` has them again."""
+    return yaml.safe_dump(masked_all(_plain(asdict(settings))), sort_keys=False, allow_unicode=True)
 
 
 def _plain(value: Any) -> Any:
@@ -275,6 +276,6 @@ def command(
     try:
         given = sys.argv[1:] if arguments is None else arguments
         return job(parse(cls, given, program=program, description=description))
-    except SettingError as error:
+    except (SettingError, MissingSecret) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from raystride.pipelines.cluster.cluster import CannotRun
 from raystride.pipelines.config import SettingError
+from raystride.pipelines.credentials import MissingSecret, conceal
 from raystride.pipelines.launch.failure import TrainingFailed, remedies
 from raystride.pipelines.sources.faults import DataError
 
@@ -24,14 +25,18 @@ def guarded(job: Callable[[], int]) -> int:
         return job()
     except TrainingFailed:  # its screen has been shown
         return FAILED
-    except (SettingError, DataError) as error:
+    except (SettingError, DataError, MissingSecret) as error:
         print(f"error: {error}", file=sys.stderr)
         return WRONG_SETTINGS
     except CannotRun as error:
         print(f"error: {error}", file=sys.stderr)
         return CANNOT_RUN
     except OSError as error:
+        conceal(error)
         if error.errno not in DISK_REFUSES:
             raise
         print("\n  try: ".join([f"error: {error}", *remedies(error)]), file=sys.stderr)
         return CANNOT_RUN
+    except Exception as error:
+        conceal(error)
+        raise

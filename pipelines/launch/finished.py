@@ -91,7 +91,9 @@ def answer_questions(settings: Predict, questions: Sequence[Any]) -> list[dict[s
     def examples() -> Iterator[Any]:
         for question in questions:
             values = list(question) if isinstance(question, tuple) else [question]
-            piece = next(document(values, "the question", columns[: len(values)], ANYWHERE), Fault("the question", "is empty"))
+            piece = next(
+                document(values, "the question", columns[: len(values)], ANYWHERE), Fault("the question", "is empty")
+            )
             if isinstance(piece, Fault):
                 raise SettingError(f"the question {question!r} {piece.reason}")
             yield from answerer.examples(piece)

@@ -14,6 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypedDict
 
+from raystride.pipelines.credentials import hidden
+
 PACKAGES = ("torch", "triton", "ray", "mlflow", "numpy", "pyarrow", "datasets", "tokenizers", "deepspeed")
 
 
@@ -62,7 +64,7 @@ def describe_environment() -> Environment:
     """Commit and changes of the source, versions, and the hardware of this machine."""
     return {
         **describe_source(Path(__file__).resolve().parents[2]),
-        "command": sys.argv,
+        "command": [hidden(argument) for argument in sys.argv],
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": {name: found for name in PACKAGES if (found := _version(name)) is not None},

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from raystride.pipelines.record.entry import Entry, new_entry, warning
+from raystride.pipelines.record.entry import Entry, new_entry, warning, without_secrets
 
 Post = Callable[[str, list[Entry]], int]
 """Takes a sender's name and entries in order; returns the highest sequence number that is recorded for good. May raise."""
@@ -52,6 +52,7 @@ class Sender:
 
     def put(self, entry: Entry) -> None:
         """Queues an entry, under this sender's next number, and returns at once."""
+        entry = without_secrets(entry)
         with self._changed:
             self._append(entry)
             if len(self._waiting) > self._most_waiting:

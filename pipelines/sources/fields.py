@@ -11,6 +11,7 @@ from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from raystride.pipelines.credentials import masked
 from raystride.pipelines.sources.faults import Fault, Faulty
 from raystride.pipelines.sources.image_files import MOST_BYTES, NOWHERE, Reach, read_image
 from raystride.pipelines.sources.pieces import Piece
@@ -29,7 +30,7 @@ def document(values: Sequence[Any], place: str, columns: Columns, reach: Reach =
         yield faulty.fault
         return
     if all(fields):
-        yield Piece(fields, place=place)
+        yield Piece(fields, place=masked(place))
     elif any(fields):
         empty = columns[fields.index("")]
         remedy = f"fill it, name another column with --{empty.setting}, or leave such rows out with --data.on_error skip"

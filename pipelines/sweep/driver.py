@@ -192,7 +192,7 @@ def _conclude(
 
 
 def _show_closing(folder: Folder, outcome: Answer, tracking: Tracking, unfinished: int, screen: Screen) -> None:
-    storage = folder.uri.rpartition("/")[0]
+    storage = str(folder).rpartition("/")[0]
     screen.line(outcome.text)
     if unfinished:
         screen.warning(f"{unfinished} trials are missing: the same command again goes on with them")

@@ -25,6 +25,7 @@ from ray import tune
 from raystride.pipelines.cluster.cluster import joined
 from raystride.pipelines.cluster.internals import free_places_of_the_dead, head_place
 from raystride.pipelines.cluster.resources import Resources, resolve
+from raystride.pipelines.cluster.trainer import ray_storage
 from raystride.pipelines.config.sweep import SweepConfig
 from raystride.pipelines.files import Folder
 from raystride.pipelines.plugins import Carried
@@ -94,7 +95,7 @@ def measure(
             reuse_actors=True,
         ),
         run_config=tune.RunConfig(
-            name="tune", storage_path=(plan.folder / ".ray").uri, verbose=0, callbacks=[_Ends(plan, done)]
+            name="tune", **ray_storage(plan.folder / ".ray"), verbose=0, callbacks=[_Ends(plan, done)]
         ),
     ).fit()
 

@@ -1,4 +1,4 @@
-"""Rows name images below their data set's folder, or below `data.image_root`; whatever leads elsewhere is refused by name."""
+"""Rows name images below their data set's folder, or below `data.image_root`; what leads elsewhere is refused by name."""
 
 import http.server
 import json
@@ -12,9 +12,9 @@ import pytest
 from raystride.pipelines.config import Data
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.fingerprint import fingerprint
+from raystride.pipelines.sources.faults import DataError, Fault
 from raystride.pipelines.sources.fields import data_uri, document
 from raystride.pipelines.sources.image_files import ANYWHERE, MOST_BYTES, NOWHERE, Reach
-from raystride.pipelines.sources.faults import DataError, Fault
 from raystride.pipelines.tasks.task import Column
 from tests.pipelines.conftest import settings
 from tests.pipelines.prepare.tasks import Pictures
@@ -115,7 +115,7 @@ def test_folders_of_images_lead_nowhere_else_either(data: Path) -> None:
     (data / "pictures" / "link.png").symlink_to(data.parent / "key")
     found = open_documents(Data(kind="folders"), str(data), (IMAGE, label))
     with pytest.raises(DataError, match=r"pictures/link\.png.* is refused: it leads out of"):
-        list(part for each in found.parts for part in found.read(each))
+        [part for each in found.parts for part in found.read(each)]
 
 
 def test_rows_of_hugging_face_lead_nowhere_else_either(data: Path) -> None:
@@ -126,7 +126,7 @@ def test_rows_of_hugging_face_lead_nowhere_else_either(data: Path) -> None:
     datasets.Dataset.from_dict(rows, features).save_to_disk(data / "saved")
     found = open_documents(Data(), str(data / "saved"), (IMAGE,))
     with pytest.raises(DataError, match=r"row 1: column 'image' names .*/key', which is refused: it leads out of"):
-        list(part for each in found.parts for part in found.read(each))
+        [part for each in found.parts for part in found.read(each)]
     found = open_documents(Data(image_root=str(data.parent)), str(data / "saved"), (IMAGE,))
     assert [read[0] for part in found.parts for _, read in found.read(part)] == [data_uri(SECRET)]
 
@@ -158,9 +158,9 @@ def visits() -> Iterator[tuple[str, list[str]]]:
             self.end_headers()
             self.wfile.write(PNG)
 
-        do_HEAD = do_GET  # noqa: N815  (the name that http.server calls)
+        do_HEAD = do_GET
 
-        def log_message(self, format: str, *arguments: object) -> None:
+        def log_message(self, *arguments: object) -> None:
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)

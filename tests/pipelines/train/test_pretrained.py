@@ -136,7 +136,9 @@ def test_an_index_names_files_beside_it_alone(
     (source.parent.parent / "authorized_keys").write_text("theirs")
     before = sorted(outside.rglob("*"))
     (source / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": file}}))
-    with pytest.raises(SettingError, match=rf"model\.init_from is .*{INDEX} names {re.escape(repr(file))}, which is no plain"):
+    with pytest.raises(
+        SettingError, match=rf"model\.init_from is .*{INDEX} names {re.escape(repr(file))}, which is no plain"
+    ):
         start_from(_model(0), Folder(f"{scheme}{source}"), own, print)
     assert sorted(outside.rglob("*")) == before
 
