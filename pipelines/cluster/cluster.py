@@ -5,12 +5,15 @@ with cluster(config.launch) as dashboard:                 # ray.init ... ray.shu
 """
 
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
+from raystride.pipelines.cluster.internals import on_loopback, say
 from raystride.pipelines.config import Launch
 from raystride.pipelines.credentials import hidden
 
@@ -49,7 +52,7 @@ def cluster(settings: Launch) -> Iterator[str | None]:
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     address = settings.address or os.environ.get("RAY_ADDRESS")
-    if address and "RAY_AUTH_MODE" not in os.environ and (Path.home() / ".ray" / "auth_token").exists():
+    if address and "RAY_AUTH_MODE" not in os.environ and token_file().exists():
         # Clusters started on this machine ask for the token; a driver that does not send it waits 20 s and then fails.
         os.environ["RAY_AUTH_MODE"] = "token"
     import ray
@@ -62,10 +65,12 @@ def cluster(settings: Launch) -> Iterator[str | None]:
             _wait_for(address, settings.timeout_s)
             context = ray.init(address=address, logging_level="ERROR", log_to_driver=False)
         else:
-            # Without an address Ray would join a cluster that was started on this machine, if there is one.
-            context = ray.init(
-                address="local", include_dashboard=False, logging_level="ERROR", log_to_driver=False, runtime_env=None
-            )
+            keep_token_private()
+            with on_loopback():
+                # Without an address Ray would join a cluster that was started on this machine, if there is one.
+                context = ray.init(
+                    address="local", include_dashboard=False, logging_level="ERROR", log_to_driver=False, runtime_env=None
+                )
     except Exception as error:  # ray.init raises ConnectionError, RuntimeError, ValueError, grpc's own, ...
         where = f"joined at {address} (launch.address)" if address else "started on this machine"
         raise NoCluster(
@@ -80,6 +85,33 @@ def cluster(settings: Launch) -> Iterator[str | None]:
         yield dashboard
     finally:
         ray.shutdown()
+
+
+def token_file() -> Path:
+    """Where Ray keeps the token that its clusters of this user ask for."""
+    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+
+
+def keep_token_private() -> None:
+    """Has nobody but the user read the token, with which one runs what one likes as that user.
+
+    Ray writes it for all to read (2.60 does), so it is made before. Says so where the user has Ray ask for none.
+    """
+    if os.environ.get("RAY_AUTH_MODE") == "disabled":
+        say("RAY_AUTH_MODE is disabled: whoever reaches Ray's ports on this machine can run code as you")
+        return
+    if "RAY_AUTH_TOKEN" in os.environ:
+        return
+    file = token_file()
+    with suppress(OSError):  # a home that cannot be written, where Ray says so itself
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if file.exists():
+            file.chmod(0o600)
+            return
+        with NamedTemporaryFile("w", dir=file.parent, prefix=".auth_token-") as made:  # which is its user's alone
+            made.write(secrets.token_hex(32))
+            made.flush()
+            os.link(made.name, file)  # fails where another job was faster, whose token then is everybody's
 
 
 def _with_scheme(address: str | None) -> str | None:

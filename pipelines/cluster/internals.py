@@ -6,6 +6,7 @@
 | `free_by_node`               | what is free in all, counted as if it lay spread in the worst way                      |
 | `tell_of_nodes`              | Ray Train looks at the nodes by itself, each 20 s                                      |
 | `free_places_of_the_dead`    | the public table, where all places are this sweep's; else the sweep is to start again  |
+| `on_loopback`                | Ray listens on this machine's address, and its metrics on all of them                  |
 | `head_place`                 | the node that the driver is on                                                         |
 | `in_submitted_job`           | where the working directory lies                                                       |
 | `submission_id`              | Ray's other number of the job                                                          |
@@ -19,7 +20,6 @@ Nothing of Ray is imported before it is asked for: a driver begins without it, a
 import inspect
 import json
 import os
-import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -27,6 +27,9 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from raystride.pipelines.cluster.meeting import free_address, meet_here, set_address
+from raystride.pipelines.worker.group import LOOPBACK
 
 TRAIN = "ray.train.v2._internal"
 COORDINATOR = "AutoscalingCoordinator"
@@ -36,6 +39,8 @@ HEAD = "node:__internal_head__"
 LITTLE = 0.001
 JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """What `ray job submit` sets in the environment of the entry point, and the name under which Ray keeps that name."""
+CLUSTERS, ENABLED = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "ENABLE_RAY_CLUSTER"
+"""Whether Ray may be reached from other machines: in the environment, and as Ray keeps it."""
 PACKAGES = "/runtime_resources/working_dir_files/"
 """Where a node unpacks the working directories of jobs, below the session's folder."""
 
@@ -214,19 +219,20 @@ def _scaling_class() -> type:
 
 
 def _rendezvous_class() -> type:
-    """Tells every worker where rank 0 is; the worker makes the process group when it has imported torch."""
+    """Tells every worker where they meet; the worker makes the process group when it has imported torch."""
     from ray.train.backend import Backend, BackendConfig
 
     group = _part(f"{TRAIN}.execution.worker_group", "WorkerGroup")
-    _takes(group.execute_single, None, 0, _free_address)
-    _takes(group.execute, None, _set_address, "address", 0)
+    _takes(group.execute_single, None, 0, free_address)
+    _takes(group.execute, None, set_address, "address", 0)
 
     class RendezvousBackend(Backend):  # type: ignore[misc]
         share_cuda_visible_devices = True
 
         def on_start(self, worker_group: Any, backend_config: Any) -> None:
-            address, port = worker_group.execute_single(0, _free_address)
-            worker_group.execute(_set_address, address, port)
+            if not meet_here(worker_group):
+                address, port = worker_group.execute_single(0, free_address)
+                worker_group.execute(set_address, address, port)
 
     class Rendezvous(BackendConfig):  # type: ignore[misc]
         @property
@@ -237,16 +243,34 @@ def _rendezvous_class() -> type:
     return _overrides(Rendezvous, "backend_cls")
 
 
-def _free_address() -> tuple[str, int]:
+@contextmanager
+def on_loopback(warn: Warn = say) -> Iterator[None]:
+    """Has the Ray that is started in this block listen on loopback alone, unless the user has set the variable for it.
+
+    By it others can reach a Ray on macOS or Windows, which listens on loopback there; here it keeps them out.
+    """
+    if CLUSTERS in os.environ:
+        yield
+        return
     import ray
 
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return ray.util.get_node_ip_address(), listener.getsockname()[1]
-
-
-def _set_address(address: str, port: int) -> None:
-    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
+    instead = "who reaches this machine reaches its ports, of which those for metrics ask for no token"
+    constants: Any = None
+    os.environ[CLUSTERS] = "0"  # for the processes that it starts
+    try:
+        try:
+            before = _part("ray._private.ray_constants", ENABLED)
+            constants = import_module("ray._private.ray_constants")
+            setattr(constants, ENABLED, False)  # for this one
+        except NotThere as error:
+            _fell_back(error, instead, warn)
+        yield
+        if constants and (address := ray.util.get_node_ip_address()) != LOOPBACK:
+            _fell_back(f"{CLUSTERS} has it listen at {address}", instead, warn)
+    finally:
+        del os.environ[CLUSTERS]
+        if constants:
+            setattr(constants, ENABLED, before)
 
 
 def free_by_node(per_worker: Mapping[str, float], warn: Warn = say) -> list[Mapping[str, float]]:

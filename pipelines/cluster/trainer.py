@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from raystride.pipelines.cluster.elastic import NEVER_S, train_elastic
 from raystride.pipelines.cluster.internals import Warn, fast_start_trainer
+from raystride.pipelines.cluster.meeting import torch_config
 from raystride.pipelines.cluster.recorder_handle import RecorderHandle, StopPoll
 from raystride.pipelines.cluster.resources import Share
 from raystride.pipelines.credentials import conceal, hidden
@@ -107,7 +108,7 @@ def make_trainer(function: Any, settings: dict[str, Any], *, fast_start: bool, w
         return trainer
     from ray.train.torch import TorchTrainer
 
-    return TorchTrainer(function, **settings)
+    return TorchTrainer(function, torch_config=torch_config(), **settings)
 
 
 def worker_main(config: dict[str, Any]) -> RunSummary:
