@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import threading
+import time
 from base64 import b64encode
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,6 +20,7 @@ import pytest
 
 from raystride.pipelines.config import Config, Data, Launch, Record, Sample, Scaling, Tokenizer, Train
 from raystride.pipelines.config.parse import to_yaml
+from raystride.pipelines.config.sweep import Sweep, SweepConfig
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record.ui import await_server, start_server, stop_server
 from raystride.pipelines.tokenizers import train_tokenizer
@@ -85,6 +87,14 @@ def tracking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pa
     assert await_server(server, port, threading.Event())
     yield f"127.0.0.1:{port}", folder
     stop_server(server)
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder for Ray's own files, whose sockets have names that must be short."""
+    (folder := Path("/tmp") / f"rs-{os.getpid()}-{time.monotonic_ns() % 10**6}").mkdir()
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
@@ -181,18 +191,29 @@ def test_a_run_that_fails_says_none(config: Config, tmp_path: Path, tracking: tu
     assert not _leaks(tmp_path)
 
 
-def test_a_run_on_ray_and_rays_own_logs_hold_no_secret(config: Config, tmp_path: Path, tracking: tuple[str, Path]) -> None:
+def test_a_run_on_ray_and_rays_own_logs_hold_no_secret(
+    config: Config, tmp_path: Path, tracking: tuple[str, Path], temporary: Path
+) -> None:
     spread = replace(config, launch=Launch(), scaling=Scaling(workers=2))
-    (temporary := Path("/tmp") / f"rs-{os.getpid()}").mkdir()
-    try:
-        env = {"RAY_TMPDIR": str(temporary), "HOME": str(tmp_path / "home")}
-        outcome = _job("train", *_flags(spread), "--run", "spread", env=env)
-        assert outcome.code == 0, outcome.err[-3000:]
-        _said_nothing(outcome)
-        assert list(temporary.rglob("raylet.out")), "Ray's logs are there to be searched"
-        assert not _leaks(tmp_path, tracking[1], temporary)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    env = {"RAY_TMPDIR": str(temporary), "HOME": str(tmp_path / "home")}
+    outcome = _job("train", *_flags(spread), "--run", "spread", env=env)
+    assert outcome.code == 0, outcome.err[-3000:]
+    _said_nothing(outcome)
+    assert list(temporary.rglob("raylet.out")), "Ray's logs are there to be searched"
+    assert not _leaks(tmp_path, tracking[1], temporary)
+
+
+def test_a_sweep_and_what_tune_keeps_of_it_hold_no_secret(
+    config: Config, tmp_path: Path, tracking: tuple[str, Path], temporary: Path
+) -> None:
+    sweep = Sweep(space={"scaling.workers": [1]}, warmup_steps=2, window_steps=2, windows=3)
+    settings = SweepConfig(**vars(replace(config, launch=Launch())), sweep=sweep)
+    env = {"RAY_TMPDIR": str(temporary), "HOME": str(tmp_path / "home")}
+    outcome = _job("sweep", *_flags(settings), "--run", "swept", env=env)
+    assert outcome.code == 0, outcome.err[-3000:]
+    _said_nothing(outcome)
+    assert list((tmp_path / "runs" / "swept" / ".ray").rglob("*.pkl")), "Tune's pickles are there to be searched"
+    assert not _leaks(tmp_path, tracking[1], temporary)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What reaches into Ray works with this Ray; without any one of the names, what stands for it works, and says so."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,12 +18,15 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from raystride.pipelines.cluster import internals
 from raystride.pipelines.cluster.cluster import QUIET
 from raystride.pipelines.cluster.internals import (
+    CLUSTERS,
+    ENABLED,
     JOB,
     TRAIN,
     free_by_node,
     free_places_of_the_dead,
     head_place,
     in_submitted_job,
+    on_loopback,
     submission_id,
     tell_of_nodes,
 )
@@ -319,6 +323,43 @@ def test_without_the_makers_all_workers_places_are_free_where_one_is_alone(
         assert [_state(key) for key in places] == ["REMOVED", "REMOVED"]
     assert [ray.__version__ in text for text in warned] == [True, True]
     assert "start again" in warned[0]
+
+
+def _inside(warned: list[str]) -> tuple[str | None, object]:
+    """What Ray would be told in the block: in the environment, and in this process."""
+    with on_loopback(warned.append):
+        return os.environ.get(CLUSTERS), getattr(import_module(CONSTANTS), ENABLED, None)
+
+
+CONSTANTS = "ray._private.ray_constants"
+
+
+def test_a_cluster_that_others_reach_all_the_same_is_warned_of() -> None:
+    """That of the tests was started by itself, at this machine's address, where the variable has no say any more."""
+    warned: list[str] = []
+    with on_loopback(warned.append):
+        assert (os.environ[CLUSTERS], import_module(CONSTANTS).ENABLE_RAY_CLUSTER) == ("0", False)
+    assert CLUSTERS not in os.environ
+    assert import_module(CONSTANTS).ENABLE_RAY_CLUSTER is True
+    (text,) = warned
+    assert f"has it listen at {ray.util.get_node_ip_address()}): who reaches this machine reaches its ports" in text
+
+
+def test_without_its_name_the_environment_is_told_and_a_warning_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(f"{CONSTANTS}.{ENABLED}")
+    warned: list[str] = []
+    assert _inside(warned) == ("0", None)
+    (text,) = warned
+    assert f"{CONSTANTS}.{ENABLED} is gone" in text
+    assert CLUSTERS not in os.environ
+
+
+def test_a_user_who_wants_to_be_reached_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CLUSTERS, "1")
+    warned: list[str] = []
+    assert _inside(warned) == ("1", True)
+    assert os.environ[CLUSTERS] == "1"
+    assert not warned
 
 
 def test_drivers_of_trials_have_a_place_that_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
