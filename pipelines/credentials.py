@@ -78,14 +78,14 @@ def hidden(text: str) -> str:
     return text
 
 
-def bare(value: Any) -> Any:
+def stripped(value: Any) -> Any:
     """A setting's value as if its addresses had been given without secrets, which are then taken from the environment."""
-    return _changed(value, _bare)
+    return _changed(value, _stripped)
 
 
 def public(uri: str) -> str:
     """The address without secrets and without a user, as a link that one can follow."""
-    uri = _bare(uri)
+    uri = _stripped(uri)
     host = urlsplit(uri).netloc
     return uri.replace(host, host.rpartition("@")[2], 1) if "@" in host else uri
 
@@ -162,7 +162,7 @@ def _masked(uri: str) -> str:
     return _PARAMETER.sub(rf"\1={MASK}", uri)
 
 
-def _bare(uri: str) -> str:
+def _stripped(uri: str) -> str:
     if not is_masked(shown := masked(uri)):
         return uri
     shown = re.sub(rf"([?&;#])[\w.\-]+={re.escape(MASK)}", r"\1", shown.replace(f"://{MASK}@", "://"))

@@ -13,7 +13,7 @@ from raystride.pipelines.config.profile import Profile
 from raystride.pipelines.config.run import Decoding, Launch, Record, Sample, Scaling
 from raystride.pipelines.config.section import Section, setting
 from raystride.pipelines.config.train import Checkpoint, Guard, Objective, Optimizer, Train, Validation
-from raystride.pipelines.credentials import bare, masked_all
+from raystride.pipelines.credentials import masked_all, stripped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +96,12 @@ class Config(Section):
         """The settings, under their full names, that may not differ when the run is resumed; with other passwords
         or keys they are the same."""
         fixed = _fixed_keys(type(self))
-        return {key: bare(value) for key, value in self.flat().items() if key in fixed}
+        return {key: stripped(value) for key, value in self.flat().items() if key in fixed}
 
     def lasting(self) -> dict[str, Any]:
         """What names are made of: every setting under its full name, later ones (`since`) only where they were changed."""
         later = _later_defaults(type(self))
-        return {key: bare(value) for key, value in self.flat().items() if key not in later or value != later[key]}
+        return {key: stripped(value) for key, value in self.flat().items() if key not in later or value != later[key]}
 
     def default_run(self, preset: str) -> str:
         """A run's name when none is given: the preset's name and 8 hexadecimal digits of the fixed settings."""

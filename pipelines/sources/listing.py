@@ -11,7 +11,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from raystride.pipelines.credentials import bare
+from raystride.pipelines.credentials import stripped
 from raystride.pipelines.files import absolute, filesystem
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.pieces import File
@@ -92,5 +92,5 @@ def _regex(glob: str) -> str:
 def _file(info: "FileInfo", prefix: str, base: str) -> File:
     name = os.path.relpath(info.path, base)
     if "://" in info.path:  # a web address: with another key in it, it is the same file
-        name = bare(info.path).rpartition("/")[2]
+        name = stripped(info.path).rpartition("/")[2]
     return File(f"{prefix}{info.path}", name, info.size or 0, info.mtime_ns or 0)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from raystride.pipelines import credentials
 from raystride.pipelines.config import Config, Data, Model, Record, SettingError, Tokenizer
 from raystride.pipelines.config.parse import Parsed, from_yaml, to_yaml
-from raystride.pipelines.credentials import MissingSecret, bare, conceal, hidden, masked, note, public, whole
+from raystride.pipelines.credentials import MissingSecret, conceal, hidden, masked, note, public, stripped, whole
 from raystride.pipelines.files import Folder, filesystem
 from raystride.pipelines.launch.place import locate
 
@@ -63,8 +63,8 @@ def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_secret_is_masked_and_comes_back(uri: str, shown: str) -> None:
     assert masked(uri) == shown
     assert masked(shown) == shown
-    assert "***" not in bare(uri)
-    assert bare(bare(uri)) == bare(uri) == bare(shown)
+    assert "***" not in stripped(uri)
+    assert stripped(stripped(uri)) == stripped(uri) == stripped(shown)
     with pytest.raises(MissingSecret, match=r"is not kept with the settings: give the whole address again"):
         whole(shown)
     note(uri)
@@ -73,7 +73,7 @@ def test_what_is_secret_is_masked_and_comes_back(uri: str, shown: str) -> None:
 
 @pytest.mark.parametrize("uri", WITHOUT)
 def test_what_is_not_stays(uri: str) -> None:
-    assert masked(uri) == bare(uri) == whole(uri) == hidden(uri) == uri
+    assert masked(uri) == stripped(uri) == whole(uri) == hidden(uri) == uri
 
 
 @given(st.text(st.characters(codec="ascii", categories=("L", "N")), min_size=6), st.sampled_from("!$^*-_.~"))
