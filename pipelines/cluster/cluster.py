@@ -6,14 +6,17 @@ with cluster(config.launch) as dashboard:                 # ray.init ... ray.shu
 
 import os
 import secrets
+import signal
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 from raystride.pipelines.cluster.internals import on_loopback, say
+from raystride.pipelines.cluster.versions import other_versions, ray_difference
 from raystride.pipelines.config import Launch
 from raystride.pipelines.credentials import hidden
 
@@ -41,14 +44,37 @@ class NoCluster(CannotRun):
 
 
 @contextmanager
-def cluster(settings: Launch) -> Iterator[str | None]:
+def cluster(settings: Launch, metadata: Mapping[str, str] | None = None) -> Iterator[str | None]:
     """Joins or starts Ray for the block, unless it is inline; yields the address of its dashboard, if any.
 
-    Raises NoCluster, with what to try.
+    `metadata` is what a running cluster's dashboard says of the driver; of a submitted job see `launch.job_page`.
+    Raises NoCluster, with what to try, and CannotRun where driver and workers have other versions.
     """
     if settings.mode == "inline":
         yield None
         return
+    with _handlers_kept(), _ray(settings, metadata) as dashboard:
+        yield dashboard
+
+
+@contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Leaves the handlers of signals as they were: ray.init and Ray Tune set their own, and never take them back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # nobody can set any here
+        return
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGBREAK") if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # set by another language, which Python cannot do again
+                signal.signal(number, handler)
+
+
+@contextmanager
+def _ray(settings: Launch, metadata: Mapping[str, str] | None) -> Iterator[str | None]:
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     address = settings.address or os.environ.get("RAY_ADDRESS")
@@ -57,34 +83,52 @@ def cluster(settings: Launch) -> Iterator[str | None]:
         os.environ["RAY_AUTH_MODE"] = "token"
     import ray
 
-    if ray.is_initialized():  # by the sweep that this run is a trial of
+    if ray.is_initialized():  # by the caller, or by the sweep that this run is a trial of
+        if ray.get_runtime_context().get_actor_id() is None:
+            _refuse_other_versions(settings)
         yield None
         return
+    dashboard = _with_scheme(_init(settings, address, metadata))
+    try:
+        if address:
+            _refuse_other_versions(settings)
+        if dashboard:
+            # Has Ray Train tell the dashboard's server of its runs and their workers: GET /api/train/v2/runs/v1.
+            os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")
+        yield dashboard
+    finally:
+        ray.shutdown()
+
+
+def _init(settings: Launch, address: str | None, metadata: Mapping[str, str] | None) -> str | None:
+    """Joins Ray at the address, or starts it; the address of its dashboard. Raises NoCluster."""
+    import ray
+    from ray.job_config import JobConfig
+
+    quiet = {"logging_level": "ERROR", "log_to_driver": False}
     try:
         if address:
             _wait_for(address, settings.timeout_s)
-            context = ray.init(address=address, logging_level="ERROR", log_to_driver=False)
+            context = ray.init(address=address, job_config=JobConfig(metadata=dict(metadata or {})), **quiet)
         else:
             keep_token_private()
             with on_loopback():
                 # Without an address Ray would join a cluster that was started on this machine, if there is one.
-                context = ray.init(
-                    address="local", include_dashboard=False, logging_level="ERROR", log_to_driver=False, runtime_env=None
-                )
+                context = ray.init(address="local", include_dashboard=False, runtime_env=None, **quiet)
     except Exception as error:  # ray.init raises ConnectionError, RuntimeError, ValueError, grpc's own, ...
+        if line := ray_difference(str(error)):
+            raise NoCluster(line) from None
         where = f"joined at {address} (launch.address)" if address else "started on this machine"
         raise NoCluster(
             f"no Ray cluster could be {where}: {error}\n  try `ray status`; with token authentication the driver needs "
             "RAY_AUTH_MODE=token and the cluster's token; or run without Ray: --launch inline"
         ) from None
-    dashboard = _with_scheme(context.dashboard_url)
-    if dashboard:
-        # Has Ray Train tell the dashboard's server of its runs and their workers: GET /api/train/v2/runs/v1.
-        os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")
-    try:
-        yield dashboard
-    finally:
-        ray.shutdown()
+    return str(context.dashboard_url or "") or None
+
+
+def _refuse_other_versions(settings: Launch) -> None:
+    if line := other_versions(settings.timeout_s):
+        raise CannotRun(line)
 
 
 def token_file() -> Path:

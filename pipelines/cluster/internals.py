@@ -10,6 +10,7 @@
 | `head_place`                 | the node that the driver is on                                                         |
 | `in_submitted_job`           | where the working directory lies                                                       |
 | `submission_id`              | Ray's other number of the job                                                          |
+| `tell_of_job`                | what `ray job submit --metadata-json` said of the job, and no more                     |
 
 Nothing of Ray is imported before it is asked for: a driver begins without it, and one name that is lost takes one use along.
 `tests/pipelines/cluster/test_internals.py` takes the names away, one by one; `make test-ray-next` asks the newest Ray.
@@ -390,3 +391,31 @@ def submission_id(warn: Warn = say) -> str | None:
         if in_submitted_job(warn):
             _fell_back(error, "the record names the job by Ray's other number", warn)
         return None
+
+
+def tell_of_job(told: Mapping[str, str], message: str = "", warn: Warn = say) -> bool:
+    """Adds to the metadata that Ray's dashboard and job API show of the submitted job that this is, and says how far it is.
+
+    Whether it did: only of a job that was submitted and runs. What the user has given as `job_name` stays. Needs ray.init.
+    Ray has no public way to change a job that runs; its supervisor keeps what stands there when it writes the job's end.
+    """
+    if (name := submission_id(warn)) is None:
+        return False
+    try:
+        with _known(Exception):
+            key = _part("ray.dashboard.modules.job.common", "JobInfoStorageClient").JOB_DATA_KEY.format(job_id=name).encode()
+            place = {"namespace": _part("ray._private.ray_constants", "KV_NAMESPACE_JOB")}
+            get, put = (_part("ray.experimental.internal_kv", f"_internal_kv_{verb}") for verb in ("get", "put"))
+            _takes(put, key, b"", True, **place)
+            info = json.loads(get(key, **place))
+            if info["status"] != "RUNNING":
+                return False
+            known = dict(info["metadata"] or {})
+            named = {"job_name": known["job_name"]} if "job_name" in known else {}
+            changed = info | {"metadata": known | dict(told) | named} | ({"message": message} if message else {})
+            if changed != info:
+                put(key, json.dumps(changed).encode(), True, **place)
+            return True
+    except NotThere as error:
+        _fell_back(error, "Ray's dashboard shows the job without its run; the log begins with where that is", warn)
+        return False

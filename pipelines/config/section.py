@@ -35,15 +35,19 @@ def setting(
     below: float | None = None,
     fixed: bool = False,
     since: str = "",
+    was: str = "",
+    renamed: str = "",
     logins: Sequence[str] = (),
 ) -> Any:
     """A field with a range. `fixed` settings may not differ when a run is resumed; the others may.
 
     One that was added later says `since` which version: at its default it leaves the names that runs have as they were.
+    One that got another name says which full name it `was` and in which version it was `renamed`: see `config.renamed`.
     `logins` are variables of the environment of which one will do instead of the password in an address.
     """
     limits = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
-    return field(default=default, metadata={"limits": limits, "fixed": fixed, "since": since, "logins": logins})
+    told = {"fixed": fixed, "since": since, "was": was, "renamed": renamed, "logins": logins}
+    return field(default=default, metadata={"limits": limits, **told})
 
 
 @cache

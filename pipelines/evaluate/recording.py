@@ -12,9 +12,8 @@ from raystride.pipelines.config import Record, SettingError
 from raystride.pipelines.credentials import hidden
 from raystride.pipelines.evaluate.evaluation import Scored, Split
 from raystride.pipelines.files import Folder
-from raystride.pipelines.record import read_entries
 from raystride.pipelines.record.entry import Entry, new_entry
-from raystride.pipelines.record.journal import Journal, join, plain
+from raystride.pipelines.record.journal import Journal, join, plain, stream_entries
 from raystride.pipelines.record.mlflow_follower import Follower, replay_hint
 from raystride.pipelines.record.mlflow_log import MLFLOW_REFERENCE, MlflowLog
 
@@ -34,6 +33,7 @@ def keep_scores(scored: Scored, split: Split, run: Folder, step: int, record: Re
     found = scored_figures(scored, split)
     artifacts = [f"evaluate/{split}/{name}" for name in scored.files]
     attempt = f"evaluation-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+    # An attempt of its own in the journal, from which a replay tells MLflow later if it is away now.
     Journal(run, attempt).append(list(_entries(attempt, step, found, artifacts)))
     join(run)
     summary = _summary(run)
@@ -68,7 +68,8 @@ def reopen(run: Folder, record: Record, storage: Folder) -> Reopened | None:
     reference = run.read_json(MLFLOW_REFERENCE) if run.exists(MLFLOW_REFERENCE) else {}
     settings = replace(record, mlflow_uri=record.mlflow_uri or reference.get("uri"))
     log = MlflowLog.at(run, run.uri.rpartition("/")[2], settings, storage)
-    ours = [float(entry["time"]) for entry in read_entries(run) if entry["sender"] != SENDER]
+    # Evaluations come after the training, whose end stays where it was.
+    ours = (float(entry["time"]) for entry in stream_entries(run) if entry["sender"] != SENDER)
     status = _summary(run).get("status") or "stopped"
     return Reopened(log, status, max(ours, default=time.time())) if log else None
 

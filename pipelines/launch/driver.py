@@ -31,6 +31,7 @@ from raystride.pipelines.hang.detector import Hung
 from raystride.pipelines.hang.process import process_start
 from raystride.pipelines.launch.exit_codes import CANNOT_RUN, DONE, guarded
 from raystride.pipelines.launch.failure import TrainingFailed
+from raystride.pipelines.launch.job_page import JobPage, metadata_of
 from raystride.pipelines.launch.owner import Ownership, new_attempt
 from raystride.pipelines.launch.place import locate
 from raystride.pipelines.launch.preflight import Check, failing, preflight
@@ -46,7 +47,7 @@ from raystride.pipelines.launch.resume import (
 )
 from raystride.pipelines.launch.screen import Screen
 from raystride.pipelines.launch.session import Watcher, conduct
-from raystride.pipelines.plugins import SCRIPT, Carried
+from raystride.pipelines.plugins import Carried
 from raystride.pipelines.prepare.manifest import Manifest
 from raystride.pipelines.prepare.prepare import Prepared, prepare
 from raystride.pipelines.record import describe_environment
@@ -108,8 +109,7 @@ def train(
     milestones = {"driver": time.time()}
     carried = carried or Carried.here()
     carried.register()
-    if carried.uses(config) and SCRIPT not in config.plugins:
-        config = replace(config, plugins=(*config.plugins, SCRIPT))
+    config = replace(config, plugins=tuple(dict.fromkeys([*config.plugins, *carried.needed(config)])))
     folder = storage / str(config.run)
     screen.line(f"run {config.run} in {storage}")
     earlier = read_earlier(folder)
@@ -118,7 +118,8 @@ def train(
         screen.line(_complete(folder, config, reached, earlier))
         return earlier.summary or {}
     attempt = new_attempt()
-    with Ownership.take(folder, attempt), cluster(config.launch) as dashboard:
+    told = metadata_of(str(config.run), str(storage), config.record.mlflow)
+    with Ownership.take(folder, attempt), cluster(config.launch, told) as dashboard, JobPage(told, folder) as page:
         milestones["cluster"] = time.time()
         there, share = resources_for(config)
         if problems := list(failing(checks_for(config, storage, there, share))):
@@ -150,7 +151,8 @@ def train(
         write_settings(folder, attempt, config, environment)
         all_tags = _tags(environment, config, share) | _ray_tags(dashboard) | dict(tags or {})
         _show_pages(folder, all_tags, screen)
-        return _conduct(job, share, storage, all_tags, screen, watcher)
+        page.end(summary := _conduct(job, share, storage, all_tags, screen, watcher or page))
+        return summary
 
 
 def _check_settings(config: Config, earlier: Earlier | None) -> None:
@@ -302,6 +304,7 @@ def _tags(environment: RunEnvironment, config: Config, share: Share) -> dict[str
     strategy = config.scaling.strategy
     tags = {
         "strategy": strategy if strategy != "auto" else "ddp" if share.workers > 1 else "single",
+        "version": environment["versions"]["raystride"],
         "commit": environment.get("commit"),
         "dirty": environment.get("dirty"),
         "data": environment["data"],

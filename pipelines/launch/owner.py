@@ -36,7 +36,7 @@ class Owned(SettingError):
 
 @dataclass(frozen=True)
 class Owner:
-    """Who trains a run."""
+    """The process that trains a run, as the run's folder names it."""
 
     host: str
     pid: int

@@ -25,7 +25,7 @@ class LiveLine(Protocol):
     ) -> None: ...
 
     def update(self, state: TrainingState) -> None:
-        """Shows what `Recorder.state()` tells."""
+        """Shows the figures that `Recorder.state()` tells."""
         ...
 
     def note(self, text: str) -> None:

@@ -14,11 +14,11 @@ from typing import Protocol
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.failure import TrainingFailed
 from raystride.pipelines.launch.screen import Screen
-from raystride.pipelines.record import read_entries
-from raystride.pipelines.record.entry import Entry
+from raystride.pipelines.record.journal import stream_entries
 from raystride.pipelines.record.state import TrainingState
 from raystride.pipelines.record.summary import RunSummary
-from raystride.pipelines.report import closing_screen, curve_picture, loss_points, text_curve, write_page
+from raystride.pipelines.report import closing_screen, curve_picture, gather_figures, text_curve, write_page
+from raystride.pipelines.report.figures import Figures, Points
 from raystride.pipelines.worker.job import Job
 
 POLL_S = 0.5
@@ -131,7 +131,8 @@ def _stop_signals(request_stop: Callable[[], None]) -> Iterator[list[str]]:
         yield told
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            # None: set by another language, which Python cannot do again.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _end(job: Job, recorder: Recording, screen: Screen, outcome: RunSummary | BaseException) -> RunSummary:
@@ -142,12 +143,13 @@ def _end(job: Job, recorder: Recording, screen: Screen, outcome: RunSummary | Ba
     error = outcome if isinstance(outcome, BaseException) else None
     given = None if isinstance(outcome, BaseException) else outcome
     status = "failed" if given is None else "stopped" if given.get("ending") == "stopped" else "finished"
-    entries: list[Entry] = []
+    losses: tuple[Points, Points] = [], []
     try:
         outline = recorder.outline(status, given)  # the recorder answers, so what it acknowledged is on disk
-        entries = read_entries(job.folder)
-        _put_picture(job.folder, entries)
-        write_page(job.folder, entries, outline)
+        figures = gather_figures(stream_entries(job.folder))
+        losses = figures.losses
+        _put_picture(job.folder, figures)
+        write_page(job.folder, figures, outline)
     except Exception as problem:
         screen.warning(f"the curve or the page could not be drawn ({problem})")
     try:
@@ -164,7 +166,7 @@ def _end(job: Job, recorder: Recording, screen: Screen, outcome: RunSummary | Ba
     failed = TrainingFailed(error, step=state.get("step"), folder=job.folder) if error else None
     if failed:
         screen.failure(str(failed))
-    curve = text_curve(*loss_points(entries)) if entries else ""
+    curve = text_curve(*losses) if any(losses) else ""
     sample = job.folder.read("sample.txt").decode() if given and job.folder.exists("sample.txt") else ""
     screen.line(closing_screen(summary, job.folder, curve, sample, state.get("mlflow")))
     if failed:
@@ -172,8 +174,8 @@ def _end(job: Job, recorder: Recording, screen: Screen, outcome: RunSummary | Ba
     return summary
 
 
-def _put_picture(folder: Folder, entries: list[Entry]) -> None:
+def _put_picture(folder: Folder, figures: Figures) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         picture = Path(scratch) / "curve.png"
-        curve_picture(entries, picture)
+        curve_picture(figures, picture)
         folder.upload(picture, "curve.png")

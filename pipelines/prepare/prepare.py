@@ -16,7 +16,7 @@ from raystride.pipelines.config import Config, Tokenizer
 from raystride.pipelines.credentials import masked
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.fingerprint import fingerprint_of, open_sources
-from raystride.pipelines.prepare.manifest import FILE, Manifest, Shard
+from raystride.pipelines.prepare.manifest import FILE, Manifest, Shard, Shards
 from raystride.pipelines.prepare.parts import divide, sample, sampled_slices
 from raystride.pipelines.prepare.progress import Meter, shown
 from raystride.pipelines.prepare.shards import same_file
@@ -175,7 +175,9 @@ def _manifest(config: Config, digest: str, source: Source, task: Task, records: 
     if unnamed:
         skipped.append({"place": masked(config.data.source), "reason": f"and {unnamed} more documents"})
     learned = dict(task.facts)
-    shards = {split: [Shard(**shard) for record in records if (shard := record["shards"][split])] for split in SPLITS}
+    shards = {
+        split: Shards.of(Shard(**shard) for record in records if (shard := record["shards"][split])) for split in SPLITS
+    }
     return Manifest(
         fingerprint=digest,
         id_type=str(id_type(task)),

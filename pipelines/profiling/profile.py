@@ -37,7 +37,7 @@ TITLES = {
 
 
 class Tool(Protocol):
-    """What watches a window."""
+    """A profiler, as it watches one window of steps."""
 
     listener: Listener | None
     """Is told of every phase while the window is open."""

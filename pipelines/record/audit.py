@@ -34,7 +34,7 @@ class Broken(Exception):
 
 @dataclass(frozen=True)
 class Audit:
-    """What was proven."""
+    """What an audit has proven: how many samples of how many steps were each used once an epoch."""
 
     steps: int
     samples: int

@@ -1,4 +1,4 @@
-"""What crosses from the workers, the driver and the jobs to a run's record: one dict an entry, of eleven kinds.
+"""What crosses from the workers, the driver and the jobs to a run's record: one dict an entry, of twelve kinds.
 
 An entry stays a dict on its whole way, through a pickle to the recorder and as a line of JSON in the journal, and its `kind`
 tells mypy what its `values` are. `sequence` counts a sender's entries from 1; `sender` and `attempt` are added on the way.
@@ -56,6 +56,17 @@ class WorkerTime(TypedDict):
     data_s: float
 
 
+class GroupTime(TypedDict):
+    """Workers' own seconds in so many `steps`, which end with the entry's.
+
+    A row a rank, or the slowest of the ranks from the row's on to the next one's.
+    """
+
+    ranks: list[int]
+    steps: int
+    own_s: list[float]
+
+
 class NodeTotals(TypedDict):
     """What a node's sampler has counted since it began; `tokens` and `seconds` by the node of rank 0 alone.
 
@@ -105,6 +116,13 @@ class Rank(_Sent):
 
     kind: Literal["rank"]
     values: WorkerTime
+
+
+class RanksTime(_Sent):
+    """The workers' own times, compared by the recorder."""
+
+    kind: Literal["ranks"]
+    values: GroupTime
 
 
 class Totals(_Sent):
@@ -163,7 +181,9 @@ class Summary(_Sent):
     values: Mapping[str, Any]
 
 
-Entry = Metrics | System | Rank | Totals | Parameters | Tags | CheckpointDone | Artifact | Event | Error | Summary
+Entry = (
+    Metrics | System | Rank | RanksTime | Totals | Parameters | Tags | CheckpointDone | Artifact | Event | Error | Summary
+)
 KINDS = frozenset(kind for each in get_args(Entry) for kind in get_args(each.__annotations__["kind"]))
 
 _Step = int | None
@@ -174,6 +194,8 @@ _Time = float | None
 def new_entry(kind: Literal["metrics", "system"], values: Figures, step: _Step = ..., time: _Time = ...) -> Entry: ...
 @overload
 def new_entry(kind: Literal["rank"], values: WorkerTime, step: _Step = ..., time: _Time = ...) -> Entry: ...
+@overload
+def new_entry(kind: Literal["ranks"], values: GroupTime, step: _Step = ..., time: _Time = ...) -> Entry: ...
 @overload
 def new_entry(kind: Literal["totals"], values: NodeTotals, step: _Step = ..., time: _Time = ...) -> Entry: ...
 @overload

@@ -23,7 +23,7 @@ from raystride.pipelines.config.run import Record
 from raystride.pipelines.credentials import public
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record.entry import Entry, Metrics, System
-from raystride.pipelines.record.journal import Segment, read_segment, segments
+from raystride.pipelines.record.journal import Segment, stream_entries
 from raystride.pipelines.record.links import NOTE_TAG, VIEW_TAG, describe_run, is_our_note, on_a_server, run_link, view
 from raystride.pipelines.record.summary import STATUSES
 
@@ -191,8 +191,8 @@ class MlflowLog:
 
     def _began(self) -> float:
         """When the run began, in seconds since 1970, by its journal: MLflow may first hear of it much later."""
-        first = next(iter(segments(self._folder)), None)
-        return float(read_segment(self._folder, first)[0]["time"]) if first else time.time()
+        first = next(stream_entries(self._folder), None)
+        return float(first["time"]) if first else time.time()
 
     def _experiment_id(self, client: "MlflowClient") -> str:
         from mlflow.exceptions import MlflowException

@@ -102,9 +102,7 @@ class JsonReader(LineReader):
         return offset if offset == 0 or _is_array(file) else super().seam(file, offset)
 
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
-        """The documents of the lines, or elements, in the slice. Raises Faulty where the file breaks, or the
-        array is none.
-        """
+        """The documents of the lines, or elements, in the slice. Raises Faulty where the file breaks or is no array."""
         return self._read_array(piece) if _is_array(piece.file) else super().read(piece)
 
     def _document(self, line: str, place: str, file: File) -> Iterator[Piece | Fault]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 def list_files(place: str, encoding: str = "utf-8") -> list[File]:
     """The files at a path, glob, folder or URI, whose text is in that encoding. Raises DataError where there are none."""
+    # By one name: latin1 and latin-1 are the same data, prepared once.
     name = codecs.lookup(encoding).name
     return [replace(file, encoding=name) for file in _list(place)]
 

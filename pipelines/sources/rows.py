@@ -89,7 +89,7 @@ class _DecodedLines:
 
 @dataclass(frozen=True)
 class ParquetReader:
-    """Parquet. Units are rows."""
+    """Rows of Parquet files, read by row groups. Units are rows."""
 
     columns: Columns
 

@@ -44,7 +44,7 @@ _READERS: dict[str, Callable[[Columns], Reader]] = {
 
 @dataclass(frozen=True)
 class Source:
-    """Where documents come from."""
+    """Where documents come from: the kind of data, its files, and the reader of its format."""
 
     kind: str
     files: tuple[File, ...]

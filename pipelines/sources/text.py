@@ -59,9 +59,7 @@ class TextReader:
         return offset + next((i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
 
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
-        """The text in pieces of about PIECE bytes. Raises Faulty where it breaks, or is not UTF-8 and `skip`
-        did not look.
-        """
+        """The text in pieces of about PIECE bytes. Raises Faulty where it breaks, or is not UTF-8 though `skip` is off."""
         file = piece.file
         ends = self.whole or piece.stop is None or (not file.streamed and piece.stop == file.size)
         if self.skip and (fault := self._check(piece)):

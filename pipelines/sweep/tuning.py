@@ -221,7 +221,7 @@ def cause_in(text: str) -> str:
 
 
 def _scheduler(base: SweepConfig) -> Any:
-    """Which trials go on; None: all."""
+    """What decides which trials go on; None: all do."""
     from ray.tune.schedulers import ASHAScheduler
 
     sweep = base.sweep

@@ -47,7 +47,7 @@ class Images(Labelling):
 
     @property
     def image(self) -> tuple[int, int, int]:
-        """Channels, height and width."""
+        """The size of every image: channels, height and width."""
         channels, height, width = self.facts["image"]
         return int(channels), int(height), int(width)
 

@@ -91,7 +91,7 @@ class Checkpoints:
         self._staging = Staging()
 
     def claim(self) -> None:
-        """From here on none but this group commits. One that was given up and still writes learns of it, and ends."""
+        """Lets no other group commit from here on. One that was given up and still writes learns of it, and ends."""
         if self.rank == 0:
             self._claim = f"{self.attempt} {secrets.token_hex(4)}\n"  # Ray's restarts of a group keep the attempt's name
             self.folder.put(CLAIM, self._claim)

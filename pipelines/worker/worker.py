@@ -134,7 +134,7 @@ def build_training(
     model = task.build_model()
     checkpoints = _checkpoints(job, worker, manifest, log)
     found = checkpoints.newest()
-    if config.model.init_from and not found:
+    if config.model.init_from and not found:  # a run that is resumed needs that folder no more
         start_from(model, Folder(config.model.init_from), job.prepared / "tokenizer", log)
     precision.convert(model, sharded=strategy.equal_micro_batches)
     make_optimizer = partial(build_optimizer, config.optimizer, stochastic=config.train.stochastic_rounding)
@@ -198,6 +198,7 @@ def _use_device(job: Job, worker: WorkerInfo) -> torch.device:
 
 
 def _checkpoints(job: Job, worker: WorkerInfo, manifest: Manifest, log: Callable[[str], None]) -> Checkpoints:
+    # Not the training's own group, on which a save beside the training hung, or ended the process.
     group = dist.new_group(backend="gloo") if worker.world > 1 else None
     extra: dict[str, bytes] = {}
     if worker.rank == 0:  # what it takes to use the model: its tokenizers, and what the task knows of the data

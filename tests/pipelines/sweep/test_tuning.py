@@ -75,7 +75,7 @@ def test_a_trial_that_was_ended_with_its_process_has_what_its_journal_says(plan:
     journal = Journal(plan.storage / candidate.run, "a1")
     journal.append(
         [
-            entry | {"step": step, "values": {"tokens_per_second": 50.0 * step, "step_seconds_mean": 1.0}}
+            entry | {"sequence": step, "step": step, "values": {"tokens_per_second": 50.0 * step, "step_seconds_mean": 1.0}}
             for step in (2, 4, 6)
         ]
     )
