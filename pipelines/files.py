@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from raystride.pipelines.credentials import masked, note, whole
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -34,12 +36,16 @@ def absolute(path_or_uri: str, base: str | None = None) -> str:
 
 
 def filesystem(uri: str) -> "tuple[FileSystem, str]":
-    """The pyarrow file system of a URI or path, and the path inside it; schemes unknown to pyarrow go through fsspec."""
+    """The pyarrow file system of a URI or path, and the path inside it; schemes unknown to pyarrow go through fsspec.
+
+    Raises MissingSecret where the URI was written down without its password, and nothing gives it.
+    """
     from pyarrow import ArrowInvalid
     from pyarrow.fs import FileSystem, FSSpecHandler, LocalFileSystem, PyFileSystem
 
     if "://" not in uri:
         return LocalFileSystem(), uri
+    uri = whole(uri)
     try:
         known: tuple[FileSystem, str] = FileSystem.from_uri(uri)
         return known
@@ -56,7 +62,16 @@ class Folder:
     """A folder, which need not exist yet: writing makes it. Small enough to send to a worker."""
 
     uri: str
-    """Absolute local path, or URI."""
+    """Absolute local path, or URI, with its secrets: what is shown of it is `str(folder)`."""
+
+    def __post_init__(self) -> None:
+        if "://" in self.uri:
+            note(self.uri)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In another process: it, too, keeps to itself what it must not say."""
+        self.__dict__.update(state)
+        self.__post_init__()
 
     @classmethod
     def at(cls, path_or_uri: str, base: str | None = None) -> "Folder":
@@ -67,7 +82,10 @@ class Folder:
         return Folder(f"{self.uri.rstrip('/')}/{name}")
 
     def __str__(self) -> str:
-        return self.uri
+        return masked(self.uri)
+
+    def __repr__(self) -> str:
+        return f"Folder({str(self)!r})"
 
     @property
     def local(self) -> Path | None:

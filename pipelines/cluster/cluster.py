@@ -5,16 +5,21 @@ with cluster(config.launch) as dashboard:                 # ray.init ... ray.shu
 """
 
 import os
+import secrets
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
+from raystride.pipelines.cluster.fallback import say
+from raystride.pipelines.cluster.internals import on_loopback
 from raystride.pipelines.cluster.versions import other_versions, ray_difference
 from raystride.pipelines.config import Launch
+from raystride.pipelines.credentials import hidden
 
 QUIET = {
     # Each worker's print would otherwise come twice, and usage statistics need a network.
@@ -30,6 +35,9 @@ QUIET = {
 
 class CannotRun(RuntimeError):
     """The cluster cannot run this configuration; the message has a line for each check that failed."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(hidden(message))
 
 
 class NoCluster(CannotRun):
@@ -79,7 +87,7 @@ def _ray(settings: Launch, metadata: Mapping[str, str] | None) -> Iterator[str |
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     address = settings.address or os.environ.get("RAY_ADDRESS")
-    if address and "RAY_AUTH_MODE" not in os.environ and (Path.home() / ".ray" / "auth_token").exists():
+    if address and "RAY_AUTH_MODE" not in os.environ and token_file().exists():
         # Clusters started on this machine ask for the token; a driver that does not send it waits 20 s and then fails.
         os.environ["RAY_AUTH_MODE"] = "token"
     import ray
@@ -112,8 +120,10 @@ def _init(settings: Launch, address: str | None, metadata: Mapping[str, str] | N
             _wait_for(address, settings.timeout_s)
             context = ray.init(address=address, job_config=JobConfig(metadata=dict(metadata or {})), **quiet)
         else:
-            # Without an address Ray would join a cluster that was started on this machine, if there is one.
-            context = ray.init(address="local", include_dashboard=False, runtime_env=None, **quiet)
+            keep_token_private()
+            with on_loopback():
+                # Without an address Ray would join a cluster that was started on this machine, if there is one.
+                context = ray.init(address="local", include_dashboard=False, runtime_env=None, **quiet)
     except Exception as error:  # ray.init raises ConnectionError, RuntimeError, ValueError, grpc's own, ...
         if line := ray_difference(str(error)):
             raise NoCluster(line) from None
@@ -128,6 +138,33 @@ def _init(settings: Launch, address: str | None, metadata: Mapping[str, str] | N
 def _refuse_other_versions(settings: Launch) -> None:
     if line := other_versions(settings.timeout_s):
         raise CannotRun(line)
+
+
+def token_file() -> Path:
+    """Where Ray keeps the token that its clusters of this user ask for."""
+    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+
+
+def keep_token_private() -> None:
+    """Has nobody but the user read the token, with which one runs what one likes as that user.
+
+    Ray writes it for all to read (2.60 does), so it is made before. Says so where the user has Ray ask for none.
+    """
+    if os.environ.get("RAY_AUTH_MODE") == "disabled":
+        say("RAY_AUTH_MODE is disabled: whoever reaches Ray's ports on this machine can run code as you")
+        return
+    if "RAY_AUTH_TOKEN" in os.environ:
+        return
+    file = token_file()
+    with suppress(OSError):  # a home that cannot be written, where Ray says so itself
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if file.exists():
+            file.chmod(0o600)
+            return
+        with NamedTemporaryFile("w", dir=file.parent, prefix=".auth_token-") as made:  # which is its user's alone
+            made.write(secrets.token_hex(32))
+            made.flush()
+            os.link(made.name, file)  # fails where another job was faster, whose token then is everybody's
 
 
 def _with_scheme(address: str | None) -> str | None:

@@ -18,6 +18,7 @@ import yaml
 
 from raystride.pipelines.config.renamed import Tell, with_new_flags, with_new_names
 from raystride.pipelines.config.section import SettingError, nearest
+from raystride.pipelines.credentials import MissingSecret, masked_all
 
 T = TypeVar("T")
 PRESETS = Path(__file__).parents[2] / "configs"
@@ -131,8 +132,8 @@ def find_config(name: str) -> str:
 
 
 def to_yaml(settings: Any) -> str:
-    """The settings as YAML that `--config` reads."""
-    return yaml.safe_dump(_plain(asdict(settings)), sort_keys=False, allow_unicode=True)
+    """The settings as YAML that `--config` reads, without passwords and keys: `Section.filled` has them again."""
+    return yaml.safe_dump(masked_all(_plain(asdict(settings))), sort_keys=False, allow_unicode=True)
 
 
 def _plain(value: Any) -> Any:
@@ -292,6 +293,6 @@ def command(
     try:
         given = sys.argv[1:] if arguments is None else arguments
         return job(parse(cls, given, program=program, description=description))
-    except SettingError as error:
+    except (SettingError, MissingSecret) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

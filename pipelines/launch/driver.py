@@ -127,18 +127,14 @@ def train(
     ):
         milestones["cluster"] = time.time()
         there, share = resources_for(config)
-        if problems := list(failing(checks_for(config, storage, there, share))):
-            raise CannotRun("this cluster cannot run it:\n" + "\n".join(problems))
+        _refuse_failing(checks_for(config, storage, there, share))
         prepared = prepare_data(config, storage, screen)
         if earlier:
             # Once more, since only now it is known whether the same settings still mean the same data.
             refuse_changes(earlier, config, prepared.manifest.fingerprint)
         milestones["data"] = time.time()
-        environment: RunEnvironment = {
-            **describe_environment(),
-            "attempt": attempt,
-            "data": prepared.manifest.fingerprint,
-        }
+        data = prepared.manifest.fingerprint
+        environment: RunEnvironment = {**describe_environment(), "attempt": attempt, "data": data}
         job = Job(
             config=config,
             run=str(config.run),
@@ -168,6 +164,11 @@ def _check_settings(config: Config, earlier: Earlier | None) -> None:
         refuse_changes(earlier, config)
     elif config.model.init_from:
         _check_init(config.model.init_from, config)
+
+
+def _refuse_failing(checks: list[Check]) -> None:
+    if problems := list(failing(checks)):
+        raise CannotRun("this cluster cannot run it:\n" + "\n".join(problems))
 
 
 def prepare_data(config: Config, storage: Folder, screen: Screen) -> Prepared:

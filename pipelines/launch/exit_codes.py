@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from raystride.pipelines.cluster.cluster import CannotRun
 from raystride.pipelines.config import SettingError
+from raystride.pipelines.credentials import MissingSecret, conceal
 from raystride.pipelines.launch.failure import TrainingFailed, remedies
 from raystride.pipelines.sources.faults import DataError
 
@@ -44,17 +45,21 @@ def guarded(job: Callable[[], int]) -> int:
         return _interrupted(signalled)
     except TrainingFailed as failed:  # its screen has been shown
         return _code_of(failed.cause) if isinstance(failed.cause, KeyboardInterrupt) else FAILED
-    except (SettingError, DataError) as error:
+    except (SettingError, DataError, MissingSecret) as error:
         print(f"error: {error}", file=sys.stderr)
         return WRONG_SETTINGS
     except CannotRun as error:
         print(f"error: {error}", file=sys.stderr)
         return CANNOT_RUN
     except OSError as error:
+        conceal(error)
         if error.errno not in DISK_REFUSES:
             raise
         print("\n  try: ".join([f"error: {error}", *remedies(error)]), file=sys.stderr)
         return CANNOT_RUN
+    except Exception as error:
+        conceal(error)
+        raise
 
 
 def _code_of(signalled: KeyboardInterrupt) -> int:

@@ -187,7 +187,7 @@ def audit_run(storage: Folder, given: argparse.Namespace) -> int:
     from raystride.pipelines.record.audit import main as audit
 
     find_run(storage, given.run)
-    return audit([given.run, "--storage", str(storage)])
+    return audit([given.run, "--storage", storage.uri])
 
 
 def run_names(storage: Folder) -> list[str]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raystride.pipelines.config import Config, Tokenizer
+from raystride.pipelines.credentials import masked
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.fingerprint import fingerprint_of, open_sources
 from raystride.pipelines.prepare.manifest import FILE, Manifest, Shard, Shards
@@ -183,7 +184,7 @@ def _manifest(config: Config, digest: str, source: Source, task: Task, records: 
     skipped = [fault for record in records for fault in record["faults"]]
     unnamed = sum(record["skipped"] for record in records) - len(skipped)
     if unnamed:
-        skipped.append({"place": config.data.source, "reason": f"and {unnamed} more documents"})
+        skipped.append({"place": masked(config.data.source), "reason": f"and {unnamed} more documents"})
     learned = dict(task.facts)
     shards = {
         split: Shards.of(Shard(**shard) for record in records if (shard := record["shards"][split])) for split in SPLITS
@@ -194,7 +195,7 @@ def _manifest(config: Config, digest: str, source: Source, task: Task, records: 
         vocabulary_size=learned.pop("vocabulary_size", 0),
         end_id=learned.pop("end_id", 0),
         splits=shards,
-        source={"kind": source.kind, "name": config.data.source, "files": len(source.files)}
+        source={"kind": source.kind, "name": masked(config.data.source), "files": len(source.files)}
         | {"bytes": sum(file.size for file in source.files)},
         skipped=skipped,
         learned=learned,

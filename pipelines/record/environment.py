@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypedDict
 
 import raystride
+from raystride.pipelines.credentials import hidden
 
 PACKAGES = ("torch", "triton", "ray", "mlflow", "numpy", "pyarrow", "datasets", "tokenizers", "deepspeed")
 
@@ -64,7 +65,7 @@ def describe_environment() -> Environment:
     """Commit and changes of the source, versions, and the hardware of this machine."""
     return {
         **describe_source(Path(__file__).resolve().parents[2]),
-        "command": sys.argv,
+        "command": [hidden(argument) for argument in sys.argv],
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": _versions(),

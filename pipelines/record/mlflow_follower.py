@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
+from raystride.pipelines.credentials import hidden
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record.entry import Entry
 from raystride.pipelines.record.journal import Segment, read_segment, segments
@@ -28,7 +29,7 @@ MOST_HELD = 64
 
 def replay_hint(run_folder: Folder) -> str:
     """The command that brings MLflow up to date with a run's journal."""
-    storage, _, run = run_folder.uri.rpartition("/")
+    storage, _, run = str(run_folder).rpartition("/")
     return f"raystride runs replay {run} --storage {storage}"
 
 
@@ -141,7 +142,7 @@ class Follower:
                 self._known = None
                 if not said:
                     said = True
-                    cause = f"{type(error).__name__}: {error}".replace(self._log.uri, self._log.public_uri)[:200]
+                    cause = hidden(f"{type(error).__name__}: {error}")[:200]
                     self._warn(
                         f"MLflow at {self._log.public_uri} cannot be reached; training goes on, and what it misses is "
                         f"replayed when it is back ({cause})"

@@ -117,7 +117,7 @@ class JsonReader(LineReader):
 
     def _object(self, row: Any, place: str, file: File) -> Iterator[Piece | Fault]:
         if isinstance(row, dict):
-            yield from named(row, place, self.columns, file.folder)
+            yield from named(row, place, self.columns, file.reach)
         else:
             yield Fault(place, f"is no JSON object but a {type(row).__name__}")
 

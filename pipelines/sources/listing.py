@@ -11,6 +11,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from raystride.pipelines.credentials import stripped
 from raystride.pipelines.files import absolute, filesystem
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.pieces import File
@@ -90,4 +91,7 @@ def _regex(glob: str) -> str:
 
 
 def _file(info: "FileInfo", prefix: str, base: str) -> File:
-    return File(f"{prefix}{info.path}", os.path.relpath(info.path, base), info.size or 0, info.mtime_ns or 0)
+    name = os.path.relpath(info.path, base)
+    if "://" in info.path:  # a web address: with another key in it, it is the same file
+        name = stripped(info.path).rpartition("/")[2]
+    return File(f"{prefix}{info.path}", name, info.size or 0, info.mtime_ns or 0)

@@ -7,13 +7,13 @@ same command again measures only what is missing.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 
 from raystride.pipelines.cluster.cluster import cluster, joined
 from raystride.pipelines.cluster.internals import tell_of_job
 from raystride.pipelines.cluster.resources import Resources
-from raystride.pipelines.config import SettingError
+from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import Parsed, to_yaml
 from raystride.pipelines.config.sweep import SweepConfig
 from raystride.pipelines.files import Folder
@@ -47,7 +47,7 @@ def located(parsed: Parsed[SweepConfig]) -> tuple[SweepConfig, Folder]:
     config, storage = locate(Parsed(parsed.settings.training(), parsed.preset))
     if config.launch.mode != "ray":
         raise config.launch.error("mode", "must be `ray` for a sweep, whose trials Ray Tune runs")
-    return replace(parsed.settings, run=config.run, storage=config.storage), storage
+    return replace(parsed.settings, **{item.name: getattr(config, item.name) for item in fields(Config)}), storage
 
 
 def run_trials(base: SweepConfig, storage: Folder, screen: Screen) -> Answer:
@@ -197,7 +197,7 @@ def _conclude(
 
 
 def _show_closing(folder: Folder, outcome: Answer, tracking: Tracking, unfinished: int, screen: Screen) -> None:
-    storage = folder.uri.rpartition("/")[0]
+    storage = str(folder).rpartition("/")[0]
     screen.line(outcome.text)
     if unfinished:
         screen.warning(f"{unfinished} trials are missing: the same command again goes on with them")

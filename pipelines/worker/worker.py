@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import timedelta
 from functools import partial
 
 import torch
@@ -52,6 +51,7 @@ from raystride.pipelines.train.pretrained import start_from
 from raystride.pipelines.train.state import TrainState
 from raystride.pipelines.train.step import build_rules
 from raystride.pipelines.train.validation import validate
+from raystride.pipelines.worker.group import join_group, leave_group
 from raystride.pipelines.worker.job import Job, WorkerInfo
 from raystride.triton_kernels.dispatch import use_kernels
 
@@ -92,7 +92,7 @@ def run_worker(
         for observer in observers:
             observer.on_end(summary)
         if owns_group and dist.is_initialized():
-            _leave_group()
+            leave_group(worker.rank)
         return summary
     except BaseException as error:
         for observer in observers:
@@ -196,21 +196,8 @@ def _use_device(job: Job, worker: WorkerInfo) -> torch.device:
         torch.set_num_threads(job.threads)
     if not dist.is_initialized() and (worker.world > 1 or job.config.scaling.strategy in SHARDED):
         backend = "cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo"
-        store = dist.HashStore() if worker.world == 1 else None  # type: ignore[attr-defined]
-        limit = timedelta(minutes=30)
-        dist.init_process_group(backend, rank=worker.rank, world_size=worker.world, timeout=limit, store=store)
+        join_group(backend, worker.rank, worker.world)
     return device
-
-
-def _leave_group() -> None:
-    """Ends the process group's threads while the interpreter still runs.
-
-    A gloo thread releases the tensors of its last collective when it gets to it, for which it needs Python's lock. Where
-    Python is ending by then, the thread is unwound through C++ that forbids it, and the process aborts ("terminate called
-    without an active exception"): 9 of 360 processes without this, none of 1,000 with it. Only after a success: after a
-    failure the group may wait for a lost peer, for as long as its timeout.
-    """
-    dist.destroy_process_group()
 
 
 def _checkpoints(job: Job, worker: WorkerInfo, manifest: Manifest, log: Callable[[str], None]) -> Checkpoints:
