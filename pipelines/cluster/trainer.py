@@ -120,12 +120,11 @@ def worker_main(config: dict[str, Any]) -> RunSummary:
     from raystride.pipelines.worker.worker import run_worker
 
     context, recorder = ray.train.get_context(), config["recorder"]
-    world, here = context.get_world_size(), context.get_local_world_size()
+    world = context.get_world_size()
     worker = WorkerInfo(
         rank=context.get_world_rank(),
         world=world,
         local_rank=context.get_local_rank(),
-        nodes=-(-world // here),
         node=ray.util.get_node_ip_address(),
     )
     # One rank's request reaches all in the next step, so one rank asks.

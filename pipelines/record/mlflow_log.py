@@ -255,6 +255,8 @@ class MlflowLog:
 
     def _log_artifact(self, name: str) -> list[str]:
         client, run_id = self.connect()
+        if os.path.isabs(name) or ".." in name.split("/"):
+            return [f"artifact {name} is not inside the run's folder, and is not in MLflow"]
         if not self._folder.exists(name):
             return [f"artifact {name} is not in {self._folder}"]
         place = os.path.dirname(name) or None

@@ -51,7 +51,7 @@ from raystride.pipelines.train.pretrained import start_from
 from raystride.pipelines.train.state import TrainState
 from raystride.pipelines.train.step import build_rules
 from raystride.pipelines.train.validation import validate
-from raystride.pipelines.worker.group import join_group, leave_group
+from raystride.pipelines.worker.group import count_nodes, join_group, leave_group
 from raystride.pipelines.worker.job import Job, WorkerInfo
 from raystride.triton_kernels.dispatch import use_kernels
 
@@ -249,7 +249,7 @@ def _facts(job: Job, worker: WorkerInfo, training: Training) -> RunFacts:
         world=worker.world,
         local_rank=worker.local_rank,
         node=worker.node,
-        nodes=worker.nodes,
+        nodes=count_nodes(worker.node, worker.world, training.strategy.device),
         device=torch.cuda.get_device_name() if job.device == "cuda" else "cpu",
         precision=training.rules.precision.peak_rate,
         tokens_per_step=samples.tokens * job.config.train.batch,

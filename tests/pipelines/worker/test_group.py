@@ -13,6 +13,7 @@ from raystride.pipelines.worker.group import (
     GLOO,
     MEETING,
     NCCL,
+    count_nodes,
     interface_of,
     join_group,
     leave_group,
@@ -20,7 +21,7 @@ from raystride.pipelines.worker.group import (
     new_meeting,
     use_interface_of,
 )
-from tests.distributed import CONTEXT, LIMIT_S
+from tests.distributed import CONTEXT, LIMIT_S, run_distributed
 
 LOOPBACK = "127.0.0.1"
 
@@ -101,3 +102,16 @@ def test_a_group_on_one_machine_listens_on_loopback_alone(world: int, tmp_path: 
         assert (tmp_path / str(rank)).read_text() in (f"{6 * world} {LOOPBACK}", f"{6 * world} " if world == 1 else "")
     if file:
         assert not Path(file).parent.exists()
+
+
+def _count(rank: int, world: int, nodes: list[str]) -> int:
+    return count_nodes(nodes[rank], world, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("nodes", "count"), [(["a", "a", "b"], 2), (["a", "b", "c"], 3), (["a", "a"], 1)])
+def test_machines_are_counted_where_they_have_unlike_numbers_of_workers(nodes: list[str], count: int) -> None:
+    assert run_distributed(_count, len(nodes), nodes) == [count] * len(nodes)
+
+
+def test_one_worker_is_on_one_machine_and_has_no_group() -> None:
+    assert count_nodes("a", 1, torch.device("cpu")) == 1
