@@ -18,7 +18,6 @@ Nothing of Ray is imported before it is asked for: a driver begins without it, a
     trainer = fast_start_trainer(function, settings, warn=print) or TorchTrainer(function, **settings)
 """
 
-import inspect
 import json
 import os
 import sys
@@ -29,6 +28,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from raystride.pipelines.cluster.checked import NotThere, as_known, check_overrides, check_takes, private_part
 from raystride.pipelines.cluster.meeting import free_address, meet_here, set_address
 from raystride.pipelines.worker.group import LOOPBACK
 
@@ -46,10 +46,6 @@ PACKAGES = "/runtime_resources/working_dir_files/"
 """Where a node unpacks the working directories of jobs, below the session's folder."""
 
 Warn = Callable[[str], None]
-
-
-class NotThere(Exception):
-    """A private part of Ray is not where it was, or not as it was; the message says which."""
 
 
 def say(text: str) -> None:
@@ -71,50 +67,6 @@ def _fallen(missing: object, instead: str) -> str:
     return f"Ray {version('ray')} is not as Raystride knows it ({missing}): {instead}"
 
 
-@contextmanager
-def _known(*others: type[Exception]) -> Iterator[None]:
-    """Raises NotThere for what a part that has changed raises, and for `others`."""
-    changed: tuple[type[Exception], ...] = (ImportError, AttributeError, TypeError, KeyError, *others)
-    try:
-        yield
-    except NotThere:
-        raise
-    except changed as error:
-        *_, last = str(error).strip().splitlines() or [""]  # an actor that died says why at the end
-        raise NotThere(f"{type(error).__name__}: {last}") from error
-
-
-def _part(module: str, name: str) -> Any:
-    """A private name. Raises NotThere."""
-    try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise NotThere(f"{module}.{name} is gone") from error
-
-
-def _takes(function: Any, *arguments: Any, **named: Any) -> None:
-    """Raises NotThere where the function cannot be called with these arguments."""
-    try:
-        inspect.signature(function).bind(*arguments, **named)
-    except TypeError as error:
-        raise NotThere(f"{function.__qualname__}: {error}") from error
-
-
-def _overrides(ours: type, *names: str) -> type:
-    """Our class, whose methods of these names stand for those of the class below it. Raises NotThere where they do not:
-    nothing would fail then, they would just not be called."""
-    base: Any = ours.__mro__[1]
-    for name in names:
-        theirs = getattr(base, name, None)
-        if theirs is None:
-            raise NotThere(f"{base.__name__}.{name} is gone")
-        if callable(theirs) and list(inspect.signature(theirs).parameters) != list(
-            inspect.signature(getattr(ours, name)).parameters
-        ):
-            raise NotThere(f"{base.__name__}.{name} takes {inspect.signature(theirs)}")
-    return ours
-
-
 def fast_start_trainer(function: Any, settings: Mapping[str, Any], warn: Warn = say) -> Any | None:
     """A Ray Train trainer without the parts that a run on its own local cluster has no use for; None where Ray is another.
 
@@ -128,7 +80,7 @@ def fast_start_trainer(function: Any, settings: Mapping[str, Any], warn: Warn = 
     from ray.exceptions import RayActorError
 
     try:
-        with _known(RayActorError):
+        with as_known(RayActorError):
             return _trainer_class()(function, **settings)
     except NotThere as error:
         warn(_fallen(error, "Ray Train's own trainer starts the workers, in about twice the time"))
@@ -139,13 +91,13 @@ def _trainer_class() -> type:
     """Ray Train's data-parallel trainer with a controller, workers, failure handling, and nothing else."""
     import ray
 
-    accelerators = _part(f"{TRAIN}.callbacks", "AcceleratorSetupCallback")
-    backends = _part(f"{TRAIN}.callbacks", "BackendSetupCallback")
-    users = _part(f"{TRAIN}.callbacks.user_callback", "UserCallbackHandler")
-    failure_policy = _part(f"{TRAIN}.execution.failure_handling", "create_failure_policy")
-    reference = _part(f"{TRAIN}.util", "ObjectRefWrapper")
+    accelerators = private_part(f"{TRAIN}.callbacks", "AcceleratorSetupCallback")
+    backends = private_part(f"{TRAIN}.callbacks", "BackendSetupCallback")
+    users = private_part(f"{TRAIN}.callbacks.user_callback", "UserCallbackHandler")
+    failure_policy = private_part(f"{TRAIN}.execution.failure_handling", "create_failure_policy")
+    reference = private_part(f"{TRAIN}.util", "ObjectRefWrapper")
     controller, scaling, rendezvous = _controller_class(), _scaling_class(), _rendezvous_class()
-    base = _part("ray.train.v2.api.data_parallel_trainer", "DataParallelTrainer")
+    base = private_part("ray.train.v2.api.data_parallel_trainer", "DataParallelTrainer")
 
     class FastStartTrainer(base):  # type: ignore[misc, valid-type]
         """See `fast_start_trainer`."""
@@ -164,7 +116,7 @@ def _trainer_class() -> type:
                 ],
                 "validation_config": None,
             }
-            _takes(controller.__mro__[1], **arguments)
+            check_takes(controller.__mro__[1], **arguments)
             self._controller = ray.remote(num_cpus=0)(controller).remote(**arguments)
             ray.get(self._controller.stands.remote())
 
@@ -176,7 +128,7 @@ def _trainer_class() -> type:
                 raise result.error
             return result
 
-    return _overrides(FastStartTrainer, "fit")
+    return check_overrides(FastStartTrainer, "fit")
 
 
 def _controller_class() -> type:
@@ -185,11 +137,11 @@ def _controller_class() -> type:
     Local workers inherit the driver's anyway. Without one, Ray can use the worker processes that it started ahead; with one
     it starts each anew, and through one more Python.
     """
-    base = _part(f"{TRAIN}.execution.controller", "TrainController")
-    inherited = sorted(_part(f"{TRAIN}.constants", "ENV_VARS_TO_PROPAGATE"))
-    watcher = _part(f"{TRAIN}.constants", "ENABLE_PREEMPTION_WATCHER_ENV_VAR")
+    base = private_part(f"{TRAIN}.execution.controller", "TrainController")
+    inherited = sorted(private_part(f"{TRAIN}.constants", "ENV_VARS_TO_PROPAGATE"))
+    watcher = private_part(f"{TRAIN}.constants", "ENABLE_PREEMPTION_WATCHER_ENV_VAR")
     for name in ("run", "get_result"):
-        _takes(getattr(base, name), None)
+        check_takes(getattr(base, name), None)
 
     class Controller(base):  # type: ignore[misc, valid-type]
         def __init__(self, **arguments: Any) -> None:
@@ -207,7 +159,7 @@ def _controller_class() -> type:
 
 def _scaling_class() -> type:
     """A fixed number of workers, without asking an autoscaler that is not there."""
-    base = _part(f"{TRAIN}.execution.scaling_policy.fixed", "FixedScalingPolicy")
+    base = private_part(f"{TRAIN}.execution.scaling_policy.fixed", "FixedScalingPolicy")
 
     class QuietScaling(base):  # type: ignore[misc, valid-type]
         def after_controller_start(self, train_run_context: Any) -> None:
@@ -216,16 +168,16 @@ def _scaling_class() -> type:
         def _maybe_send_resource_request(self) -> None:
             pass
 
-    return _overrides(QuietScaling, "after_controller_start", "_maybe_send_resource_request")
+    return check_overrides(QuietScaling, "after_controller_start", "_maybe_send_resource_request")
 
 
 def _rendezvous_class() -> type:
     """Tells every worker where they meet; the worker makes the process group when it has imported torch."""
     from ray.train.backend import Backend, BackendConfig
 
-    group = _part(f"{TRAIN}.execution.worker_group", "WorkerGroup")
-    _takes(group.execute_single, None, 0, free_address)
-    _takes(group.execute, None, set_address, "address", 0)
+    group = private_part(f"{TRAIN}.execution.worker_group", "WorkerGroup")
+    check_takes(group.execute_single, None, 0, free_address)
+    check_takes(group.execute, None, set_address, "address", 0)
 
     class RendezvousBackend(Backend):  # type: ignore[misc]
         share_cuda_visible_devices = True
@@ -240,8 +192,8 @@ def _rendezvous_class() -> type:
         def backend_cls(self) -> type[Backend]:
             return RendezvousBackend
 
-    _overrides(RendezvousBackend, "on_start", "share_cuda_visible_devices")
-    return _overrides(Rendezvous, "backend_cls")
+    check_overrides(RendezvousBackend, "on_start", "share_cuda_visible_devices")
+    return check_overrides(Rendezvous, "backend_cls")
 
 
 @contextmanager
@@ -260,7 +212,7 @@ def on_loopback(warn: Warn = say) -> Iterator[None]:
     os.environ[CLUSTERS] = "0"  # for the processes that it starts
     try:
         try:
-            before = _part("ray._private.ray_constants", ENABLED)
+            before = private_part("ray._private.ray_constants", ENABLED)
             constants = import_module("ray._private.ray_constants")
             setattr(constants, ENABLED, False)  # for this one
         except NotThere as error:
@@ -279,8 +231,8 @@ def free_by_node(per_worker: Mapping[str, float], warn: Warn = say) -> list[Mapp
     import ray
 
     try:
-        with _known(Exception):
-            return [dict(free) for free in _part("ray._private.state", "available_resources_per_node")().values()]
+        with as_known(Exception):
+            return [dict(free) for free in private_part("ray._private.state", "available_resources_per_node")().values()]
     except NotThere as error:
         _fell_back(error, "an elastic run grows only by workers that find a place however the free ones lie", warn)
     free, nodes = ray.available_resources(), sum(node["Alive"] for node in ray.nodes())
@@ -298,9 +250,9 @@ def tell_of_nodes(training: bool, warn: Warn = say) -> None:
 
     instead = "an elastic run that loses a node waits up to 20 s for places on it"
     try:
-        actor = _part("ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator", f"_{COORDINATOR}Actor")
-        with _known():
-            _takes(actor.get_reserved_resources, None, "", recompute=True)
+        actor = private_part("ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator", f"_{COORDINATOR}Actor")
+        with as_known():
+            check_takes(actor.get_reserved_resources, None, "", recompute=True)
         coordinator = ray.get_actor(COORDINATOR, namespace=COORDINATOR)
     except NotThere as error:
         return _fell_back(error, instead, warn)
@@ -322,7 +274,7 @@ def free_places_of_the_dead(alone: bool, warn: Warn = say) -> None:
     from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
     try:
-        with _known(Exception):
+        with as_known(Exception):
             left = _places_of_the_dead()
     except NotThere as error:
         instead = "all workers' places are given back before a trial" if alone else "after a trial that hung, start again"
@@ -341,8 +293,8 @@ def _places_of_the_dead() -> list[bytes]:
     """The placement groups of this job whose makers are dead."""
     import ray
 
-    actors = _part("ray._private.state", "actors")()
-    accessor = _part("ray._private.state", "state")._connect_and_get_accessor()
+    actors = private_part("ray._private.state", "actors")()
+    accessor = private_part("ray._private.state", "state")._connect_and_get_accessor()
     tables = import_module("ray.core.generated.gcs_pb2")
     dead_state = tables.ActorTableData.ActorState.Name(tables.ActorTableData.DEAD)
     job = ray.get_runtime_context().get_job_id()
@@ -382,10 +334,10 @@ def in_submitted_job(warn: Warn = say) -> bool:
 def submission_id(warn: Warn = say) -> str | None:
     """The name of the submitted job; None where there is none, or Ray does not tell."""
     try:
-        text = os.environ.get(JOB) or os.environ.get(_part("ray._private.runtime_env.constants", JOB))
+        text = os.environ.get(JOB) or os.environ.get(private_part("ray._private.runtime_env.constants", JOB))
         if text is None:
             return None
-        with _known(ValueError):
+        with as_known(ValueError):
             return str(json.loads(text)["metadata"]["job_submission_id"])
     except NotThere as error:
         if in_submitted_job(warn):
@@ -402,11 +354,15 @@ def tell_of_job(told: Mapping[str, str], message: str = "", warn: Warn = say) ->
     if (name := submission_id(warn)) is None:
         return False
     try:
-        with _known(Exception):
-            key = _part("ray.dashboard.modules.job.common", "JobInfoStorageClient").JOB_DATA_KEY.format(job_id=name).encode()
-            place = {"namespace": _part("ray._private.ray_constants", "KV_NAMESPACE_JOB")}
-            get, put = (_part("ray.experimental.internal_kv", f"_internal_kv_{verb}") for verb in ("get", "put"))
-            _takes(put, key, b"", True, **place)
+        with as_known(Exception):
+            key = (
+                private_part("ray.dashboard.modules.job.common", "JobInfoStorageClient")
+                .JOB_DATA_KEY.format(job_id=name)
+                .encode()
+            )
+            place = {"namespace": private_part("ray._private.ray_constants", "KV_NAMESPACE_JOB")}
+            get, put = (private_part("ray.experimental.internal_kv", f"_internal_kv_{verb}") for verb in ("get", "put"))
+            check_takes(put, key, b"", True, **place)
             info = json.loads(get(key, **place))
             if info["status"] != "RUNNING":
                 return False
