@@ -15,7 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-from raystride.pipelines.cluster.internals import on_loopback, say
+from raystride.pipelines.cluster.fallback import say
+from raystride.pipelines.cluster.internals import on_loopback
 from raystride.pipelines.cluster.versions import other_versions, ray_difference
 from raystride.pipelines.config import Launch
 from raystride.pipelines.credentials import hidden
@@ -53,24 +54,32 @@ def cluster(settings: Launch, metadata: Mapping[str, str] | None = None) -> Iter
     if settings.mode == "inline":
         yield None
         return
-    with _handlers_kept(), _ray(settings, metadata) as dashboard:
+    with _handlers_kept() as set_again, _ray(settings, metadata) as dashboard:
+        set_again()  # those of ray.init would end the process amid whatever it does
         yield dashboard
 
 
 @contextmanager
-def _handlers_kept() -> Iterator[None]:
-    """Leaves the handlers of signals as they were: ray.init and Ray Tune set their own, and never take them back."""
+def _handlers_kept() -> Iterator[Callable[[], None]]:
+    """Leaves the handlers of signals as they were: ray.init and Ray Tune set their own, and never take them back.
+
+    Yields what sets them again.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield  # nobody can set any here
+        yield lambda: None  # nobody can set any here
         return
     numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGBREAK") if hasattr(signal, name)]
     before = {number: signal.getsignal(number) for number in numbers}
-    try:
-        yield
-    finally:
+
+    def set_again() -> None:
         for number, handler in before.items():
             if handler is not None:  # set by another language, which Python cannot do again
                 signal.signal(number, handler)
+
+    try:
+        yield set_again
+    finally:
+        set_again()
 
 
 @contextmanager
@@ -183,9 +192,13 @@ def joined(settings: Launch) -> bool:
     return bool(settings.address or os.environ.get("RAY_ADDRESS"))
 
 
-def on_a_worker(function: Callable[[], str]) -> str:
-    """Runs a function in a worker process, on another node than this one where there is one."""
+def on_a_worker(function: Callable[[], str], timeout_s: float) -> str:
+    """Runs a function in a worker process, on another node than this one where there is one; what it returns.
+
+    Raises CannotRun where it is not back in `timeout_s` seconds.
+    """
     import ray
+    from ray.exceptions import GetTimeoutError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = ray.get_runtime_context().get_node_id()
@@ -193,7 +206,12 @@ def on_a_worker(function: Callable[[], str]) -> str:
     strategy = NodeAffinitySchedulingStrategy(others[0] if others else here, soft=True)
     # Without a processor: on a cluster that is in use there may be none free.
     task = ray.remote(num_cpus=0, scheduling_strategy=strategy)(_call)
-    return str(ray.get(task.remote(function)))
+    try:
+        return str(ray.get(task.remote(function), timeout=timeout_s))
+    except GetTimeoutError:
+        raise CannotRun(
+            f"no worker answered in {timeout_s:g} s (launch.timeout_s): the cluster is busy or lost a node; see `ray status`"
+        ) from None
 
 
 def _call(function: Callable[[], str]) -> str:

@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any, cast
 
 from raystride.pipelines.cluster.elastic import NEVER_S, train_elastic
-from raystride.pipelines.cluster.internals import Warn, fast_start_trainer
+from raystride.pipelines.cluster.fallback import Warn
+from raystride.pipelines.cluster.internals import fast_start_trainer
 from raystride.pipelines.cluster.meeting import torch_config
 from raystride.pipelines.cluster.recorder_handle import RecorderHandle, StopPoll
 from raystride.pipelines.cluster.resources import Share

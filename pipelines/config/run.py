@@ -72,6 +72,8 @@ class Launch(Section):
     stopped it, never. 0: never."""
     timeout_s: float = setting(60.0, above=0)
     """Seconds that the preflight waits for the cluster to answer."""
+    wait_s: float = setting(0.0, at_least=0, since="0.2")
+    """Seconds that the workers wait for places on a cluster that is in use, after which the job ends. 0: for ever."""
 
     def __post_init__(self) -> None:
         """Raises SettingError where a field is out of range, or `hang_s` is shorter than pauses that any machine has."""

@@ -54,6 +54,8 @@ def prepare(config: Config, storage: Folder, task: Task, *, on_ray: bool = True,
     if (manifest := finished(folder)) is not None:
         echo(f"data: {_counts(manifest, task)}, prepared before ({folder})")
         return Prepared(folder, manifest, reused=True)
+    if on_ray:
+        _say_if_full(echo)
     started = time.time()
     parts = divide(source, validation, config.data)
     readers = {"train": source.reader, "validation": (validation or source).reader}
@@ -73,6 +75,15 @@ def prepare(config: Config, storage: Folder, task: Task, *, on_ray: bool = True,
     folder.remove_temporary(before=started)
     _report(manifest, task, records, folder, time.time() - started, echo)
     return Prepared(folder, manifest, reused=False)
+
+
+def _say_if_full(echo: Echo) -> None:
+    """Its tasks wait without a word where others have all processors of a cluster."""
+    import ray
+
+    free, there = (found.get("CPU", 0) for found in (ray.available_resources(), ray.cluster_resources()))
+    if free < 1:
+        echo(f"data: waiting for a processor, {free:g} of {there:g} CPUs are free (see `ray status`)")
 
 
 def finished(folder: Folder) -> Manifest | None:

@@ -72,7 +72,9 @@ def run_worker(
     observers = build_observers(job, worker, sender, job.milestones | (milestones or {}) | {"torch": time.time()})
     log = partial(_log, sender, worker)
     owns_group = not dist.is_initialized()
+    phase = partial(_phase, sender, worker)
     try:
+        phase("building the model and its data")
         training = build_training(job, worker, observers, stopping, log)
         log(f"training on {worker.world} worker(s) from step {training.state.step}")
         for metric, signature in training.loader.samples.task.signatures.items():
@@ -81,6 +83,7 @@ def run_worker(
         for observer in observers:
             observer.on_start(facts)
         resumed_from = training.state.step or None
+        phase("the first step")
         ending, metrics = training.run()
         summary = _summary(job, training, ending, metrics) | {"resumed_from": resumed_from}
         summary |= {"parameters": facts.parameters, "flops_per_token": facts.flops_per_token}
@@ -294,3 +297,9 @@ def _log(sender: Sender, worker: WorkerInfo, text: str) -> None:
         sender.warn(text.removeprefix(WARNING))
     else:
         sender.put(new_entry("event", {"name": "note", "text": text}))
+
+
+def _phase(sender: Sender, worker: WorkerInfo, text: str) -> None:
+    """Says what a start is at, which the progress line shows until the first figures come."""
+    if not worker.rank:
+        sender.put(new_entry("event", {"name": "phase", "text": text}))

@@ -15,7 +15,7 @@ import ray
 import ray.train.torch  # before a name goes that it uses: in another Ray it would use none that is gone
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from raystride.pipelines.cluster import internals
+from raystride.pipelines.cluster import fallback, internals
 from raystride.pipelines.cluster.cluster import QUIET
 from raystride.pipelines.cluster.internals import (
     CLUSTERS,
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `cluster` sets for every job; and nothing has been warned of yet."""
-    monkeypatch.setattr(internals, "_told", set())
+    monkeypatch.setattr(fallback, "_told", set())
     for name, value in QUIET.items():
         monkeypatch.setenv(name, value)
 

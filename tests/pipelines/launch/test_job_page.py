@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from raystride import __version__
-from raystride.pipelines.cluster import internals
+from raystride.pipelines.cluster import fallback
 from raystride.pipelines.cluster.internals import JOB, tell_of_job
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch import job_page
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 @pytest.fixture(autouse=True)
 def _nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(internals, "_told", set())
+    monkeypatch.setattr(fallback, "_told", set())
 
 
 @pytest.fixture
