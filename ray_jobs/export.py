@@ -14,6 +14,7 @@ if __name__ == "__main__":  # started as a script, from any folder
 
 from raystride.pipelines.config.jobs import Export
 from raystride.pipelines.config.parse import Parsed, command
+from raystride.pipelines.credentials import hidden
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.exit_codes import DONE, guarded
 
@@ -54,11 +55,11 @@ def _log(settings: Export, opened: "Opened", storage: Folder) -> str:
     from raystride.pipelines.evaluate.mlflow_model import log_mlflow_model
     from raystride.pipelines.evaluate.recording import reopen
 
-    if reopened := reopen(storage / settings.run, opened.config.record, storage):
-        try:
+    try:
+        if reopened := reopen(storage / settings.run, opened.config.record, storage):
             return log_mlflow_model(opened, reopened, settings.sample)
-        except Exception as error:  # MLflow, its database and its server raise whatever they like
-            print(f"MLflow at {reopened.log.public_uri} does not have it: {error}", file=sys.stderr)
+    except Exception as error:  # MLflow, its database and its server raise whatever they like
+        print(hidden(f"MLflow does not have it: {error}"), file=sys.stderr)
     return "not logged there"
 
 

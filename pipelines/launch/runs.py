@@ -17,6 +17,8 @@ from datetime import datetime
 from typing import Any
 
 from raystride.pipelines.config.run import Record
+from raystride.pipelines.config.section import SettingError
+from raystride.pipelines.credentials import MissingSecret, hidden
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.owner import Owner, read_owner
 from raystride.pipelines.launch.resume import read_earlier
@@ -60,8 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     storage = Folder.at(given.storage)
     try:
         return int(given.action(storage, given) or 0)
-    except Refused as refusal:
-        print(refusal, file=sys.stderr)
+    except (Refused, SettingError, MissingSecret) as refusal:
+        print(hidden(str(refusal)), file=sys.stderr)
         return 2
 
 
@@ -173,7 +175,8 @@ def replay_run(storage: Folder, given: argparse.Namespace) -> int:
         # The time of its last entry, since the run has not ended just now.
         log.finish(run.summary.get("status") or "stopped", float(last["time"]))
     except Exception as error:
-        print(f"MLflow at {log.public_uri} cannot be reached ({type(error).__name__}: {error})", file=sys.stderr)
+        cause = hidden(f"{type(error).__name__}: {error}")
+        print(f"MLflow at {log.public_uri} cannot be reached ({cause})", file=sys.stderr)
         return 1
     print(f"MLflow has all of {run.name}, run {log.run_id}")
     return 0

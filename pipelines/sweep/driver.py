@@ -91,7 +91,7 @@ def _measure_missing(
     left = len(missing) if candidates else base.sweep.trials - len(known)
     if left <= 0:
         return
-    told = metadata_of(str(base.run), storage.uri, base.record.mlflow)
+    told = metadata_of(str(base.run), str(storage), base.record.mlflow)
     with cluster(base.launch, told):
         tell_of_job(told)
         _prepare_all(base, storage, missing, screen)
