@@ -67,7 +67,7 @@ def reopen(run: Folder, record: Record, storage: Folder) -> Reopened | None:
     reference = run.read_json(MLFLOW_REFERENCE) if run.exists(MLFLOW_REFERENCE) else {}
     # An address in the settings may have had a password, which the run's folder does not keep.
     settings = replace(record, mlflow_uri=record.mlflow_uri or reference.get("uri"))
-    log = MlflowLog.at(run, run.uri.rpartition("/")[2], settings, storage)
+    log = MlflowLog.at(run, run.name, settings, storage)
     ours = [float(entry["time"]) for entry in read_entries(run) if entry["sender"] != SENDER]
     status = _summary(run).get("status") or "stopped"
     return Reopened(log, status, max(ours, default=time.time())) if log else None
@@ -78,7 +78,7 @@ def _summary(run: Folder) -> dict[str, Any]:
         found: dict[str, Any] = run.read_json("summary.json")
         return found
     except (FileNotFoundError, ValueError):
-        return {"run": run.uri.rpartition("/")[2]}
+        return {"run": run.name}
 
 
 def _tell_mlflow(run: Folder, record: Record, storage: Folder) -> str | None:

@@ -84,7 +84,7 @@ class Ownership:
             other = read_owner(folder)
             if other and other.alive:
                 raise Owned(
-                    f"run {folder.uri.rsplit('/', 1)[-1]} is being trained by process {other.pid} on {other.host} (attempt "
+                    f"run {folder.name} is being trained by process {other.pid} on {other.host} (attempt "
                     f"{other.attempt}): wait for it, stop it, or give this one another name with --run"
                 )
             mine._write()

@@ -89,6 +89,6 @@ class Manifest:
         """
         content = folder.read_json(FILE)
         if content.pop("format", None) != FORMAT:
-            raise ValueError(f"{folder}/{FILE} has another format than {FORMAT}: remove the folder to prepare it again")
+            raise ValueError(f"{folder / FILE} has another format than {FORMAT}: remove the folder to prepare it again")
         splits = {name: [Shard(**shard) for shard in shards] for name, shards in content.pop("splits").items()}
         return cls(splits=splits, **content)

@@ -11,9 +11,10 @@ from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from raystride.pipelines.files import filesystem
+from raystride.pipelines.files import parent_and_name
 from raystride.pipelines.sources.faults import Fault, Faulty, faults_of
 from raystride.pipelines.sources.pieces import Piece
+from raystride.pipelines.stores import joined
 from raystride.pipelines.tasks.task import Column
 
 Columns = tuple[Column, ...]
@@ -112,12 +113,11 @@ def _image(value: Any, place: str, column: Column, folder: str) -> Any:
         return data_uri(value) if value else ""
     if not value or not isinstance(value, str) or value.startswith("data:"):
         return value
-    uri = value if value.startswith("/") or "://" in value or not folder else f"{folder}/{value}"
+    uri = value if value.startswith("/") or "://" in value or not folder else joined(folder, value)
     try:
         with faults_of(uri):
-            system, path = filesystem(uri)
-            with system.open_input_stream(path) as stream:
-                content = stream.read()
+            where, name = parent_and_name(uri)
+            content = where.read(name)
     except Faulty as faulty:
         reason = f"column {column.name!r} names {uri!r}, which {faulty.fault.reason}"
         raise Faulty(Fault(place, reason, faulty.fault.remedy)) from faulty

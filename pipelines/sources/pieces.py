@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from raystride.pipelines.files import parent_and_name
 from raystride.pipelines.sources.faults import Fault
 from raystride.pipelines.tasks.task import Document
 
@@ -46,7 +47,7 @@ class File:
     @property
     def folder(self) -> str:
         """The path or URI of the folder in which it lies."""
-        return self.uri.rpartition("/")[0]
+        return parent_and_name(self.uri)[0].uri
 
 
 @dataclass(frozen=True)
