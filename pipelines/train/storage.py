@@ -320,7 +320,7 @@ def _first_cause(error: CheckpointException) -> BaseException:
 
 @contextmanager
 def _portable() -> Iterator[None]:
-    """What clients of stores raise, as OSError: on the way to the other ranks it is pickled, which not all of them survive."""
+    """What clients of stores raise, as OSError: on its way to other ranks it is pickled, which not all of them survive."""
     try:
         yield
     except Exception as error:

@@ -19,6 +19,8 @@ from raystride.pipelines.train.fingerprint import parameters_sha256
 from raystride.pipelines.train.optimizer import Updater, build_optimizer
 from raystride.pipelines.train.state import TrainState
 from tests.distributed import run_distributed
+from tests.storage import KEYS, Proxy
+from tests.storage import uri as uri_of
 
 SHAPE = Model(layers=1, heads=2, width=8, context=6)
 
@@ -49,9 +51,10 @@ def _checkpoints(folder: Path | str, said: list[str] | None = None) -> Checkpoin
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
-@pytest.mark.parametrize("place", ["local", "remote"])
-def test_everything_comes_back(tmp_path: Path, kind: str, place: str) -> None:
-    uri = str(tmp_path) if place == "local" else f"memory://checkpoints{tmp_path}"
+@pytest.mark.parametrize("place", ["local", "memory", "s3"])
+def test_everything_comes_back(tmp_path: Path, kind: str, place: str, s3: str) -> None:
+    places = {"local": str(tmp_path), "memory": f"memory://checkpoints{tmp_path}", "s3": uri_of(s3, f"checkpoints{tmp_path}")}
+    uri = places[place]
     model, optimizer = _trained(0, kind=kind)
     state = TrainState(step=7, position=28, tokens_seen=99, best=1.5, best_step=5, val_loss=1.6, worse_validations=1)
     writer = Checkpoints(Folder.at(uri), "a1", keep=2)
@@ -194,6 +197,169 @@ def test_a_full_disk_is_an_error_and_leaves_the_one_before(tmp_path: Path) -> No
     assert found.step == 1
 
 
+def _fed(checkpoints: Checkpoints, state: TrainState, digest: int, model: Decoder, optimizer: Updater) -> None:
+    state.advance(Step(number=state.step, position=state.position, samples=4, micro_batches=[], digest=digest))
+    checkpoints.save(model, optimizer, state, {}, best=False)
+
+
+def test_a_refused_save_is_a_warning_and_the_next_one_says_what_both_fed(tmp_path: Path) -> None:
+    said: list[str] = []
+    checkpoints = Checkpoints(Folder.at(str(tmp_path)), "a1", keep=2, failures=2, log=said.append)
+    (tmp_path / "step-00000002").write_text("in the way of the folder")
+    (model, optimizer), state = _trained(0), TrainState()
+    for digest in (3, 5, 7):
+        _fed(checkpoints, state, digest, model, optimizer)
+    checkpoints.finish()
+    assert [line[:62] for line in said] == ["warning: the checkpoint of step 2 could not be written (NotADi"]
+    assert checkpoints.steps() == ["step-00000001", "step-00000003"]
+    manifest = json.loads((tmp_path / "step-00000003" / "MANIFEST.json").read_text())
+    link = {key: manifest[key] for key in ("parent_step", "positions", "fed")}
+    assert link == {"parent_step": 1, "positions": [4, 12], "fed": {"0": f"{5 + 7:016x}"}}
+
+
+def test_so_many_refused_saves_in_a_row_are_an_error(tmp_path: Path) -> None:
+    said: list[str] = []
+    checkpoints = Checkpoints(Folder.at(str(tmp_path)), "a1", keep=2, failures=2, log=said.append)
+    for step in (1, 3, 4):
+        (tmp_path / f"step-{step:08d}").write_text("in the way of the folder")
+    (model, optimizer), state = _trained(0), TrainState()
+    for _ in range(4):
+        _fed(checkpoints, state, 1, model, optimizer)
+    with pytest.raises(NotADirectoryError, match="step-00000004"):
+        checkpoints.wait()
+    assert len(said) == 3
+
+
+def test_the_last_save_of_a_run_must_succeed(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(Folder.at(str(tmp_path)), "a1", keep=2, failures=5, log=[].append)
+    (tmp_path / "step-00000001").write_text("in the way of the folder")
+    (model, optimizer), state = _trained(0), TrainState()
+    _fed(checkpoints, state, 1, model, optimizer)
+    with pytest.raises(NotADirectoryError, match="step-00000001"):
+        checkpoints.finish()
+    (tmp_path / "step-00000001").unlink()
+    checkpoints.save(model, optimizer, state, {}, best=False)  # the same step once more
+    checkpoints.finish()
+    assert checkpoints.steps() == ["step-00000001"]
+
+
+def test_what_a_refused_save_left_behind_goes(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(Folder.at(str(tmp_path)), "a1", keep=2, failures=2, log=[].append)
+    (tmp_path / "step-00000001" / "MANIFEST.json").mkdir(parents=True)  # in the way of the commit
+    (model, optimizer), state = _trained(0), TrainState()
+    _fed(checkpoints, state, 1, model, optimizer)
+    checkpoints.wait()
+    assert (tmp_path / "step-00000001" / "a1" / "rank-0.bin").exists()
+    assert checkpoints.newest() is None
+    _fed(checkpoints, state, 1, model, optimizer)
+    checkpoints.finish()
+    assert not (tmp_path / "step-00000001" / "a1").exists()
+
+
+def _refused(rank: int, world: int, folder: str) -> list[Any]:
+    model, optimizer = _trained(0)
+    said: list[str] = []
+    group = dist.new_group(backend="gloo")
+    checkpoints = Checkpoints(Folder.at(folder), "a1", keep=2, failures=2, group=group, log=said.append)
+    seen: list[Any] = []
+    for step in (1, 2, 3):
+        checkpoints.save(model, optimizer, TrainState(step=step), {}, best=False)
+        dist.all_reduce(torch.ones(1000))
+        try:
+            checkpoints.wait()
+        except OSError as error:
+            seen.append(type(error).__name__)
+        seen.append(checkpoints.refused)
+    return [seen, len(said)]
+
+
+def test_all_ranks_agree_on_what_one_could_not_write(tmp_path: Path) -> None:
+    for step in (1, 3):
+        (tmp_path / f"step-{step:08d}" / "a1" / "rank-1.bin" / "in the way").mkdir(parents=True)
+    of_first, of_second = run_distributed(_refused, 2, str(tmp_path))
+    assert of_first[0] == of_second[0] == [True, False, True]
+    assert (of_first[1], of_second[1]) == (2, 0)
+    assert [path.parent.name for path in tmp_path.glob("step-*/MANIFEST.json")] == ["step-00000002"]
+
+
+def test_two_groups_of_an_attempt_share_no_file(tmp_path: Path) -> None:
+    model, optimizer = _trained(0)
+    groups = [_checkpoints(tmp_path) for _ in range(2)]
+    for group in groups:
+        group.claim()
+        group.save(model, optimizer, TrainState(step=1), {}, best=False)
+        group.finish()
+    written = {path.parent.name for path in tmp_path.glob("step-*/*/rank-0.bin")}
+    assert written == {groups[1].data}  # what the first one wrote went when the second one committed
+    found = groups[1].newest()
+    assert found is not None
+    assert found.data.name == groups[1].data != groups[0].data
+    groups[0].save(model, optimizer, TrainState(step=2), {}, best=False)
+    with pytest.raises(RuntimeError, match="has taken this run over"):
+        groups[0].wait()
+    assert groups[1].steps() == ["step-00000001"]
+    assert not (tmp_path / "step-00000002").exists()  # it learned of it before it wrote
+
+
+def test_a_checkpoint_of_an_earlier_version_is_opened(tmp_path: Path) -> None:
+    saved = _save(tmp_path, 1)
+    path = tmp_path / "step-00000001" / "MANIFEST.json"
+    manifest = json.loads(path.read_text())
+    assert manifest.pop("data") == "a1"
+    path.write_text(json.dumps(manifest))
+    found = _checkpoints(tmp_path).newest()
+    assert found is not None
+    assert found.data.local == tmp_path / "step-00000001" / "a1"
+    other, _ = _trained(9)
+    _checkpoints(tmp_path).load(found, other)
+    assert parameters_sha256(other) == parameters_sha256(saved)
+    _save(tmp_path, 2)
+    assert (tmp_path / "step-00000001" / "a1").exists()
+
+
+def test_requests_do_not_grow_with_the_checkpoints_of_a_run(s3: str, tmp_path: Path) -> None:
+    asked = []
+    with Proxy(s3) as proxy:
+        for earlier in (2, 12):
+            folder = Folder.at(proxy.uri(f"many-{earlier}{tmp_path}"))
+            for step in range(1, earlier + 1):
+                folder.put_json(f"step-{step:08d}/MANIFEST.json", {"attempt": "a0"})
+            model, optimizer = _trained(0)
+            checkpoints = Checkpoints(folder, "a1", keep=2)
+            proxy.requests.clear()
+            checkpoints.save(model, optimizer, TrainState(step=100), {}, best=False)
+            checkpoints.finish()
+            saved = proxy.requests.total()
+            assert checkpoints.newest() is not None
+            asked.append((saved, proxy.requests.total()))
+    assert asked[0] == asked[1]
+
+
+def test_a_reader_takes_only_the_rows_that_it_needs(s3: str, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+    from raystride.pipelines.train.storage import CheckpointReader
+
+    model, optimizer = _trained(0)
+    checkpoints = Checkpoints(Folder.at(uri_of(s3, f"rows{tmp_path}")), "a1", keep=2)
+    checkpoints.save(model, optimizer, TrainState(step=1), {}, best=False)
+    checkpoints.finish()
+    found = checkpoints.newest()
+    assert found is not None
+    reader = CheckpointReader(found.folder, found.manifest)
+    reader.read_metadata()
+    name, weight = "model.embedding.weight", model.embedding.weight.detach()
+    index = MetadataIndex(name, torch.Size([0, 0]))
+    rows, columns = torch.Size([3, 2]), torch.Size([4, 5])
+    item = ReadItem(LoadItemType.TENSOR, index, torch.Size([0, 0]), index, rows, columns)
+    wanted = reader._wanted(item)
+    assert wanted.bytes == 4 * weight.shape[1] * 4
+    content, first = reader._content(wanted.file, wanted.offset, wanted.offset + wanted.bytes)
+    assert len(content) == wanted.bytes
+    assert torch.equal(wanted.cut(content, first), weight[3:7, 2:7])
+
+
 def _write(rank: int, world: int, folder: str) -> str:
     model, optimizer = _trained(0)
     group = dist.new_group(backend="gloo")
@@ -215,19 +381,21 @@ def _read(rank: int, world: int, folder: str) -> tuple[str, dict[str, Any]]:
     return parameters_sha256(model), found.manifest
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(2, 3), (3, 1)])
-def test_another_number_of_workers_reads_it(tmp_path: Path, writers: int, readers: int) -> None:
-    written = run_distributed(_write, writers, str(tmp_path))
+@pytest.mark.parametrize(("writers", "readers", "place"), [(2, 3, "local"), (3, 1, "local"), (2, 3, "s3"), (3, 1, "s3")])
+def test_another_number_of_workers_reads_it(tmp_path: Path, writers: int, readers: int, place: str, s3: str) -> None:
+    keys = ":".join(KEYS.values())  # in the address, since the workers' environment is older than the server
+    uri = str(tmp_path) if place == "local" else uri_of(s3, f"workers{tmp_path}").replace("s3://", f"s3://{keys}@")
+    written = run_distributed(_write, writers, uri)
     if readers == 1:
         model, _ = Single(torch.device("cpu")).prepare(Decoder(SHAPE, 11), lambda m: _trained(9)[1])
-        checkpoints = _checkpoints(tmp_path)
+        checkpoints = _checkpoints(uri)
         found = checkpoints.newest()
         assert found is not None
         checkpoints.load(found, model)
         assert parameters_sha256(model) == written[0]
         assert found.manifest["fed"] == {str(rank): f"{rank + 5:016x}" for rank in range(writers)}
     else:
-        assert {sha256 for sha256, _ in run_distributed(_read, readers, str(tmp_path))} == set(written)
+        assert {sha256 for sha256, _ in run_distributed(_read, readers, uri)} == set(written)
 
 
 def test_tied_parameters_count_once_in_the_hash() -> None:
