@@ -25,12 +25,11 @@ if TYPE_CHECKING:
 _OPTIONS = re.compile(r"\?([A-Za-z_]\w*=[^&?]*(?:&[A-Za-z_]\w*=[^&?]*)*)$")
 """What pyarrow takes for options. A `?` in a glob has no `name=value` behind it."""
 _PYARROW = ("s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss")
-_ENVIRONMENT = tuple(
-    f"AWS_{name}"
-    for name in (
-        *("ENDPOINT_URL", "ENDPOINT_URL_S3", "ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN", "PROFILE"),
-        *("REGION", "DEFAULT_REGION", "REQUEST_CHECKSUM_CALCULATION"),
-    )
+_ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
+_ENVIRONMENT = (
+    *_ENDPOINTS,
+    *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION"),
+    "AWS_REQUEST_CHECKSUM_CALCULATION",
 )
 """What a client of S3 reads when it is made: with other values it is another client."""
 
@@ -87,6 +86,9 @@ def address_of(path: str, like: str) -> str:
 
 def _keep(scheme: str, authority: str, query: str) -> "tuple[FileSystem, str]":
     """A process's client for a scheme, authority and options, and what stands in front of its paths."""
+    if scheme == "s3" and ("endpoint_override=" in query or any(map(os.environ.get, _ENDPOINTS))):
+        # Many servers that speak S3 refuse the checksums that Amazon's client sends since 2025 in front of each upload.
+        os.environ.setdefault("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
     surroundings = tuple(os.environ.get(name) for name in _ENVIRONMENT) if scheme == "s3" else ()
     # A client's threads and connections do not survive a fork, so a child makes its own.
     key = (os.getpid(), scheme, authority, query, surroundings)
@@ -104,9 +106,6 @@ def _made(scheme: str, place: str, query: str) -> "tuple[FileSystem, str]":
     if scheme != "s3":
         made: tuple[FileSystem, str] = FileSystem.from_uri(place + query)
         return made
-    if "endpoint_override=" in query or "AWS_ENDPOINT_URL" in os.environ or "AWS_ENDPOINT_URL_S3" in os.environ:
-        # Many servers that speak S3 refuse the checksums that Amazon's client sends since 2025 in front of each upload.
-        os.environ.setdefault("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")
     # One request instead of three for an object of one part: nothing is sent before there is something to send.
     options = f"{query}{'&' if query else '?'}allow_delayed_open=true"
     try:

@@ -46,7 +46,7 @@ def hinted(folder: Folder, hint: str) -> str:
 
 def data_of(manifest: dict[str, Any]) -> str:
     """The folder inside a checkpoint's that holds its files. Before 0.2 it had the attempt's name."""
-    return str(manifest.get("data") or manifest["attempt"])
+    return str(manifest.get("folder") or manifest["attempt"])
 
 
 def _owner(folder: Folder) -> str | None:

@@ -153,7 +153,7 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
                 {
                     "format": FORMAT,
                     "attempt": self.attempt,
-                    "data": self.data,
+                    "folder": self.data,
                     **self.header,
                     "fed": self.fed,
                     "files": files,

@@ -41,8 +41,8 @@ def test_an_old_group_that_wakes_up_changes_nothing(tmp_path: Path, moment: Mome
     assert len(list(job.folder.local.glob("checkpoints/*/MANIFEST.json"))) == 6  # of steps 4, 8, 10, 12, 16, 20
     newest = job.folder.read_json("checkpoints/step-00000020/MANIFEST.json")
     assert newest["attempt"] == name
-    assert {file.partition("/")[0] for file in newest["files"]} == {newest["data"]}
-    assert newest["data"].startswith(f"{name}-")
+    assert {file.partition("/")[0] for file in newest["files"]} == {newest["folder"]}
+    assert newest["folder"].startswith(f"{name}-")
     again = finish(job, 1, tmp_path, attempt="again")
     assert again["resumed_from"] == 20
     assert again["parameters_sha256"] == after["parameters_sha256"] == calm["parameters_sha256"]

@@ -35,17 +35,18 @@ def test_a_run_whose_store_breaks_requests_has_the_bits_of_a_calm_one(
 ) -> None:
     monkeypatch.setenv("RAYSTRIDE_CACHE", str(tmp_path / "cache"))
     with Proxy(s3, seed=7, faults=NOT_WELL) as proxy:
-        config = replace(calm[0], storage=proxy.uri(f"runs{tmp_path}"))
-        driver = start_job("train", config, "--run", "unwell")
-        wait_for_checkpoint(config, "unwell", 4, driver)
+        storage = proxy.uri(f"runs{tmp_path}")
+        config, there = replace(calm[0], storage=str(tmp_path)), replace(calm[0], storage=storage)
+        driver = start_job("train", config, "--run", "unwell", "--storage", storage)
+        wait_for_checkpoint(there, "unwell", 4, driver)
         driver.send_signal(signal.SIGTERM)
         stopped = finish_job(driver)
         assert "Traceback" not in stopped.out + stopped.err
-        run_well("train", config, "--run", "unwell")
-        after = summary(config, "unwell")
+        run_well("train", config, "--run", "unwell", "--storage", storage)
+        after = summary(there, "unwell")
         assert proxy.broken.total() > 10
         assert after["parameters_sha256"] == calm[1]["parameters_sha256"]
-        assert audit(run_folder(config, "unwell") / "checkpoints").samples == calm[1]["samples_seen"]
+        assert audit(run_folder(there, "unwell") / "checkpoints").samples == calm[1]["samples_seen"]
 
 
 def test_a_run_by_the_environments_endpoint(
@@ -53,10 +54,10 @@ def test_a_run_by_the_environments_endpoint(
 ) -> None:
     monkeypatch.setenv("RAYSTRIDE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3)
-    config = replace(calm[0], storage=f"s3://bucket/environment{tmp_path}")
-    ended = run_well("train", config, "--run", "there")
-    assert f"results  {config.storage}/there" in ended.out
-    assert summary(config, "there")["parameters_sha256"] == calm[1]["parameters_sha256"]
+    storage = f"s3://bucket/environment{tmp_path}"
+    ended = run_well("train", replace(calm[0], storage=str(tmp_path)), "--run", "there", "--storage", storage)
+    assert f"results  {storage}/there" in ended.out
+    assert summary(replace(calm[0], storage=storage), "there")["parameters_sha256"] == calm[1]["parameters_sha256"]
 
 
 def test_a_save_that_one_rank_cannot_write_is_a_warning_to_all(calm: tuple[Config, dict[str, Any]], tmp_path: Path) -> None:
@@ -89,7 +90,7 @@ def test_a_job_says_which_save_was_refused(calm: tuple[Config, dict[str, Any]], 
     config = replace(calm[0], storage=str(tmp_path))
     place = tmp_path / "said" / "checkpoints"
     place.mkdir(parents=True)
-    (place / "step-00000008").write_text("in the way of the folder")
+    (place / "step-00000008").symlink_to(tmp_path / "nowhere")  # no folder can be made there
     outcome = run_job("train", config, "--run", "said")
     assert outcome.code == 0, outcome.err
     assert "the checkpoint of step 8 could not be written" in outcome.out + outcome.err

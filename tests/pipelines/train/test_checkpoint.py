@@ -53,7 +53,11 @@ def _checkpoints(folder: Path | str, said: list[str] | None = None) -> Checkpoin
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 @pytest.mark.parametrize("place", ["local", "memory", "s3"])
 def test_everything_comes_back(tmp_path: Path, kind: str, place: str, s3: str) -> None:
-    places = {"local": str(tmp_path), "memory": f"memory://checkpoints{tmp_path}", "s3": uri_of(s3, f"checkpoints{tmp_path}")}
+    places = {
+        "local": str(tmp_path),
+        "memory": f"memory://checkpoints{tmp_path}",
+        "s3": uri_of(s3, f"checkpoints{tmp_path}"),
+    }
     uri = places[place]
     model, optimizer = _trained(0, kind=kind)
     state = TrainState(step=7, position=28, tokens_seen=99, best=1.5, best_step=5, val_loss=1.6, worse_validations=1)
@@ -305,7 +309,7 @@ def test_a_checkpoint_of_an_earlier_version_is_opened(tmp_path: Path) -> None:
     saved = _save(tmp_path, 1)
     path = tmp_path / "step-00000001" / "MANIFEST.json"
     manifest = json.loads(path.read_text())
-    assert manifest.pop("data") == "a1"
+    assert manifest.pop("folder") == "a1"
     path.write_text(json.dumps(manifest))
     found = _checkpoints(tmp_path).newest()
     assert found is not None
