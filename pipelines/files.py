@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from raystride.pipelines.retries import Result, retried
-from raystride.pipelines.stores import HeldBack, client, joined, split, whole_object
+from raystride.pipelines.stores import Spill, address_below, client, split, whole_object
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileInfo, FileSystem
@@ -67,7 +67,7 @@ class Folder:
         return cls(absolute(path_or_uri, base))
 
     def __truediv__(self, name: str) -> "Folder":
-        return Folder(joined(self.uri, name))
+        return Folder(address_below(self.uri, name))
 
     def __str__(self) -> str:
         return self.uri
@@ -88,7 +88,7 @@ class Folder:
         return None if "://" in self.uri else Path(self.uri)
 
     def _remote(self, name: str = "") -> "tuple[FileSystem, str]":
-        return client(joined(self.uri, name))
+        return client(address_below(self.uri, name))
 
     def read(self, name: str) -> bytes:
         """The bytes of a file. Raises FileNotFoundError."""
@@ -157,7 +157,7 @@ class Folder:
             if self.local:
                 yield stack.enter_context(self._whole(name))
                 return
-            stream = HeldBack(PIECE, lambda: stack.enter_context(self._whole(name)))
+            stream = Spill(PIECE, lambda: stack.enter_context(self._whole(name)))
             yield cast("IO[bytes]", stream)  # it is written to, which is all of an IO that anybody needs here
             if (content := stream.held) is not None:
                 self.put(name, content)

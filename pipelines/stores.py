@@ -43,7 +43,7 @@ def split(address: str) -> tuple[str, str]:
     return (address[: found.start()], found[0]) if found else (address, "")
 
 
-def joined(address: str, name: str) -> str:
+def address_below(address: str, name: str) -> str:
     """The address of `name` below another one, with the same options."""
     place, query = split(address)
     return f"{place.rstrip('/')}/{name}{query}" if name else address
@@ -164,9 +164,12 @@ def _rename(system: "FileSystem", source: str, target: str) -> None:
     except NotImplementedError:  # Azure without a hierarchy of names
         system.copy_file(source, target)
         system.delete_file(source)
+    except OSError:  # HDFS, where a rename replaces nothing
+        system.delete_file(target)
+        system.move(source, target)
 
 
-class HeldBack(io.RawIOBase):
+class Spill(io.RawIOBase):
     """Holds what is written to it; what is more than `limit` bytes goes on to the stream that `begin` opens."""
 
     def __init__(self, limit: int, begin: "Callable[[], IO[bytes]]") -> None:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -35,7 +35,7 @@ _UNAVAILABLE = (
 def server(on_disk: Path | None = None) -> Iterator[str]:
     """The endpoint of a server with an empty bucket; credentials for it stand in the environment.
 
-    moto's, which keeps all in memory and believes every signature; with a folder rclone's, which keeps it there and does not.
+    moto's, which keeps all in memory and believes every signature; with a folder rclone's, which keeps it there and checks.
     """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -235,10 +235,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def finish(self) -> None:
-        try:
+        with suppress(OSError, ValueError):
             super().finish()
-        except (OSError, ValueError):
-            pass
 
     def log_message(self, *arguments: Any) -> None:
         """Nothing: what is broken here is broken on purpose."""

@@ -14,7 +14,7 @@ from typing import Any
 from raystride.pipelines.files import parent_and_name
 from raystride.pipelines.sources.faults import Fault, Faulty, faults_of
 from raystride.pipelines.sources.pieces import Piece
-from raystride.pipelines.stores import joined
+from raystride.pipelines.stores import address_below
 from raystride.pipelines.tasks.task import Column
 
 Columns = tuple[Column, ...]
@@ -113,7 +113,7 @@ def _image(value: Any, place: str, column: Column, folder: str) -> Any:
         return data_uri(value) if value else ""
     if not value or not isinstance(value, str) or value.startswith("data:"):
         return value
-    uri = value if value.startswith("/") or "://" in value or not folder else joined(folder, value)
+    uri = value if value.startswith("/") or "://" in value or not folder else address_below(folder, value)
     try:
         with faults_of(uri):
             where, name = parent_and_name(uri)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from raystride.pipelines.files import Folder, absolute, parent_and_name
-from raystride.pipelines.stores import address_of, client, joined, split, whole_object
+from raystride.pipelines.stores import address_below, address_of, client, split, whole_object
 from tests.storage import BUCKET, Proxy, server, uri
 
 OPTIONS = "?endpoint_override=http://minio:9000&scheme=http&region=us-east-1"
@@ -31,7 +31,7 @@ def test_options_stay_behind_the_path() -> None:
 @pytest.mark.parametrize("glob", ["s3://bucket/part-?.txt", "s3://bucket/a?/b=c.txt", "/data/what?x=1"])
 def test_a_question_mark_of_a_glob_is_no_option(glob: str) -> None:
     assert split(glob) == (glob, "")
-    assert joined(glob, "x") == f"{glob}/x"
+    assert address_below(glob, "x") == f"{glob}/x"
     assert absolute(glob) == glob
 
 

@@ -10,44 +10,16 @@ import torch
 import torch.distributed as dist
 
 from raystride.model.transformer import Decoder
-from raystride.pipelines.config import Model, Optimizer
 from raystride.pipelines.feed.loader import Step
 from raystride.pipelines.files import Folder
 from raystride.pipelines.strategies.strategy import Single
 from raystride.pipelines.train.checkpoint import Checkpoints, Found, named_tensors
 from raystride.pipelines.train.fingerprint import parameters_sha256
-from raystride.pipelines.train.optimizer import Updater, build_optimizer
 from raystride.pipelines.train.state import TrainState
 from tests.distributed import run_distributed
-from tests.storage import KEYS, Proxy
+from tests.pipelines.train.checkpoints import SHAPE, fed, open_checkpoints, save, trained
+from tests.storage import KEYS
 from tests.storage import uri as uri_of
-
-SHAPE = Model(layers=1, heads=2, width=8, context=6)
-
-
-def _trained(seed: int, steps: int = 2, kind: str = "adamw") -> tuple[Decoder, Updater]:
-    torch.manual_seed(seed)
-    settings = Optimizer(kind=kind, momentum=0.9 if kind == "sgd" else 0.0)  # type: ignore[arg-type]
-    model = Decoder(SHAPE, 11)
-    optimizer = build_optimizer(settings, model)
-    for _ in range(steps):
-        loss, _ = model(torch.randint(0, 11, (2, 6)), torch.randint(0, 11, (2, 6)))
-        loss.backward()
-        optimizer.update(1e-3)
-        model.zero_grad()
-    return model, optimizer
-
-
-def _save(folder: Path, step: int, best: bool = False, attempt: str = "a1", keep: int = 2) -> Decoder:
-    model, optimizer = _trained(step)
-    checkpoints = Checkpoints(Folder.at(str(folder)), attempt, keep=keep, extra={"tokenizer/kind.json": b"{}"})
-    checkpoints.save(model, optimizer, TrainState(step=step, position=4 * step, fed_digest=step), {"run": "r"}, best=best)
-    checkpoints.wait()
-    return model
-
-
-def _checkpoints(folder: Path | str, said: list[str] | None = None) -> Checkpoints:
-    return Checkpoints(Folder.at(str(folder)), "a2", keep=2, log=(said if said is not None else []).append)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
@@ -59,13 +31,13 @@ def test_everything_comes_back(tmp_path: Path, kind: str, place: str, s3: str) -
         "s3": uri_of(s3, f"checkpoints{tmp_path}"),
     }
     uri = places[place]
-    model, optimizer = _trained(0, kind=kind)
+    model, optimizer = trained(0, kind=kind)
     state = TrainState(step=7, position=28, tokens_seen=99, best=1.5, best_step=5, val_loss=1.6, worse_validations=1)
     writer = Checkpoints(Folder.at(uri), "a1", keep=2)
     writer.save(model, optimizer, state, {"run": "r"}, best=True)
     writer.wait()
-    other, other_optimizer = _trained(1, kind=kind)
-    reader = _checkpoints(uri)
+    other, other_optimizer = trained(1, kind=kind)
+    reader = open_checkpoints(uri)
     found = reader.newest()
     assert found is not None
     reader.load(found, other, other_optimizer)
@@ -80,13 +52,13 @@ def test_everything_comes_back(tmp_path: Path, kind: str, place: str, s3: str) -
 
 
 def test_a_step_that_is_saved_again_keeps_its_place_in_the_chain(tmp_path: Path) -> None:
-    model, optimizer = _trained(0)
-    first = _checkpoints(tmp_path)
+    model, optimizer = trained(0)
+    first = open_checkpoints(tmp_path)
     state = TrainState(step=4, position=16, parent_step=2, parent_position=8, fed_digest=5)
     first.save(model, optimizer, state, {}, best=False)
     first.save(model, optimizer, state, {}, best=True)  # the validation after it was the best so far
     first.wait()
-    again = _checkpoints(tmp_path)
+    again = open_checkpoints(tmp_path)
     found = again.newest()
     assert found is not None
     again.save(model, optimizer, found.state, {}, best=False)  # by an attempt with no step left to do
@@ -110,9 +82,9 @@ def test_what_was_fed_is_shared_out_among_the_ranks_of_now(world: int) -> None:
 
 
 def test_a_save_holds_the_moment_it_was_called(tmp_path: Path) -> None:
-    model, optimizer = _trained(0)
+    model, optimizer = trained(0)
     before = parameters_sha256(model)
-    checkpoints = _checkpoints(tmp_path)
+    checkpoints = open_checkpoints(tmp_path)
     checkpoints.save(model, optimizer, TrainState(step=1), {}, best=False)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -126,8 +98,8 @@ def test_a_save_holds_the_moment_it_was_called(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest", "no manifest"])
 def test_damage_is_found_and_the_one_before_is_used(tmp_path: Path, damage: str) -> None:
-    _save(tmp_path, 1)
-    _save(tmp_path, 2)
+    save(tmp_path, 1)
+    save(tmp_path, 2)
     newest = tmp_path / "step-00000002"
     data = newest / "a1" / "rank-0.bin"
     if damage == "flip":
@@ -143,35 +115,14 @@ def test_damage_is_found_and_the_one_before_is_used(tmp_path: Path, damage: str)
     else:
         (newest / "MANIFEST.json").unlink()
     said: list[str] = []
-    found = _checkpoints(tmp_path, said).newest()
+    found = open_checkpoints(tmp_path, said).newest()
     assert found is not None
     assert found.step == 1
     assert bool(said) is (damage != "no manifest")
 
 
-def test_old_data_goes_and_manifests_stay(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 4, 5):
-        _save(tmp_path, step, best=step == 2)
-    with_data = [path.name for path in sorted(tmp_path.glob("step-*")) if (path / "a1").exists()]
-    assert with_data == ["step-00000002", "step-00000004", "step-00000005"]
-    assert len(list(tmp_path.glob("step-*/MANIFEST.json"))) == 5
-    assert (tmp_path / "best").read_text().strip() == "step-00000002"
-    assert (tmp_path / "last").read_text().strip() == "step-00000005"
-    found = _checkpoints(tmp_path).at_hint("best")
-    assert found is not None
-    assert found.step == 2
-
-
-def test_what_a_dead_attempt_left_behind_goes(tmp_path: Path) -> None:
-    _save(tmp_path, 1)
-    (tmp_path / "step-00000002" / "dead").mkdir(parents=True)
-    (tmp_path / "step-00000002" / "dead" / "rank-0.bin").write_bytes(b"half")
-    _save(tmp_path, 3, attempt="a2")
-    assert not (tmp_path / "step-00000002").exists()
-
-
 def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
-    _save(tmp_path, 1)
+    save(tmp_path, 1)
     for path in tmp_path.rglob("*"):
         if path.is_file():
             with pytest.raises(ValueError, match=r".+"):
@@ -179,7 +130,7 @@ def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
 
 
 def test_the_manifest_says_what_was_fed(tmp_path: Path) -> None:
-    _save(tmp_path, 3)
+    save(tmp_path, 3)
     manifest = json.loads((tmp_path / "step-00000003" / "MANIFEST.json").read_text())
     assert manifest["fed"] == {"0": f"{3:016x}"}
     assert manifest["parent_step"] == 0
@@ -188,10 +139,10 @@ def test_the_manifest_says_what_was_fed(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_an_error_and_leaves_the_one_before(tmp_path: Path) -> None:
-    _save(tmp_path, 1)
+    save(tmp_path, 1)
     (tmp_path / "step-00000002").write_text("in the way of the folder")
-    model, optimizer = _trained(0)
-    checkpoints = _checkpoints(tmp_path)
+    model, optimizer = trained(0)
+    checkpoints = open_checkpoints(tmp_path)
     checkpoints.save(model, optimizer, TrainState(step=2), {}, best=False)
     with pytest.raises(Exception, match="step-00000002"):
         checkpoints.wait()
@@ -201,18 +152,13 @@ def test_a_full_disk_is_an_error_and_leaves_the_one_before(tmp_path: Path) -> No
     assert found.step == 1
 
 
-def _fed(checkpoints: Checkpoints, state: TrainState, digest: int, model: Decoder, optimizer: Updater) -> None:
-    state.advance(Step(number=state.step, position=state.position, samples=4, micro_batches=[], digest=digest))
-    checkpoints.save(model, optimizer, state, {}, best=False)
-
-
 def test_a_refused_save_is_a_warning_and_the_next_one_says_what_both_fed(tmp_path: Path) -> None:
     said: list[str] = []
     checkpoints = Checkpoints(Folder.at(str(tmp_path)), "a1", keep=2, failures=2, log=said.append)
     (tmp_path / "step-00000002").write_text("in the way of the folder")
-    (model, optimizer), state = _trained(0), TrainState()
+    (model, optimizer), state = trained(0), TrainState()
     for digest in (3, 5, 7):
-        _fed(checkpoints, state, digest, model, optimizer)
+        fed(checkpoints, state, digest, model, optimizer)
     checkpoints.finish()
     assert [line[:62] for line in said] == ["warning: the checkpoint of step 2 could not be written (NotADi"]
     assert checkpoints.steps() == ["step-00000001", "step-00000003"]
@@ -226,9 +172,9 @@ def test_so_many_refused_saves_in_a_row_are_an_error(tmp_path: Path) -> None:
     checkpoints = Checkpoints(Folder.at(str(tmp_path)), "a1", keep=2, failures=2, log=said.append)
     for step in (1, 3, 4):
         (tmp_path / f"step-{step:08d}").write_text("in the way of the folder")
-    (model, optimizer), state = _trained(0), TrainState()
+    (model, optimizer), state = trained(0), TrainState()
     for _ in range(4):
-        _fed(checkpoints, state, 1, model, optimizer)
+        fed(checkpoints, state, 1, model, optimizer)
     with pytest.raises(NotADirectoryError, match="step-00000004"):
         checkpoints.wait()
     assert len(said) == 3
@@ -237,8 +183,8 @@ def test_so_many_refused_saves_in_a_row_are_an_error(tmp_path: Path) -> None:
 def test_the_last_save_of_a_run_must_succeed(tmp_path: Path) -> None:
     checkpoints = Checkpoints(Folder.at(str(tmp_path)), "a1", keep=2, failures=5, log=[].append)
     (tmp_path / "step-00000001").write_text("in the way of the folder")
-    (model, optimizer), state = _trained(0), TrainState()
-    _fed(checkpoints, state, 1, model, optimizer)
+    (model, optimizer), state = trained(0), TrainState()
+    fed(checkpoints, state, 1, model, optimizer)
     with pytest.raises(NotADirectoryError, match="step-00000001"):
         checkpoints.finish()
     (tmp_path / "step-00000001").unlink()
@@ -247,21 +193,8 @@ def test_the_last_save_of_a_run_must_succeed(tmp_path: Path) -> None:
     assert checkpoints.steps() == ["step-00000001"]
 
 
-def test_what_a_refused_save_left_behind_goes(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(Folder.at(str(tmp_path)), "a1", keep=2, failures=2, log=[].append)
-    (tmp_path / "step-00000001" / "MANIFEST.json").mkdir(parents=True)  # in the way of the commit
-    (model, optimizer), state = _trained(0), TrainState()
-    _fed(checkpoints, state, 1, model, optimizer)
-    checkpoints.wait()
-    assert (tmp_path / "step-00000001" / "a1" / "rank-0.bin").exists()
-    assert checkpoints.newest() is None
-    _fed(checkpoints, state, 1, model, optimizer)
-    checkpoints.finish()
-    assert not (tmp_path / "step-00000001" / "a1").exists()
-
-
 def _refused(rank: int, world: int, folder: str) -> list[Any]:
-    model, optimizer = _trained(0)
+    model, optimizer = trained(0)
     said: list[str] = []
     group = dist.new_group(backend="gloo")
     checkpoints = Checkpoints(Folder.at(folder), "a1", keep=2, failures=2, group=group, log=said.append)
@@ -287,8 +220,8 @@ def test_all_ranks_agree_on_what_one_could_not_write(tmp_path: Path) -> None:
 
 
 def test_two_groups_of_an_attempt_share_no_file(tmp_path: Path) -> None:
-    model, optimizer = _trained(0)
-    groups = [_checkpoints(tmp_path) for _ in range(2)]
+    model, optimizer = trained(0)
+    groups = [open_checkpoints(tmp_path) for _ in range(2)]
     for group in groups:
         group.claim()
         group.save(model, optimizer, TrainState(step=1), {}, best=False)
@@ -306,66 +239,23 @@ def test_two_groups_of_an_attempt_share_no_file(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_an_earlier_version_is_opened(tmp_path: Path) -> None:
-    saved = _save(tmp_path, 1)
+    saved = save(tmp_path, 1)
     path = tmp_path / "step-00000001" / "MANIFEST.json"
     manifest = json.loads(path.read_text())
     assert manifest.pop("folder") == "a1"
     path.write_text(json.dumps(manifest))
-    found = _checkpoints(tmp_path).newest()
+    found = open_checkpoints(tmp_path).newest()
     assert found is not None
     assert found.data.local == tmp_path / "step-00000001" / "a1"
-    other, _ = _trained(9)
-    _checkpoints(tmp_path).load(found, other)
+    other, _ = trained(9)
+    open_checkpoints(tmp_path).load(found, other)
     assert parameters_sha256(other) == parameters_sha256(saved)
-    _save(tmp_path, 2)
+    save(tmp_path, 2)
     assert (tmp_path / "step-00000001" / "a1").exists()
 
 
-def test_requests_do_not_grow_with_the_checkpoints_of_a_run(s3: str, tmp_path: Path) -> None:
-    asked = []
-    with Proxy(s3) as proxy:
-        for earlier in (2, 12):
-            folder = Folder.at(proxy.uri(f"many-{earlier}{tmp_path}"))
-            for step in range(1, earlier + 1):
-                folder.put_json(f"step-{step:08d}/MANIFEST.json", {"attempt": "a0"})
-            model, optimizer = _trained(0)
-            checkpoints = Checkpoints(folder, "a1", keep=2)
-            proxy.requests.clear()
-            checkpoints.save(model, optimizer, TrainState(step=100), {}, best=False)
-            checkpoints.finish()
-            saved = proxy.requests.total()
-            assert checkpoints.newest() is not None
-            asked.append((saved, proxy.requests.total()))
-    assert asked[0] == asked[1]
-
-
-def test_a_reader_takes_only_the_rows_that_it_needs(s3: str, tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.metadata import MetadataIndex
-    from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
-
-    from raystride.pipelines.train.storage import CheckpointReader
-
-    model, optimizer = _trained(0)
-    checkpoints = Checkpoints(Folder.at(uri_of(s3, f"rows{tmp_path}")), "a1", keep=2)
-    checkpoints.save(model, optimizer, TrainState(step=1), {}, best=False)
-    checkpoints.finish()
-    found = checkpoints.newest()
-    assert found is not None
-    reader = CheckpointReader(found.folder, found.manifest)
-    reader.read_metadata()
-    name, weight = "model.embedding.weight", model.embedding.weight.detach()
-    index = MetadataIndex(name, torch.Size([0, 0]))
-    rows, columns = torch.Size([3, 2]), torch.Size([4, 5])
-    item = ReadItem(LoadItemType.TENSOR, index, torch.Size([0, 0]), index, rows, columns)
-    wanted = reader._wanted(item)
-    assert wanted.bytes == 4 * weight.shape[1] * 4
-    content, first = reader._content(wanted.file, wanted.offset, wanted.offset + wanted.bytes)
-    assert len(content) == wanted.bytes
-    assert torch.equal(wanted.cut(content, first), weight[3:7, 2:7])
-
-
 def _write(rank: int, world: int, folder: str) -> str:
-    model, optimizer = _trained(0)
+    model, optimizer = trained(0)
     group = dist.new_group(backend="gloo")
     checkpoints = Checkpoints(Folder.at(folder), "a1", keep=2, group=group)
     checkpoints.save(model, optimizer, TrainState(step=1, fed_digest=rank + 5), {}, best=False)
@@ -377,7 +267,7 @@ def _write(rank: int, world: int, folder: str) -> str:
 
 
 def _read(rank: int, world: int, folder: str) -> tuple[str, dict[str, Any]]:
-    model, optimizer = _trained(9)
+    model, optimizer = trained(9)
     checkpoints = Checkpoints(Folder.at(folder), "a2", keep=2, group=dist.new_group(backend="gloo"))
     found = checkpoints.newest()
     assert found is not None
@@ -391,8 +281,8 @@ def test_another_number_of_workers_reads_it(tmp_path: Path, writers: int, reader
     uri = str(tmp_path) if place == "local" else uri_of(s3, f"workers{tmp_path}").replace("s3://", f"s3://{keys}@")
     written = run_distributed(_write, writers, uri)
     if readers == 1:
-        model, _ = Single(torch.device("cpu")).prepare(Decoder(SHAPE, 11), lambda m: _trained(9)[1])
-        checkpoints = _checkpoints(uri)
+        model, _ = Single(torch.device("cpu")).prepare(Decoder(SHAPE, 11), lambda m: trained(9)[1])
+        checkpoints = open_checkpoints(uri)
         found = checkpoints.newest()
         assert found is not None
         checkpoints.load(found, model)
