@@ -11,7 +11,7 @@ import numpy as np
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.files import Folder
-from raystride.pipelines.prepare.manifest import Manifest, Shard
+from raystride.pipelines.prepare.manifest import Manifest, Shard, Shards
 
 LABELS = [str(number) for number in range(10)]
 IMAGE = (3, 32, 32)
@@ -27,7 +27,7 @@ def prepare_examples(config: Config, folder: Path, count: int) -> Folder:
     }[config.task]
     rest = draw.integers(1, 256 if config.task == "images" else words, (count, length))
     rows = np.concatenate((heads[:, None], rest), 1).astype("<u2")
-    splits: dict[str, list[Shard]] = {}
+    splits: dict[str, Shards] = {}
     for split in ("train", "validation"):
         (folder / split).mkdir(parents=True)
         starts = np.arange(count + 1, dtype="<i8") * rows.shape[1]
@@ -42,7 +42,7 @@ def prepare_examples(config: Config, folder: Path, count: int) -> Folder:
             rows_offset=0,
             rows=count,
         )
-        splits[split] = [shard]
+        splits[split] = Shards.of([shard])
     place = Folder.at(str(folder))
     facts: dict[str, Any] = {"vocabulary_size": words, "end_id": 0, "tokenizers": [], "learned": learned}
     Manifest(fingerprint="random", id_type="uint16", splits=splits, **facts).save(place)

@@ -27,9 +27,10 @@ from benchmarks.kernels import figures
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import from_yaml
 from raystride.pipelines.files import Folder
-from raystride.pipelines.prepare.manifest import Manifest, Shard
+from raystride.pipelines.prepare.manifest import Manifest, Shard, Shards
+from raystride.pipelines.record.entry import Entry
 from raystride.pipelines.record.environment import describe_source
-from raystride.pipelines.record.sender import Entry
+from raystride.pipelines.record.sender import Receipt
 from raystride.pipelines.worker.job import Job, WorkerInfo
 from raystride.pipelines.worker.worker import run_worker
 from raystride.triton_kernels.device_checks import run_checks
@@ -108,24 +109,25 @@ def train(choice: str, folder: Path) -> dict[str, Any]:
 def _random_text(folder: Path, words: int) -> Folder:
     """A prepared folder of ids that follow Zipf's law, as words do; the speed of a step does not depend on their order."""
     prepared = folder / "prepared"
-    shards: dict[str, list[Shard]] = {}
+    shards: dict[str, Shards] = {}
     for split, tokens in (("train", TOKENS), ("validation", TOKENS // 100)):
         (prepared / split).mkdir(parents=True, exist_ok=True)
         ids = (np.random.default_rng(0).zipf(1.3, tokens) % words).astype(np.uint16)
         ids.tofile(prepared / split / "00000.arrow")
         shard = Shard(file=f"{split}/00000.arrow", tokens=tokens, documents=1, bytes=ids.nbytes, sha256="", ids_offset=0)
-        shards[split] = [shard]
+        shards[split] = Shards.of([shard])
     place = Folder.at(str(prepared))
     Manifest(fingerprint="random", id_type="uint16", vocabulary_size=words, end_id=0, splits=shards).save(place)
     return place
 
 
-def _acknowledge(sender: str, entries: list[Entry]) -> int:
+def _acknowledge(sender: str, entries: list[Entry], recorder: str) -> Receipt:
     """A recorder that keeps nothing; it lets what matters be seen."""
     for entry in entries:
         if entry["kind"] in ("event", "error"):
             print(f"  {entry['values'].get('text', '')}", flush=True)
-    return int(entries[-1]["sequence"])
+    last = entries[-1]["sequence"] if entries else 0
+    return Receipt("nobody", last, last)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -95,7 +95,7 @@ def recording(job: Job) -> InlineRecorder:
         run_folder=job.folder, run=job.run, attempt=job.attempt, settings=settings, storage=storage, parameters={}, tags={}
     )
     recorder.post(
-        "begin", [{"sequence": 1, "kind": "metrics", "time": time.time(), "step": 0, "values": {"train_loss": 0.0}}]
+        "begin", [{"sequence": 1, "kind": "metrics", "time": time.time(), "step": 0, "values": {"train_loss": 0.0}}], ""
     )
     deadline = time.monotonic() + BEGIN_S
     while not job.folder.exists(MLFLOW_REFERENCE) and time.monotonic() < deadline:

@@ -20,7 +20,8 @@ from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import parse
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.prepare import prepare
-from raystride.pipelines.record.sender import Entry
+from raystride.pipelines.record.entry import Entry
+from raystride.pipelines.record.sender import Receipt
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.worker.job import Job, WorkerInfo
 
@@ -51,9 +52,10 @@ def read_job(file: str | Path) -> Job:
     return pickle.loads(Path(file).read_bytes())  # type: ignore[no-any-return]
 
 
-def sink(sender: str, entries: list[Entry]) -> int:
+def sink(sender: str, entries: list[Entry], recorder: str) -> Receipt:
     """A recorder that acknowledges everything and keeps nothing."""
-    return int(entries[-1]["sequence"])
+    last = entries[-1]["sequence"] if entries else 0
+    return Receipt("sink", last, last)
 
 
 def run_workers(job: Job, world: int) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 def build_attention(shape: DecoderShape, onednn: bool, *, causal: bool = True) -> Attention:
-    """The shape's self-attention."""
+    """The self-attention of this shape."""
     return Attention(
         width=shape.width,
         heads=shape.heads,
@@ -66,7 +66,7 @@ def build_attention(shape: DecoderShape, onednn: bool, *, causal: bool = True) -
 
 
 def build_norm(shape: DecoderShape) -> LayerNorm | RMSNorm:
-    """The flavour's norm."""
+    """The norm that the flavour has, over the width."""
     if shape.flavour == "llama":
         return RMSNorm(shape.width, eps=shape.norm_eps)
     return LayerNorm(shape.width, bias=has_biases(shape), eps=shape.norm_eps)
@@ -78,7 +78,7 @@ def build_final_norm(shape: DecoderShape) -> nn.Module:
 
 
 def build_feed_forward(shape: DecoderShape, onednn: bool) -> nn.Module:
-    """The flavour's feed-forward."""
+    """The feed-forward that the flavour has."""
     if shape.flavour == "llama":
         return SwiGLU(shape.width, hidden_width(shape), onednn=onednn)
     if shape.flavour == "gpt2":
@@ -88,7 +88,7 @@ def build_feed_forward(shape: DecoderShape, onednn: bool) -> nn.Module:
 
 
 def build_positions(shape: DecoderShape) -> nn.Embedding | None:
-    """Learned positions, where the flavour has them."""
+    """Learned positions (context, C), where the flavour has them."""
     return nn.Embedding(shape.context, shape.width) if shape.flavour == "gpt2" else None
 
 

@@ -68,6 +68,7 @@ def choose_token(
     if top_k:
         ordered[:, top_k:] = -torch.inf
     probabilities = ordered.softmax(-1)
+    # What lies ahead of an id, so that the likeliest one always stays.
     before = probabilities.cumsum(-1) - probabilities
     probabilities = probabilities.masked_fill(before >= top_p, 0.0)
     picked = torch.multinomial(probabilities, 1, generator=generator)

@@ -119,6 +119,7 @@ def to_hugging_face(model: Decoder, end_id: int) -> tuple[dict[str, Any], dict[s
         value = torch.zeros(sum(home.rows)) if home.ours is None else home.ours.detach().to("cpu", torch.float32)
         for name, part in zip(home.names, value.split(home.rows), strict=True):
             part = part.t() if home.transposed else part
+            # A copy in any case: safetensors takes no views, and no memory that two names share.
             tensors[name] = part.clone(memory_format=torch.contiguous_format)
     return description, tensors
 
@@ -164,6 +165,7 @@ def _by_full_name(
     if model.head is not None:
         if description.get("tie_word_embeddings", layout is _GPT2) and embedding:
             found["lm_head.weight"] = embedding
+    # Some folders write a tied head out; only one that differs from the embedding is a mistake.
     elif (head := found.pop("lm_head.weight", None)) and embedding and not torch.equal(tensors[head], tensors[embedding]):
         raise ValueError("its lm_head.weight is not its embedding, though its config.json ties one to the other")
     return found

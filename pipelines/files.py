@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
+from raystride.pipelines.credentials import masked, note
 from raystride.pipelines.retries import Result, retried
 from raystride.pipelines.stores import Spill, address_below, client, split, whole_object
 
@@ -42,7 +43,8 @@ def absolute(path_or_uri: str, base: str | None = None) -> str:
 def filesystem(uri: str) -> "tuple[FileSystem, str]":
     """The pyarrow file system of a URI or path, kept by the process, and the path inside it.
 
-    Raises ValueError for options that the scheme does not have, ImportError where fsspec lacks what it needs.
+    Raises MissingSecret where the URI was written down without its password, and nothing gives it; ValueError for options
+    that the scheme does not have, ImportError where fsspec lacks what it needs.
     """
     return client(uri)
 
@@ -59,7 +61,18 @@ class Folder:
     """A folder, which need not exist yet: writing makes it. Small enough to send to a worker."""
 
     uri: str
-    """Absolute local path, or URI, whose options (`?endpoint_override=...`) hold for all that is below."""
+    """Absolute local path, or URI, with its secrets: what is shown of it is `str(folder)`. Its options
+    (`?endpoint_override=...`) hold for all that is below.
+    """
+
+    def __post_init__(self) -> None:
+        if "://" in self.uri:
+            note(self.uri)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In another process: it, too, keeps to itself what it must not say."""
+        self.__dict__.update(state)
+        self.__post_init__()
 
     @classmethod
     def at(cls, path_or_uri: str, base: str | None = None) -> "Folder":
@@ -70,7 +83,10 @@ class Folder:
         return Folder(address_below(self.uri, name))
 
     def __str__(self) -> str:
-        return self.uri
+        return masked(self.uri)
+
+    def __repr__(self) -> str:
+        return f"Folder({str(self)!r})"
 
     @property
     def name(self) -> str:
@@ -211,6 +227,7 @@ class Folder:
             found = retried(lambda: os.listdir(local) if local.is_dir() else [])
         else:
             found = [info.base_name for info in self._listed(recursive=False)]
+        # What is still being written, or was when its writer was killed, is not there yet.
         return sorted(name for name in found if ".tmp-" not in name)
 
     def sizes(self, *, temporary: bool = False) -> dict[str, int]:
@@ -352,6 +369,7 @@ def _local_writer(target: Path) -> Iterator[IO[bytes]]:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
+        # Its bytes are on disk before its name is: after a power cut the name would else lead to an empty file.
         temporary.replace(target)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -17,6 +17,8 @@ from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING
 from urllib.parse import quote, unquote
 
+from raystride.pipelines.credentials import whole
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -53,12 +55,14 @@ def client(address: str) -> "tuple[FileSystem, str]":
     """The pyarrow file system of an address or path, and the path inside it; schemes unknown to pyarrow go through fsspec.
 
     A process keeps one client for each scheme, authority and options: making one anew reads settings and opens connections.
-    Raises ValueError for options that the scheme does not have, ImportError where fsspec lacks what the scheme needs.
+    Raises MissingSecret where the address was written down without its password, and nothing gives it; ValueError for
+    options that the scheme does not have, ImportError where fsspec lacks what the scheme needs.
     """
     from pyarrow.fs import FSSpecHandler, LocalFileSystem, PyFileSystem
 
     if "://" not in address:
         return LocalFileSystem(), address
+    address = whole(address)
     place, query = split(address)
     scheme, _, rest = place.partition("://")
     if scheme not in _PYARROW:
@@ -73,7 +77,7 @@ def client(address: str) -> "tuple[FileSystem, str]":
 
 def address_of(path: str, like: str) -> str:
     """The address of a path inside the file system of another address, as a listing gives it."""
-    place, query = split(like)
+    place, query = split(whole(like) if "://" in like else like)
     scheme, _, rest = place.partition("://")
     if scheme not in _PYARROW:
         inside = client(like)[1]

@@ -14,8 +14,8 @@ if __name__ == "__main__":  # started as a script, from any folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from raystride.pipelines.files import Folder
-from raystride.pipelines.record import read_entries
-from raystride.pipelines.report import write_page
+from raystride.pipelines.record.journal import stream_entries
+from raystride.pipelines.report import gather_figures, write_page
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,15 +25,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--storage", default="runs", help="folder or URI that the run lies in (default: runs)")
     given = parser.parse_args(arguments)
     folder = Folder.at(given.storage) / given.run
-    entries = read_entries(folder) if folder.exists() else []
-    if not entries:
+    figures = gather_figures(stream_entries(folder) if folder.exists() else ())
+    if figures.began is None:
         print(f"error: there is no journal of a run in {folder}. Is --storage right?", file=sys.stderr)
         return 2
     try:
         summary = dict(folder.read_json("summary.json"))
     except (FileNotFoundError, ValueError):
         summary = {"run": given.run, "status": "not ended"}
-    write_page(folder, entries, summary)
+    write_page(folder, figures, summary)
     print(f"results  {folder / 'report.html'}")
     print(f"mlflow   raystride ui --storage {given.storage}")
     print(f"next     open the page in a browser, or raystride runs show {given.run} --storage {given.storage}")

@@ -66,10 +66,10 @@ class Run:
         """
         import pyarrow as pa
 
-        from raystride.pipelines.record import read_entries
+        from raystride.pipelines.record.journal import stream_entries
 
         rows: dict[tuple[int, bool], dict[str, Any]] = {}
-        for entry in read_entries(self.folder):
+        for entry in stream_entries(self.folder):
             if entry["kind"] == "metrics" and entry["step"] is not None:
                 values = {key: value for key, value in entry["values"].items() if isinstance(value, int | float)}
                 rows[entry["step"], "val_loss" in values] = {"step": entry["step"], "time": entry["time"], **values}

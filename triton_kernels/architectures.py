@@ -35,7 +35,7 @@ class Architecture:
 
     @property
     def capability(self) -> int | str:
-        """As Triton's compilation target names it: 90, or gfx942."""
+        """The name of the architecture in Triton's compilation target: 90, or gfx942."""
         return int(self.name.removeprefix("sm_")) if self.backend == "cuda" else self.name
 
 

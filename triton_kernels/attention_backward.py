@@ -123,8 +123,10 @@ def _attention_backward_keys_kernel(
     v_block = load_rows(v, b, g, key_start, key, length, v_b, v_h, v_t, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
     dk_block = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_block = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    # All query heads of the group in one program: nobody else adds to these keys, so no sum depends on who comes first.
     for h in range(g * group, g * group + group):
         row = b.to(tl.int64) * lse_b + tl.cast(h, tl.int64) * lse_h + query_start
+        # The queries at the diagonal with a mask, then those that see the whole block, then those whose window ends in it.
         if CAUSAL:
             dk_block, dv_block = _walk_queries(
                 k, v, k_block, v_block, q, grad, lse + row, delta + row, dk_block, dv_block, b, h, key, query_start, start,

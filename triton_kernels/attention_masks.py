@@ -81,7 +81,7 @@ def masked_work(blocks, heads, section, HEAVIEST_LAST: tl.constexpr):
 
 @jit
 def sequence_of(b, key_lengths, query_offsets, key_offsets, T, S):
-    """Of sequence b: where its queries begin and how many they are; the same of its keys; how many keys may be seen."""
+    """Where the queries of sequence b begin and how many they are, the same of its keys, and how many keys may be seen."""
     query_start, key_start = 0, 0
     if query_offsets is not None:
         query_start = tl.load(query_offsets + b)

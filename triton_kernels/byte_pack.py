@@ -151,6 +151,7 @@ def _byte_pack_sequence(
     launch(
         _byte_pack_sequence_kernel, (cdiv(total, _BLOCK),), data.contiguous(), offsets.contiguous(), ids, document, position,
         total, documents, start_id, end_id, first_id,
+        # A constant, as the loop is unrolled; one kernel serves all numbers of documents up to the next power of two.
         HALVINGS=max(1, documents.bit_length()), BEGIN=begin, END=end, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
     new_offsets = offsets - offsets[:1] + torch.arange(documents + 1, device=data.device) * (begin + end)

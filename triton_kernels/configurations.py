@@ -157,12 +157,12 @@ def shared_bytes(kernel: str, one: Tile, head_size: int, width: int) -> int:
 
 
 def _rows(kernel: str, one: Tile) -> int:
-    """Of the accumulators: a program's share of the work."""
+    """Rows of a program's accumulators, its share of the work."""
     return one.block_n if kernel == "attention_backward_keys" else one.block_m
 
 
 def _registers(kernel: str, one: Tile, head_size: int) -> int:
-    """Of a thread, for accumulators and for scores in fp32 and rounded; the backward has scores and their gradients."""
+    """Registers of a thread: accumulators, and scores in fp32 and rounded; in the backward their gradients as well."""
     scores = one.block_m * one.block_n
     words = {
         "attention_backward_keys": 2 * one.block_n * head_size + 5 * scores // 2,

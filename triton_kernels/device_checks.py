@@ -46,7 +46,7 @@ class DeviceCheck:
 
     @property
     def failed(self) -> bool:
-        """Whether something is wrong."""
+        """Whether the call raised, was too far off, or gave other bits in another run."""
         return bool(self.problem) or not self.error <= 1 or not self.same_bits
 
 

@@ -31,6 +31,7 @@ def _run(kernel: Any, grid: Grid, arguments: tuple[Any, ...], named: dict[str, A
     if device is None or device.type != "cuda" or device.index == torch.cuda.current_device():
         kernel[grid](*arguments, **named)
     else:
+        # Triton launches on the current device, whatever its arguments are on.
         with torch.cuda.device(device):
             kernel[grid](*arguments, **named)
 

@@ -77,6 +77,7 @@ def _softmax_gradient_kernel(
         plain += tl.sum(tl.where(start + offsets < columns, z, 0.0), 0)
         largest = higher
     log_sum = largest + tl.log(total)
+    # -100 would be an address in front of the row.
     z_target = tl.load(logits_ptr + tl.where(counts, target, 0)).to(tl.float32)
     loss = log_sum - (1.0 - smoothing) * z_target - smoothing * (plain / columns) + z_loss * log_sum * log_sum
     tl.store(losses_ptr + row, tl.where(counts, loss, 0.0))
@@ -141,6 +142,7 @@ class _Sum:
 
     def add(self, part: torch.Tensor) -> None:
         if self._total is None:
+            # A single chunk's product is rounded already, so fp32 would hold the same numbers.
             self._total = part if self._one else part.float()
         else:
             self._total += part
@@ -168,6 +170,7 @@ def _(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     _, counted, grad_x, grad_weight = output
     ctx.mark_non_differentiable(counted, grad_x, grad_weight)
+    # Else autograd would make zeros of the size of each saved gradient, which nobody reads.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(grad_x, grad_weight)
     ctx.wanted = inputs[-2:]

@@ -29,6 +29,7 @@ def end_with_parent(last: Callable[[], object] = lambda: None) -> None:
         try:
             last()
         finally:
+            # Not sys.exit, which would end this thread alone.
             os._exit(1)
 
     threading.Thread(target=watch, name="end with parent", daemon=True).start()

@@ -30,7 +30,7 @@ Placements = tuple[list[Any], list[Any]]
 
 
 def register_shardings() -> None:
-    """Registers all rules, once."""
+    """Tells DTensor how each operation may be sharded; a second call does nothing."""
     global _registered
     if _registered:
         return

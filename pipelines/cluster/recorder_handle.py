@@ -18,13 +18,16 @@ from typing import Any, cast
 from raystride.pipelines.hang.heartbeat import Heartbeat, HeartbeatTable
 from raystride.pipelines.record import Recorder
 from raystride.pipelines.record.entry import Entry, new_entry
-from raystride.pipelines.record.sender import Sender
+from raystride.pipelines.record.sender import Receipt, Sender
 from raystride.pipelines.record.state import TrainingState
 from raystride.pipelines.record.summary import RunSummary
 
 ASK_S = 0.5
 SILENT_S = 3.0
 """A group whose rank 0 has not asked for so long trains no more, or not yet."""
+FINISH_S = 120.0
+JOINED_A_SECOND = 5000
+"""Entries that a recorder joins at least while it ends: a tenth of what was measured on a local disk."""
 RECORDER_NICENESS = 10
 """How far the recorder's process steps back behind the workers': importing MLflow takes a core for seconds."""
 
@@ -87,18 +90,20 @@ class RecorderHandle:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {
             "num_cpus": 0,
+            # `state` must answer while `finish` works.
             "max_concurrency": 16,
             "scheduling_strategy": here,
             "max_restarts": 3,
+            # Calls that a death interrupts go to the next one, which knows from the journal what it has.
             "max_task_retries": -1,
         }
         return cls(ray.remote(**options)(RecorderActor).remote(*arguments, **settings))
 
-    def post(self, sender: str, entries: list[Entry]) -> int:
-        """Sends entries; returns the highest of the sender's sequence numbers that is recorded for good."""
+    def post(self, sender: str, entries: list[Entry], recorder: str) -> Receipt:
+        """Sends entries; see `record.sender.Post`."""
         import ray
 
-        return int(ray.get(self.actor.receive.remote(sender, entries), timeout=30))
+        return cast(Receipt, ray.get(self.actor.receive.remote(sender, entries, recorder), timeout=30))
 
     def warn(self, text: str) -> None:
         """Records a warning for people, from the driver."""
@@ -162,7 +167,8 @@ class RecorderHandle:
         """Ends the record and returns the summary as written."""
         import ray
 
-        return cast(RunSummary, ray.get(self.actor.finish.remote(status, summary), timeout=120))
+        timeout_s = FINISH_S + self.state().get("entries", 0) / JOINED_A_SECOND
+        return cast(RunSummary, ray.get(self.actor.finish.remote(status, summary), timeout=timeout_s))
 
 
 class StopPoll:
@@ -179,7 +185,7 @@ class StopPoll:
         return self._asked
 
     def end(self) -> None:
-        """Stops asking."""
+        """Ends the thread that asks."""
         self._ended.set()
 
     def _run(self) -> None:

@@ -44,7 +44,7 @@ class Condition:
         self._check(self._body, known)
 
     def holds(self, values: Mapping[str, Any]) -> bool:
-        """Whether it is true of settings by their full names. Raises SettingError where it compares what cannot be."""
+        """Whether the condition is true of settings by their full names. Raises SettingError where it cannot be told."""
         try:
             return bool(_value(self._body, values))
         except (TypeError, ZeroDivisionError) as error:

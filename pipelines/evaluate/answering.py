@@ -83,6 +83,7 @@ class Answerer:
         window, encoder = self.task.window, self.task.encoders["tokenizer"]
         assert window
         ids = ids if piece.ends else ids[:-1]
+        # A document begins after the end token of another one, as in training.
         stream = np.concatenate(([encoder.end_id] if piece.begins else [], ids)).astype(np.int64)
         last, size = len(stream) - 1, len(piece.document[0].encode())
         for first in range(0, last, window.stride):

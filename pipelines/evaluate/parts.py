@@ -114,7 +114,7 @@ class _Writer(Protocol):
 
 @contextmanager
 def _writer(form: Form, stream: IO[bytes], first: list[dict[str, Any]]) -> Iterator[_Writer]:
-    """Of rows like these first ones."""
+    """What writes rows of the kind of these `first` ones into the stream."""
     if form == "jsonl":
         yield _Lines(stream)
         return

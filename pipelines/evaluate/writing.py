@@ -27,7 +27,10 @@ def write_texts(model: Decoder, task: Task, settings: Sample, prompts: list[str]
 
 
 def write_rows(model: Decoder, task: Task, settings: Sample, rows: list[list[int]]) -> Iterator[list[str]]:
-    """The same for prompts that are ids already; one without ids starts as a new document does."""
+    """Continues prompts that are ids already, side by side; yields the new piece of each, "" for those that have ended.
+
+    A prompt without ids starts as a new document does.
+    """
     encoder = task.encoders["tokenizer"]
     writers = [_Writer(encoder, settings.stop) for _ in rows]
     for ids in generate(

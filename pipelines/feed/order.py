@@ -60,6 +60,7 @@ class Order:
 
     def _in_blocks(self, positions: np.ndarray, epoch: int) -> np.ndarray:
         """Blocks are permuted, then each window of blocks within itself; an incomplete last block ends the epoch."""
+        # Keys end with -1 for the tail, 0 for the blocks and 1 and up for the windows, so that none is mixed like another.
         blocks = self.samples // self.block
         result = np.empty_like(positions)
         windows = np.minimum(positions // self.block, blocks) // self.window
@@ -100,6 +101,7 @@ def _feistel(values: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
 
 def mix64(values: UInt64) -> UInt64:
     """The finaliser of SplitMix64 (Steele et al., 2014): a bijection of uint64 that mixes all bits."""
+    # Overflow is meant: all of this is modulo 2^64.
     with np.errstate(over="ignore"):
         values = values + np.uint64(0x9E3779B97F4A7C15)
         values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

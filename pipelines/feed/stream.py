@@ -5,8 +5,7 @@ windows, masks = stream.windows(starts, 129)              # ids (B, 129) int64; 
 rows, masks = stream.rows(numbers)                        # B vectors of ids, of their own lengths; masks likewise, or None
 """
 
-import bisect
-from itertools import accumulate
+from collections import OrderedDict
 
 import numpy as np
 
@@ -14,8 +13,13 @@ from raystride.pipelines.feed.cache import NodeCache
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.manifest import Manifest, Shard
 
-Mapped = tuple[np.ndarray, np.ndarray | None]
-"""Ids and, where there is one, loss mask of a shard."""
+MOST_MAPPED = 96
+"""Shards that a stream has mapped at once, each an open file: a process may have 1,024, and a long run ten thousand shards.
+Few of them also keep the bound of the node's cache real, whose evicted files stay on disk as long as they are mapped."""
+Mapped = tuple[np.ndarray, np.ndarray | None, np.ndarray]
+"""Ids, loss mask where there is one, and where rows begin, of a shard: views into one map."""
+Slice = tuple[np.ndarray, np.ndarray | None]
+"""Some ids and, where there is one, their loss mask."""
 Rows = tuple[list[np.ndarray], list[np.ndarray] | None]
 """Ids of rows and, where there are any, their loss masks (bool)."""
 
@@ -26,13 +30,13 @@ class TokenStream:
     def __init__(self, folder: Folder, manifest: Manifest, split: str, cache: NodeCache) -> None:
         self._folder, self._cache = folder, cache
         self._id_type = np.dtype(manifest.id_type).newbyteorder("<")
-        self._shards = [shard for shard in manifest.splits[split] if shard.tokens]
-        self._ends = list(accumulate(shard.tokens for shard in self._shards))
-        self._row_ends = list(accumulate(shard.rows for shard in self._shards))
-        self._mapped: dict[int, Mapped] = {}
-        self._starts: dict[int, np.ndarray] = {}
-        self.tokens = self._ends[-1] if self._ends else 0
-        self.examples = self._row_ends[-1] if self._row_ends else 0
+        self._shards = manifest.splits[split]
+        # An empty shard ends where the one before does, so no token or row is looked for in it.
+        self._ends = np.cumsum(self._shards.column("tokens"))
+        self._row_ends = np.cumsum(self._shards.column("rows"))
+        self._mapped: OrderedDict[int, Mapped] = OrderedDict()
+        self.tokens = int(self._ends[-1]) if len(self._ends) else 0
+        self.examples = int(self._row_ends[-1]) if len(self._row_ends) else 0
 
     def windows(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray | None]:
         """The `length` tokens from each start: ids (B, length) int64, and masks (B, length) bool where shards have them.
@@ -63,8 +67,8 @@ class TokenStream:
         masks: list[np.ndarray | None] = []
         for number in numbers.tolist():
             shard, inside = self._place(number)
-            first, end = self._starts_of(shard)[inside : inside + 2].tolist()
-            shard_ids, shard_mask = self._mapped.get(shard) or self._map(shard)
+            shard_ids, shard_mask, starts = self._map(shard)
+            first, end = starts[inside : inside + 2].tolist()
             ids.append(shard_ids[first:end])
             masks.append(None if shard_mask is None else shard_mask[first:end].astype(bool))
         if all(mask is None for mask in masks):
@@ -75,54 +79,47 @@ class TokenStream:
         """The first number of every row (int64), and every row's length (int64), which reads all shards."""
         firsts, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for number in range(len(self._shards)):
-            starts, (ids, _) = self._starts_of(number), self._mapped.get(number) or self._map(number)
+            ids, _, starts = self._map(number)
             firsts.append(ids[np.minimum(starts[:-1], len(ids) - 1)].astype(np.int64))
             lengths.append(np.diff(starts))
         return np.concatenate(firsts), np.concatenate(lengths)
 
     def _place(self, row: int) -> tuple[int, int]:
         """A row's shard, and its number there."""
-        shard = bisect.bisect_right(self._row_ends, row)
+        shard = int(np.searchsorted(self._row_ends, row, "right"))
         if shard == len(self._shards):
             raise IndexError(f"example {row} is beyond the {self.examples} examples of the stream")
-        return shard, row - (self._row_ends[shard] - self._shards[shard].rows)
+        return shard, row - (int(self._row_ends[shard - 1]) if shard else 0)
 
-    def _starts_of(self, number: int) -> np.ndarray:
-        """Where the rows of a shard begin, and where the last ends."""
-        if number not in self._starts:
-            shard = self._shards[number]
-            assert shard.rows_offset is not None  # preparations of an older version are made again
-            found = np.memmap(self._file(number), np.dtype("<i8"), "r", shard.rows_offset, (shard.rows + 1,))
-            self._starts[number] = np.array(found)
-        return self._starts[number]
-
-    def _slice(self, start: int, most: int) -> Mapped:
+    def _slice(self, start: int, most: int) -> Slice:
         """Up to `most` tokens from a position, as far as its shard goes."""
-        number = bisect.bisect_right(self._ends, start)
+        number = int(np.searchsorted(self._ends, start, "right"))
         if number == len(self._shards):
             raise IndexError(f"token {start} is beyond the {self.tokens} tokens of the stream")
-        inside = start - (self._ends[number] - self._shards[number].tokens)
-        ids, mask = self._mapped.get(number) or self._map(number)
+        inside = start - (int(self._ends[number - 1]) if number else 0)
+        ids, mask, _ = self._map(number)
         return ids[inside : inside + most], None if mask is None else mask[inside : inside + most]
 
     def _map(self, number: int) -> Mapped:
-        if not self._folder.local and len(self._mapped) >= 64:
-            # Evicted files stay on disk as long as they are mapped: hold few of them, so that the cache's bound is real.
-            self._mapped.pop(next(iter(self._mapped)))
-        self._mapped[number] = _map_shard(self._file(number), self._shards[number], self._id_type)
+        """A shard's arrays; those that were not asked for the longest are let go."""
+        if number in self._mapped:
+            self._mapped.move_to_end(number)
+            return self._mapped[number]
+        while len(self._mapped) >= MOST_MAPPED:
+            self._mapped.popitem(last=False)
+        shard = self._shards[number]
+        # np.memmap gives a subclass whose slices cost twice as much as an array's.
+        file = np.asarray(np.memmap(self._file(shard), np.uint8, "r"))
+        ids = np.frombuffer(file, self._id_type, shard.tokens, shard.ids_offset)
+        mask = None if shard.mask_offset is None else np.frombuffer(file, np.uint8, shard.tokens, shard.mask_offset)
+        starts = np.empty(0, np.int64)
+        if shard.rows_offset is not None:  # preparations of an older version, which are made again, have none
+            starts = np.frombuffer(file, "<i8", shard.rows + 1, shard.rows_offset)
+        self._mapped[number] = ids, mask, starts
         return self._mapped[number]
 
-    def _file(self, number: int) -> str:
+    def _file(self, shard: Shard) -> str:
         """The local path of a shard, fetched first where it is remote."""
-        shard = self._shards[number]
         if self._folder.local:
             return str(self._folder.local / shard.file)
         return str(self._cache.fetch(self._folder, shard.file, shard.bytes))
-
-
-def _map_shard(file: str, shard: Shard, id_type: np.dtype) -> Mapped:
-    # np.memmap gives a subclass whose slices cost twice as much as an array's.
-    ids = np.asarray(np.memmap(file, id_type, "r", shard.ids_offset, (shard.tokens,)))
-    if shard.mask_offset is None:
-        return ids, None
-    return ids, np.asarray(np.memmap(file, np.uint8, "r", shard.mask_offset, (shard.tokens,)))

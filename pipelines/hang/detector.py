@@ -29,7 +29,7 @@ JUDGED = frozenset({"data", "step", "slot", "forward", "backward", "reduce", "up
 
 @dataclass(frozen=True, kw_only=True)
 class Hang:
-    """A group that hangs."""
+    """A group that hangs: who holds it up, and for how long."""
 
     culprits: tuple[int, ...]
     """The ranks that the others wait for; empty where none stands out."""

@@ -22,7 +22,7 @@ from raystride.pipelines.hang.heartbeat import Heartbeat
 from raystride.pipelines.hang.process import Process
 from raystride.pipelines.hang.stack_dump import StackDump, end, examine
 from raystride.pipelines.record.entry import Entry, new_entry
-from raystride.pipelines.record.sender import Post, Sender
+from raystride.pipelines.record.sender import Post, Receipt, Sender
 
 MOST_EVERY_S = 5.0
 NODE_S = 60.0
@@ -38,8 +38,8 @@ class Heard(Protocol):
         """The newest sign of life of each worker, by rank."""
         ...
 
-    def post(self, sender: str, entries: list[Entry]) -> int:
-        """Takes entries; see `record.sender.Post`."""
+    def post(self, sender: str, entries: list[Entry], recorder: str) -> Receipt:
+        """Takes a sender's entries, in order; see `record.sender.Post`."""
         ...
 
 
@@ -59,7 +59,7 @@ class HangWatch:
             threading.Thread(target=self._run, name="hang-watch", daemon=True).start()
 
     def end(self) -> None:
-        """Stops watching."""
+        """Stops watching: a group that hangs from now on is left alone."""
         self._ended.set()
 
     def cause(self, error: Exception) -> Exception:

@@ -37,13 +37,13 @@ class LostError(Exception):
 
 
 class Device(Protocol):
-    """What the sampler reads."""
+    """A device whose figures are read again and again, as `EnergyMeter` takes them."""
 
     name: str
     """As in the names of its figures: `gpu_0`, `cpu_package_0`."""
 
     def read(self) -> Figures:
-        """Its figures now, without those that fail this time. Raises LostError."""
+        """The device's figures now, without those that fail this time. Raises LostError where it is gone for good."""
         ...
 
 

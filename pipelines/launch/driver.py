@@ -19,6 +19,7 @@ from typing import Any
 from raystride.model.hugging_face_config import check_description
 from raystride.pipelines.cluster.cluster import CannotRun, cluster, joined, on_a_worker
 from raystride.pipelines.cluster.internals import submission_id
+from raystride.pipelines.cluster.places import PlacesWatch
 from raystride.pipelines.cluster.resources import Resources, Share, resolve
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import Parsed
@@ -29,8 +30,9 @@ from raystride.pipelines.feed.stream import TokenStream
 from raystride.pipelines.files import Folder
 from raystride.pipelines.hang.detector import Hung
 from raystride.pipelines.hang.process import process_start
-from raystride.pipelines.launch.exit_codes import CANNOT_RUN, DONE, guarded
+from raystride.pipelines.launch.exit_codes import CANNOT_RUN, CODE_OF_SIGNAL, DONE, guarded
 from raystride.pipelines.launch.failure import TrainingFailed
+from raystride.pipelines.launch.job_page import JobPage, metadata_of
 from raystride.pipelines.launch.owner import Ownership, new_attempt
 from raystride.pipelines.launch.place import locate
 from raystride.pipelines.launch.preflight import Check, failing, preflight
@@ -45,8 +47,8 @@ from raystride.pipelines.launch.resume import (
     write_settings,
 )
 from raystride.pipelines.launch.screen import Screen
-from raystride.pipelines.launch.session import Watcher, conduct
-from raystride.pipelines.plugins import SCRIPT, Carried
+from raystride.pipelines.launch.session import Beside, Watcher, conduct
+from raystride.pipelines.plugins import Carried
 from raystride.pipelines.prepare.manifest import Manifest
 from raystride.pipelines.prepare.prepare import Prepared, prepare
 from raystride.pipelines.record import describe_environment
@@ -82,14 +84,14 @@ def _train(config: Config, storage: Folder) -> int:
     if (code := under_profiler(config, storage)) is not None:
         return code
     try:
-        train(config, storage, Screen())
+        summary = train(config, storage, Screen())
     except TrainingFailed as failed:
         if isinstance(failed.cause, Hung) and config.launch.mode == "inline":
             # What the training waits for may hold up Python's end too. This watchdog is no thread of Python's, and exits
             # with 1.
             faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
         raise
-    return DONE
+    return CODE_OF_SIGNAL[by] if (by := summary.get("interrupted_by")) else DONE
 
 
 def train(
@@ -108,8 +110,7 @@ def train(
     milestones = {"driver": time.time()}
     carried = carried or Carried.here()
     carried.register()
-    if carried.uses(config) and SCRIPT not in config.plugins:
-        config = replace(config, plugins=(*config.plugins, SCRIPT))
+    config = replace(config, plugins=tuple(dict.fromkeys([*config.plugins, *carried.needed(config)])))
     folder = storage / str(config.run)
     screen.line(f"run {config.run} in {storage}")
     earlier = read_earlier(folder)
@@ -118,21 +119,22 @@ def train(
         screen.line(_complete(folder, config, reached, earlier))
         return earlier.summary or {}
     attempt = new_attempt()
-    with Ownership.take(folder, attempt), cluster(config.launch) as dashboard:
+    told = metadata_of(str(config.run), str(storage), config.record.mlflow)
+    with (
+        Ownership.take(folder, attempt, screen.line) as mine,
+        cluster(config.launch, told) as dashboard,
+        JobPage(told, folder) as page,
+    ):
         milestones["cluster"] = time.time()
         there, share = resources_for(config)
-        if problems := list(failing(checks_for(config, storage, there, share))):
-            raise CannotRun("this cluster cannot run it:\n" + "\n".join(problems))
+        _refuse_failing(checks_for(config, storage, there, share))
         prepared = prepare_data(config, storage, screen)
         if earlier:
             # Once more, since only now it is known whether the same settings still mean the same data.
             refuse_changes(earlier, config, prepared.manifest.fingerprint)
         milestones["data"] = time.time()
-        environment: RunEnvironment = {
-            **describe_environment(),
-            "attempt": attempt,
-            "data": prepared.manifest.fingerprint,
-        }
+        data = prepared.manifest.fingerprint
+        environment: RunEnvironment = {**describe_environment(), "attempt": attempt, "data": data}
         job = Job(
             config=config,
             run=str(config.run),
@@ -150,7 +152,8 @@ def train(
         write_settings(folder, attempt, config, environment)
         all_tags = _tags(environment, config, share) | _ray_tags(dashboard) | dict(tags or {})
         _show_pages(folder, all_tags, screen)
-        return _conduct(job, share, storage, all_tags, screen, watcher)
+        page.end(summary := _conduct(job, share, storage, all_tags, Beside(screen, watcher or page, mine.check)))
+        return summary
 
 
 def _check_settings(config: Config, earlier: Earlier | None) -> None:
@@ -161,6 +164,11 @@ def _check_settings(config: Config, earlier: Earlier | None) -> None:
         refuse_changes(earlier, config)
     elif config.model.init_from:
         _check_init(config.model.init_from, config)
+
+
+def _refuse_failing(checks: list[Check]) -> None:
+    if problems := list(failing(checks)):
+        raise CannotRun("this cluster cannot run it:\n" + "\n".join(problems))
 
 
 def prepare_data(config: Config, storage: Folder, screen: Screen) -> Prepared:
@@ -204,7 +212,8 @@ def resources_for(config: Config) -> tuple[Resources, Share]:
 
 def checks_for(config: Config, storage: Folder, there: Resources, share: Share) -> list[Check]:
     """All that the preflight looks at. Needs ray.init unless the run is inline."""
-    probe = on_a_worker if config.launch.mode == "ray" and joined(config.launch) else None
+    asks = config.launch.mode == "ray" and joined(config.launch)
+    probe = partial(on_a_worker, timeout_s=config.launch.timeout_s) if asks else None
     return preflight(config, share, there, storage, config.tokenizer.vocabulary_size, probe)
 
 
@@ -248,9 +257,7 @@ def _check_samples(config: Config, prepared: Prepared) -> None:
             )
 
 
-def _conduct(
-    job: Job, share: Share, storage: Folder, tags: dict[str, str], screen: Screen, watcher: Watcher | None
-) -> RunSummary:
+def _conduct(job: Job, share: Share, storage: Folder, tags: dict[str, str], beside: Beside) -> RunSummary:
     """Runs the workers beside the progress line, closes the record, and shows the last screen; the summary."""
     from raystride.pipelines.launch.inline import InlineRecorder, train_inline
 
@@ -266,7 +273,7 @@ def _conduct(
     }
     if job.config.launch.mode == "inline":
         inline = InlineRecorder(**arguments)
-        return conduct(job, inline, partial(train_inline, job, inline), screen, watcher)
+        return conduct(job, inline, partial(train_inline, job, inline), beside)
     from raystride.pipelines.cluster.recorder_handle import RecorderHandle
     from raystride.pipelines.cluster.trainer import train_on_ray
 
@@ -274,7 +281,7 @@ def _conduct(
     # An elastic run needs the parts of Ray Train that the fast start leaves out.
     fast_start = job.config.launch.lean and not joined(job.config.launch) and not share.least
     run = partial(train_on_ray, job, share, recorder, fast_start=fast_start)
-    return conduct(job, recorder, run, screen, watcher)
+    return conduct(job, recorder, run, replace(beside, waits_for=PlacesWatch(share, job.config.launch.wait_s).look))
 
 
 def _total_steps(job: Job) -> int | None:
@@ -302,6 +309,7 @@ def _tags(environment: RunEnvironment, config: Config, share: Share) -> dict[str
     strategy = config.scaling.strategy
     tags = {
         "strategy": strategy if strategy != "auto" else "ddp" if share.workers > 1 else "single",
+        "version": environment["versions"]["raystride"],
         "commit": environment.get("commit"),
         "dirty": environment.get("dirty"),
         "data": environment["data"],

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+from raystride.pipelines.credentials import hidden
 from raystride.pipelines.files import Folder
 from raystride.pipelines.hang.detector import Hung
 
@@ -54,7 +55,7 @@ class TrainingFailed(RuntimeError):
     """A training ended by an error. Its text is the screen that people see; what it says stands in the attributes."""
 
     def __init__(self, error: BaseException, *, step: int | None, folder: Folder) -> None:
-        super().__init__(failure_screen(error, step=step, folder=folder))
+        super().__init__(hidden(failure_screen(error, step=step, folder=folder)))
         self.rank, self.cause = first_cause(error)
         """The rank that failed first (None: all of them, or the driver), and what it raised."""
         self.step = step
@@ -88,6 +89,7 @@ def _first_failure(error: BaseException) -> tuple[int | None, BaseException]:
     failures = getattr(error, "worker_failures", None)
     if not failures:
         return None, error
+    # Where one worker fails, the others soon lose their connection to it: such errors come last.
     ranked = sorted((_lost_its_peer(cause), rank) for rank, cause in failures.items())
     rank = ranked[0][1]
     return rank, failures[rank]
@@ -131,6 +133,7 @@ def _frames(error: BaseException) -> list[str]:
         frames = [_short(frame) for frame in error.frames]
     else:
         chain = _chain(error)
+        # An exception loses its traceback on the way to another process, so the worker has written it into the notes.
         texts = [text for part in chain for text in (*getattr(part, "__notes__", ()), str(part))]
         frames = [frame for text in texts for frame in _remote_frames(text)] or list(_local_frames(chain[-1]))
     ours = [frame for frame in frames if "site-packages" not in frame and "/lib/python" not in frame]

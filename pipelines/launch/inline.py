@@ -26,6 +26,7 @@ from raystride.pipelines.hang.watch import heartbeat_every_s, keep_hang
 from raystride.pipelines.profiling.stalls import stacks
 from raystride.pipelines.record import Recorder
 from raystride.pipelines.record.entry import Entry
+from raystride.pipelines.record.sender import Receipt
 from raystride.pipelines.record.state import TrainingState
 from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.worker.job import Job, WorkerInfo
@@ -47,9 +48,9 @@ class InlineRecorder:
         self.stop_requested = self._stop.is_set
         self.request_stop = self._stop.set
 
-    def post(self, sender: str, entries: list[Entry]) -> int:
-        """Sends entries; returns the highest of the sender's sequence numbers that is recorded for good."""
-        return int(self._call("receive", sender, entries))
+    def post(self, sender: str, entries: list[Entry], recorder: str) -> Receipt:
+        """Sends entries; see `record.sender.Post`."""
+        return cast(Receipt, self._call("receive", sender, entries, recorder))
 
     def state(self) -> TrainingState:
         """The newest figures, for the progress line."""

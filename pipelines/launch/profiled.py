@@ -42,6 +42,7 @@ REMEDIES = {
 def under_profiler(config: Config, storage: Folder) -> int | None:
     """Runs this very command under its profiler, where that has to start it. Raises SettingError where it is not there."""
     tool, inline = config.profile.tool, config.launch.mode == "inline"
+    # Under the profiler the job comes here again, and then goes on.
     if tool not in REMEDIES or SESSION in os.environ or COMPUTE in os.environ:
         return None
     if which(tool) is None and config.launch.address is None and "RAY_ADDRESS" not in os.environ:

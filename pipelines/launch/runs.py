@@ -20,12 +20,12 @@ from raystride.pipelines.config.run import Record
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.owner import Owner, read_owner
 from raystride.pipelines.launch.resume import read_earlier
-from raystride.pipelines.record.journal import join, read_entries
+from raystride.pipelines.record.journal import join, stream_entries
 from raystride.pipelines.record.links import UI_PORT, comparison_link, on_a_server, runs_link
 from raystride.pipelines.record.mlflow_follower import Follower
 from raystride.pipelines.record.mlflow_log import MLFLOW_REFERENCE, MlflowLog
 from raystride.pipelines.record.summary import RunSummary
-from raystride.pipelines.report import closing_screen, loss_points, text_curve
+from raystride.pipelines.report import closing_screen, gather_figures, text_curve
 from raystride.pipelines.report.closing import figures
 
 
@@ -118,7 +118,7 @@ def compare_runs(storage: Folder, given: argparse.Namespace) -> None:
 def show_run(storage: Folder, given: argparse.Namespace) -> None:
     """Prints a run's curve, sample, figures and where it lies. Raises Refused where there is no such run."""
     run = find_run(storage, given.run)
-    curve = text_curve(*loss_points(read_entries(run.folder)))
+    curve = text_curve(*gather_figures(stream_entries(run.folder)).losses)
     sample = run.folder.read("sample.txt").decode(errors="replace") if run.folder.exists("sample.txt") else ""
     summary = run.summary | {"status": run.status, "mlflow_run_id": run.reference.get("run_id")}
     print(closing_screen(summary, run.folder, curve, sample))
@@ -165,12 +165,13 @@ def replay_run(storage: Folder, given: argparse.Namespace) -> int:
     log = MlflowLog.at(run.folder, run.name, settings, storage)
     if log is None:
         raise Refused(f"--mlflow-uri is not given, and {storage} holds no database: name the tracking server")
-    entries = join(run.folder)
-    if not entries:
+    last = join(run.folder)
+    if last is None:
         raise Refused(f"{run.folder} has no journal: there is nothing to replay")
     try:
         Follower(run.folder, log, warn=print).catch_up()
-        log.finish(run.summary.get("status") or "stopped", float(entries[-1]["time"]))
+        # The time of its last entry, since the run has not ended just now.
+        log.finish(run.summary.get("status") or "stopped", float(last["time"]))
     except Exception as error:
         print(f"MLflow at {log.public_uri} cannot be reached ({type(error).__name__}: {error})", file=sys.stderr)
         return 1
@@ -186,7 +187,7 @@ def audit_run(storage: Folder, given: argparse.Namespace) -> int:
     from raystride.pipelines.record.audit import main as audit
 
     find_run(storage, given.run)
-    return audit([given.run, "--storage", str(storage)])
+    return audit([given.run, "--storage", storage.uri])
 
 
 def run_names(storage: Folder) -> list[str]:

@@ -85,7 +85,7 @@ def _moments_of(config: Config) -> int:
 
 
 def _whole(config: Config, network: Network, held: list[Moment], workers: int, *, several: bool) -> MemoryEstimate:
-    """Every worker holds everything."""
+    """The estimate for strategies under which every worker holds everything."""
     count = network.count
     pure, stochastic = config.train.precision == "pure_bf16", config.train.stochastic_rounding
     parameters = (HALF if pure else FP32) * count
@@ -181,7 +181,7 @@ class Whole:
 
     @property
     def blocks(self) -> list[int]:
-        """Parameters of each block."""
+        """The number of parameters of each block."""
         return [block.numbers for block in self.network.blocks]
 
     def bytes_at(self, moment: Moment) -> float:

@@ -78,7 +78,9 @@ def classifier(config: Config, facts: Facts, slots: int, arithmetic: Arithmetic)
 
 
 def _windows(saved: Saved, shape: Model) -> list[BlockMemory]:
-    """Those of pooling by windows, in whose backward the last comes first; what the final norm saves waits for the first."""
+    """The blocks of pooling by windows; in their backward the last comes first, and what the final norm saves
+    waits so long.
+    """
     if shape.pooling != "windows":
         return []
     numbers, last = saved.tokens * saved.arithmetic.product, len(shape.windows) - 1

@@ -46,6 +46,7 @@ class Stragglers(Observer):
             "node": self._run.node,
             "steps": self._steps,
             "seconds": seconds,
+            # Waiting for the others happens in `reduce`, so that part is not the worker's own.
             "own_s": seconds - spent["reduce"],
             "data_s": spent["data"],
         }

@@ -55,6 +55,8 @@ def fingerprint_of(config: Config, task: Task, source: Source, validation: Sourc
         content["column"] = task.columns[0].name
     if (encoding := codecs.lookup(data.encoding).name) != "utf-8":
         content["encoding"] = encoding
+    if data.image_root and data.on_error == "skip":  # what lies elsewhere is left out
+        content["image_root"] = data.image_root
     if shape := task.shaped_by():
         content["shape"] = shape
     if validation is not None:

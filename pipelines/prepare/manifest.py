@@ -1,20 +1,35 @@
 """What a finished preparation says of itself: shards with counts, hashes and the byte offset at which their ids begin.
 
 A shard is an Arrow IPC file of one uncompressed record batch, so the ids of all its documents lie side by side in one
-buffer. The manifest names that buffer's offset, and a reader maps ids with numpy alone:
+buffer. The manifest names that buffer's offset, and a reader maps ids with numpy alone. Of many shards it names a file of
+columns, `shards.arrow`, which is mapped likewise: opening a million shards reads what is asked for.
 
     manifest = Manifest.load(folder)                          # FileNotFoundError: the preparation is not finished
     shard = manifest.splits["train"][0]
     ids = np.memmap(folder.local / shard.file, manifest.id_type, "r", shard.ids_offset, (shard.tokens,))
+    manifest.splits["train"].column("tokens")                 # (shards) int64
 """
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
 
 from raystride.pipelines.files import Folder
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 FILE = "manifest.json"
-FORMAT = 1
+COLUMNS = "shards.arrow"
+FORMAT, COLUMNED = 1, 2
+"""Of a manifest that lists its shards, and of one that has a file of columns, which reads as fast however many they are."""
+MOST_LISTED = 1000
+"""Shards up to which they are listed."""
+NONE = -1
+"""Stands in a column for an offset that a shard does not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +56,50 @@ class Shard:
     """Rows: the documents that begin here, and one that only goes on here, if there is one."""
 
 
+TEXTS = ("file", "sha256")
+NUMBERS = tuple(each.name for each in fields(Shard) if each.name not in TEXTS)
+
+
+class Shards(Sequence[Shard]):
+    """Some shards in order, kept as a column (a vector of their number) for each field of `Shard`."""
+
+    def __init__(self, columns: Mapping[str, np.ndarray]) -> None:
+        self._columns = columns
+
+    @classmethod
+    def of(cls, shards: Iterable[Shard]) -> "Shards":
+        """These shards."""
+        listed = list(shards)
+        numbers = {name: [NONE if (value := getattr(each, name)) is None else value for each in listed] for name in NUMBERS}
+        texts = {name: np.array([getattr(each, name).encode() for each in listed], "S") for name in TEXTS}
+        return cls(texts | {name: np.array(values, np.int64) for name, values in numbers.items()})
+
+    def column(self, name: str) -> np.ndarray:
+        """A field of all shards, (shards) int64, or bytes for `file` and `sha256`; -1 stands for None."""
+        return self._columns[name]
+
+    def __len__(self) -> int:
+        return len(self._columns["file"])
+
+    @overload
+    def __getitem__(self, at: int) -> Shard: ...
+    @overload
+    def __getitem__(self, at: slice) -> "Shards": ...
+    def __getitem__(self, at: int | slice) -> "Shard | Shards":
+        if isinstance(at, slice):
+            return Shards({name: column[at] for name, column in self._columns.items()})
+        values: dict[str, Any] = {name: self._columns[name][at].decode() for name in TEXTS}
+        for name in NUMBERS:
+            number = int(self._columns[name][at])
+            values[name] = None if number == NONE else number
+        return Shard(**values)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(Shard.__eq__, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """A whole preparation. It is written last, so where it stands everything that it names is complete."""
@@ -53,7 +112,7 @@ class Manifest:
     """Ids that the tokenizer can give."""
     end_id: int
     """The id that ends a document."""
-    splits: dict[str, list[Shard]]
+    splits: dict[str, Shards]
     """The shards of `train` and `validation`, in the order of the stream."""
     source: dict[str, Any] = field(default_factory=dict)
     """Where the documents came from: kind, files, bytes."""
@@ -70,25 +129,82 @@ class Manifest:
         return {"vocabulary_size": self.vocabulary_size, "end_id": self.end_id} | self.learned
 
     def tokens(self, split: str) -> int:
-        """Ids of a split."""
-        return sum(shard.tokens for shard in self.splits[split])
+        """The number of ids in all shards of a split."""
+        return int(self.splits[split].column("tokens").sum())
 
     def documents(self, split: str) -> int:
-        """Documents of a split."""
-        return sum(shard.documents for shard in self.splits[split])
+        """The number of documents in all shards of a split."""
+        return int(self.splits[split].column("documents").sum())
 
     def save(self, folder: Folder) -> None:
-        """Commits the preparation, atomically."""
-        folder.put_json(FILE, {"format": FORMAT, **asdict(self)})
+        """Commits the preparation, atomically. Raises OSError; with more than `MOST_LISTED` shards it needs pyarrow."""
+        content: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        if sum(map(len, self.splits.values())) <= MOST_LISTED:
+            listed = {name: [asdict(shard) for shard in shards] for name, shards in self.splits.items()}
+            folder.put_json(FILE, content | {"format": FORMAT, "splits": listed})
+            return
+        counts = {name: len(shards) for name, shards in self.splits.items()}
+        folder.put_json(FILE, content | {"format": COLUMNED, "splits": counts, "columns": _put_columns(folder, self.splits)})
 
     @classmethod
     def load(cls, folder: Folder) -> "Manifest":
-        """Reads the manifest of a folder.
+        """Reads the manifest of a folder, and maps its columns, where it has any.
 
-        Raises FileNotFoundError where the preparation is not finished, ValueError for another format.
+        Raises FileNotFoundError where the preparation is not finished, ValueError for another format, or where the columns
+        are not those that it was committed with.
         """
         content = folder.read_json(FILE)
-        if content.pop("format", None) != FORMAT:
-            raise ValueError(f"{folder / FILE} has another format than {FORMAT}: remove the folder to prepare it again")
-        splits = {name: [Shard(**shard) for shard in shards] for name, shards in content.pop("splits").items()}
-        return cls(splits=splits, **content)
+        form, splits = content.pop("format", None), content.pop("splits", {})
+        if form == FORMAT:
+            known = {name: Shards.of(Shard(**shard) for shard in shards) for name, shards in splits.items()}
+        elif form == COLUMNED:
+            known = _read_columns(folder, splits, content.pop("columns"))
+        else:
+            raise ValueError(f"{folder / FILE} has another format than {COLUMNED}: remove the folder to prepare it again")
+        return cls(splits=known, **content)
+
+
+def _put_columns(folder: Folder, splits: Mapping[str, Shards]) -> dict[str, Any]:
+    """Writes the columns of all splits, one after another, as one Arrow IPC file; where in it each lies, and its type."""
+    import pyarrow as pa
+
+    columns = {name: np.concatenate([shards.column(name) for shards in splits.values()]) for name in (*TEXTS, *NUMBERS)}
+    arrays = {}
+    for name, column in columns.items():
+        of = pa.binary(column.dtype.itemsize) if name in TEXTS else pa.int64()
+        arrays[name] = pa.Array.from_buffers(of, len(column), [None, pa.py_buffer(np.ascontiguousarray(column))])
+    batch = pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, batch.schema) as out:
+        out.write_batch(batch)
+    written = sink.getvalue()
+    folder.put(COLUMNS, written.to_pybytes())
+    return {
+        "bytes": written.size,
+        "sha256": hashlib.sha256(written).hexdigest(),
+        "places": {name: [at, columns[name].dtype.str] for name, at in _places(written, list(arrays)).items()},
+    }
+
+
+def _places(file: "pa.Buffer", names: list[str]) -> dict[str, int]:
+    """The bytes at which the columns of an Arrow IPC file begin."""
+    import pyarrow as pa
+
+    batch = pa.ipc.open_file(file).get_batch(0)
+    return {name: batch.column(name).buffers()[1].address - file.address for name in names}
+
+
+def _read_columns(folder: Folder, counts: Mapping[str, int], columns: Mapping[str, Any]) -> dict[str, Shards]:
+    content: np.ndarray
+    if folder.local:
+        content = np.memmap(folder.local / COLUMNS, np.uint8, "r")
+    else:
+        content = np.frombuffer(folder.read(COLUMNS), np.uint8)
+    if len(content) != columns["bytes"]:
+        raise ValueError(f"{folder / COLUMNS} has {len(content)} bytes, not {columns['bytes']}: prepare it again")
+    total, found, first = sum(counts.values()), {}, 0
+    whole = {name: np.frombuffer(content, np.dtype(of), total, offset=at) for name, (at, of) in columns["places"].items()}
+    for name, count in counts.items():
+        found[name] = Shards({column: values[first : first + count] for column, values in whole.items()})
+        first += count
+    return found

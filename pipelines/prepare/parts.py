@@ -115,7 +115,9 @@ def _split_tail(reader: Reader, slices: list[Slice], data: Data) -> tuple[list[S
 
 
 def sampled_slices(slices: list[Slice], size: int) -> list[Slice]:
-    """Those that a sample of `size` bytes is taken from: all where they have no more, else at most 256, spread evenly."""
+    """The slices of which a sample of `size` bytes is taken: all where they have no more, else at most 256,
+    evenly spread.
+    """
     if sum(piece.bytes for piece in slices) <= size or len(slices) <= _SAMPLED_SLICES:
         return slices
     return [slices[len(slices) * i // _SAMPLED_SLICES] for i in range(_SAMPLED_SLICES)]

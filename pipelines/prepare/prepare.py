@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raystride.pipelines.config import Config, Tokenizer
+from raystride.pipelines.credentials import masked
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.fingerprint import fingerprint_of, open_sources
-from raystride.pipelines.prepare.manifest import FILE, Manifest, Shard
+from raystride.pipelines.prepare.manifest import FILE, Manifest, Shard, Shards
 from raystride.pipelines.prepare.parts import divide, sample, sampled_slices
 from raystride.pipelines.prepare.progress import Meter, shown
 from raystride.pipelines.prepare.shards import same_file
@@ -53,6 +54,8 @@ def prepare(config: Config, storage: Folder, task: Task, *, on_ray: bool = True,
     if (manifest := finished(folder)) is not None:
         echo(f"data: {_counts(manifest, task)}, prepared before ({folder})")
         return Prepared(folder, manifest, reused=True)
+    if on_ray:
+        _say_if_full(echo)
     started = time.time()
     parts = divide(source, validation, config.data)
     readers = {"train": source.reader, "validation": (validation or source).reader}
@@ -72,6 +75,15 @@ def prepare(config: Config, storage: Folder, task: Task, *, on_ray: bool = True,
     folder.remove_temporary(before=started)
     _report(manifest, task, records, folder, time.time() - started, echo)
     return Prepared(folder, manifest, reused=False)
+
+
+def _say_if_full(echo: Echo) -> None:
+    """Its tasks wait without a word where others have all processors of a cluster."""
+    import ray
+
+    free, there = (found.get("CPU", 0) for found in (ray.available_resources(), ray.cluster_resources()))
+    if free < 1:
+        echo(f"data: waiting for a processor, {free:g} of {there:g} CPUs are free (see `ray status`)")
 
 
 def finished(folder: Folder) -> Manifest | None:
@@ -173,16 +185,18 @@ def _manifest(config: Config, digest: str, source: Source, task: Task, records: 
     skipped = [fault for record in records for fault in record["faults"]]
     unnamed = sum(record["skipped"] for record in records) - len(skipped)
     if unnamed:
-        skipped.append({"place": config.data.source, "reason": f"and {unnamed} more documents"})
+        skipped.append({"place": masked(config.data.source), "reason": f"and {unnamed} more documents"})
     learned = dict(task.facts)
-    shards = {split: [Shard(**shard) for record in records if (shard := record["shards"][split])] for split in SPLITS}
+    shards = {
+        split: Shards.of(Shard(**shard) for record in records if (shard := record["shards"][split])) for split in SPLITS
+    }
     return Manifest(
         fingerprint=digest,
         id_type=str(id_type(task)),
         vocabulary_size=learned.pop("vocabulary_size", 0),
         end_id=learned.pop("end_id", 0),
         splits=shards,
-        source={"kind": source.kind, "name": config.data.source, "files": len(source.files)}
+        source={"kind": source.kind, "name": masked(config.data.source), "files": len(source.files)}
         | {"bytes": sum(file.size for file in source.files)},
         skipped=skipped,
         learned=learned,

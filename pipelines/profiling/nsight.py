@@ -150,6 +150,7 @@ def _importer() -> Path | None:
     found = which("QdstrmImporter")
     if found:
         return Path(found)
+    # Debian's package has it where its own nsys does not look.
     home = Path(str(which("nsys"))).resolve().parent
     places = [home, home.parent / "host-linux-x64", home.parent / "host-linux-armv8", *home.parent.glob("*/host-linux-*")]
     return next((place / "QdstrmImporter" for place in places if (place / "QdstrmImporter").exists()), None)

@@ -37,7 +37,7 @@ TITLES = {
 
 
 class Tool(Protocol):
-    """What watches a window."""
+    """A profiler, as it watches one window of steps."""
 
     listener: Listener | None
     """Is told of every phase while the window is open."""
@@ -129,6 +129,7 @@ class Profiled(Observer):
         assert self._tool is not None
         assert self._opened is not None
         began = perf_counter()
+        # Now, so that an error further down does not close it a second time.
         tool, self._tool = self._tool, None
         listen(None)
         spent = {name: phase(name).seconds - before for name, before in self._seconds.items()}

@@ -34,7 +34,7 @@ class Broken(Exception):
 
 @dataclass(frozen=True)
 class Audit:
-    """What was proven."""
+    """What an audit has proven: how many samples of how many steps were each used once an epoch."""
 
     steps: int
     samples: int
@@ -72,7 +72,9 @@ def audit(checkpoints: Folder) -> Audit:
         if manifest["order"] != newest["order"]:
             raise Broken(f"{step_name(manifest['step'])} has the samples in another order than {step_name(newest['step'])}")
         first, end = manifest["positions"]
+        # Sums modulo 2^64: neither the order nor the number of workers changes them.
         fed = sum(int(each, 16) for each in manifest["fed"].values()) % 2**64
+        # What the guard left out was planned but not fed; it counts for the epoch all the same.
         missing = sum(_digest(order, *place, defaultdict(int)) for place in _left_out(manifest))
         if (fed + missing) % 2**64 != _digest(order, first, end, epochs):
             raise Broken(

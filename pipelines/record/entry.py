@@ -1,4 +1,4 @@
-"""What crosses from the workers, the driver and the jobs to a run's record: one dict an entry, of eleven kinds.
+"""What crosses from the workers, the driver and the jobs to a run's record: one dict an entry, of twelve kinds.
 
 An entry stays a dict on its whole way, through a pickle to the recorder and as a line of JSON in the journal, and its `kind`
 tells mypy what its `values` are. `sequence` counts a sender's entries from 1; `sender` and `attempt` are added on the way.
@@ -10,7 +10,9 @@ tells mypy what its `values` are. `sequence` counts a sender's entries from 1; `
 
 import time as clock
 from collections.abc import Mapping
-from typing import Any, Literal, NotRequired, TypedDict, get_args, overload
+from typing import Any, Literal, NotRequired, TypedDict, cast, get_args, overload
+
+from raystride.pipelines.credentials import hidden, masked_all
 
 Figures = Mapping[str, float]
 """Measurements by name."""
@@ -52,6 +54,17 @@ class WorkerTime(TypedDict):
     seconds: float
     own_s: float
     data_s: float
+
+
+class GroupTime(TypedDict):
+    """Workers' own seconds in so many `steps`, which end with the entry's.
+
+    A row a rank, or the slowest of the ranks from the row's on to the next one's.
+    """
+
+    ranks: list[int]
+    steps: int
+    own_s: list[float]
 
 
 class NodeTotals(TypedDict):
@@ -103,6 +116,13 @@ class Rank(_Sent):
 
     kind: Literal["rank"]
     values: WorkerTime
+
+
+class RanksTime(_Sent):
+    """The workers' own times, compared by the recorder."""
+
+    kind: Literal["ranks"]
+    values: GroupTime
 
 
 class Totals(_Sent):
@@ -161,7 +181,9 @@ class Summary(_Sent):
     values: Mapping[str, Any]
 
 
-Entry = Metrics | System | Rank | Totals | Parameters | Tags | CheckpointDone | Artifact | Event | Error | Summary
+Entry = (
+    Metrics | System | Rank | RanksTime | Totals | Parameters | Tags | CheckpointDone | Artifact | Event | Error | Summary
+)
 KINDS = frozenset(kind for each in get_args(Entry) for kind in get_args(each.__annotations__["kind"]))
 
 _Step = int | None
@@ -172,6 +194,8 @@ _Time = float | None
 def new_entry(kind: Literal["metrics", "system"], values: Figures, step: _Step = ..., time: _Time = ...) -> Entry: ...
 @overload
 def new_entry(kind: Literal["rank"], values: WorkerTime, step: _Step = ..., time: _Time = ...) -> Entry: ...
+@overload
+def new_entry(kind: Literal["ranks"], values: GroupTime, step: _Step = ..., time: _Time = ...) -> Entry: ...
 @overload
 def new_entry(kind: Literal["totals"], values: NodeTotals, step: _Step = ..., time: _Time = ...) -> Entry: ...
 @overload
@@ -196,6 +220,18 @@ def new_entry(kind: Any, values: Any, step: _Step = None, time: _Time = None) ->
 def warning(text: str) -> Entry:
     """Returns a warning for people."""
     return new_entry("event", {"name": "warning", "text": text})
+
+
+TOLD = frozenset({"parameters", "tags", "checkpoint", "event", "error"})
+"""The kinds with texts that people read."""
+
+
+def without_secrets(entry: Entry) -> Entry:
+    """The entry without what this process knows to be a password or key; of figures there are none."""
+    if entry["kind"] not in TOLD or not any(isinstance(value, str | tuple | list) for value in entry["values"].values()):
+        return entry
+    values = {key: hidden(value) if isinstance(value, str) else masked_all(value) for key, value in entry["values"].items()}
+    return cast(Entry, entry | {"values": values})
 
 
 def check_entry(entry: Entry) -> None:

@@ -104,8 +104,11 @@ def describe_run(run_folder: Folder, tags: Mapping[str, str]) -> str:
     rows["newest attempt"] = f"`{known['attempt']}`"
     if "workers" in known:
         rows["trained by"] = f"{known['workers']} worker(s) on {known['device']}, {known['strategy']}"
+    source = [f"Raystride {known['version']}"] if "version" in known else []
     if "commit" in known:
-        rows["source"] = f"commit `{known['commit'][:12]}`{', with changes' if known.get('dirty') == 'True' else ''}"
+        source.append(f"commit `{known['commit'][:12]}`{', with changes' if known.get('dirty') == 'True' else ''}")
+    if source:
+        rows["source"] = ", ".join(source)
     rows["report"] = "`report.html` among the artifacts, once the run has ended"
     table = [NOTE_HEAD, "| --- | --- |", *(f"| {name} | {text} |" for name, text in rows.items())]
     return "\n".join([*table, "", f"`raystride runs show {run} --storage {storage}`"])

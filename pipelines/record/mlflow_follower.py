@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
+from raystride.pipelines.credentials import hidden
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record.entry import Entry
 from raystride.pipelines.record.journal import Segment, read_segment, segments
@@ -37,6 +38,7 @@ class Follower:
 
     def __init__(self, run_folder: Folder, log: MlflowLog, warn: Callable[[str], None]) -> None:
         self._folder, self._log, self._warn = run_folder, log, warn
+        self._known: list[Segment] | None = None
         self._held: OrderedDict[Segment, list[Entry]] = OrderedDict()
         self._changed = threading.Condition()
         self._wanted = False
@@ -59,6 +61,8 @@ class Follower:
         """Says that a segment was written; the first with measurements starts the thread. Returns at once."""
         with self._changed:
             # MLflow has no place for events. What is not held any more is read from the journal again.
+            if self._known is not None:
+                self._known.append(segment)
             self._held[segment] = [entry for entry in entries if entry["kind"] != "event"]
             if len(self._held) > MOST_HELD:
                 self._held.popitem(last=False)
@@ -81,15 +85,25 @@ class Follower:
         """Logs every segment above the reference, here and now. Raises what MLflow or the storage raises."""
         self._log.connect()
         logged = self._log.reference["logged"]
-        missing = [segment for segment in segments(self._folder) if segment.number > logged.get(segment.attempt, 0)]
+        missing = [segment for segment in self._listed() if segment.number > logged.get(segment.attempt, 0)]
         for start in range(0, len(missing), SEGMENTS_A_CALL):
             self._log_segments(missing[start : start + SEGMENTS_A_CALL])
+
+    def _listed(self) -> list[Segment]:
+        """All segments: listed once, as listing the folder again and again takes long where there are many.
+
+        One that was merged with its neighbours before it was logged is then missing, and all are listed anew.
+        """
+        with self._changed:
+            if self._known is None:
+                self._known = segments(self._folder)
+            return list(self._known)
 
     def _log_segments(self, missing: list[Segment]) -> None:
         """Logs some segments in one go, and notes it. What is held of them is dropped only then."""
         with self._changed:
             held = {segment: self._held[segment] for segment in missing if segment in self._held}
-        entries = []
+        entries: list[Entry] = []
         for segment in missing:
             entries += held[segment] if segment in held else read_segment(self._folder, segment)
         for problem in self._log.log(entries):
@@ -125,9 +139,10 @@ class Follower:
                     self._changed.wait_for(self._is_ending, PACE_S)
             except Exception as error:  # MLflow, its database and its server raise whatever they like
                 self._log.disconnect()
+                self._known = None
                 if not said:
                     said = True
-                    cause = f"{type(error).__name__}: {error}".replace(self._log.uri, self._log.public_uri)[:200]
+                    cause = hidden(f"{type(error).__name__}: {error}")[:200]
                     self._warn(
                         f"MLflow at {self._log.public_uri} cannot be reached; training goes on, and what it misses is "
                         f"replayed when it is back ({cause})"

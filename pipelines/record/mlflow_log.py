@@ -18,12 +18,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from raystride.pipelines.config.run import Record
+from raystride.pipelines.credentials import public
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record.entry import Entry, Metrics, System
-from raystride.pipelines.record.journal import Segment, read_segment, segments
+from raystride.pipelines.record.journal import Segment, stream_entries
 from raystride.pipelines.record.links import NOTE_TAG, VIEW_TAG, describe_run, is_our_note, on_a_server, run_link, view
 from raystride.pipelines.record.summary import STATUSES
 
@@ -67,8 +67,12 @@ class MlflowLog:
 
     @classmethod
     def at(cls, folder: Folder, run: str, settings: Record, storage: Folder) -> "MlflowLog | None":
-        """The log of a run, or None where MLflow is off: switched off, or no URI and a storage that holds no database."""
-        uri = settings.mlflow_uri or (database(storage) if storage.local else None)
+        """The log of a run, or None where MLflow is off: switched off, or no URI and a storage that holds no database.
+
+        Raises SettingError where the URI was written down without its password, and nothing gives it.
+        """
+        uri = settings.filled().mlflow_uri if settings.mlflow else None
+        uri = uri or (database(storage) if storage.local else None)
         if uri and uri.startswith("sqlite:///") and not uri.startswith("sqlite:////") and storage.local:
             # Against the storage, since the recorder's working directory under Ray is one that nobody has chosen.
             uri = f"sqlite:///{storage.local}/{uri.removeprefix('sqlite:///')}"
@@ -187,8 +191,8 @@ class MlflowLog:
 
     def _began(self) -> float:
         """When the run began, in seconds since 1970, by its journal: MLflow may first hear of it much later."""
-        first = next(iter(segments(self._folder)), None)
-        return float(read_segment(self._folder, first)[0]["time"]) if first else time.time()
+        first = next(stream_entries(self._folder), None)
+        return float(first["time"]) if first else time.time()
 
     def _experiment_id(self, client: "MlflowClient") -> str:
         from mlflow.exceptions import MlflowException
@@ -272,12 +276,6 @@ def database(storage: Folder) -> str:
 def artifact_place(uri: str) -> str | None:
     """Where a database's experiments keep artifacts: `mlartifacts` beside it; None for a server, which has its own place."""
     return str(Path(uri.removeprefix("sqlite:///")).parent / "mlartifacts") if uri.startswith("sqlite:///") else None
-
-
-def public(uri: str) -> str:
-    """The URI without a user's name and password, as it may be written down."""
-    parts = urlsplit(uri)
-    return uri.replace(f"{parts.netloc}", parts.netloc.rpartition("@")[2], 1) if "@" in parts.netloc else uri
 
 
 def metric_name(key: str) -> str:

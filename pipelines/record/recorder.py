@@ -9,6 +9,7 @@ loses nothing: its successor reads the journal, and the senders send the rest ag
     ...; sender.flush(10.0); summary = recorder.finish("finished")
 """
 
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -17,10 +18,12 @@ from typing import Any
 
 from raystride.pipelines.config.run import Record
 from raystride.pipelines.files import Folder
-from raystride.pipelines.record.entry import Entry, EventText, check_entry, new_entry, warning
+from raystride.pipelines.record.entry import Entry, EventText, check_entry, new_entry, warning, without_secrets
+from raystride.pipelines.record.group import Group
 from raystride.pipelines.record.journal import Journal, join
 from raystride.pipelines.record.mlflow_follower import Follower, replay_hint
 from raystride.pipelines.record.mlflow_log import MlflowLog
+from raystride.pipelines.record.sender import Receipt
 from raystride.pipelines.record.state import State, TrainingState, run_figures
 from raystride.pipelines.record.summary import RunSummary, build_summary
 from raystride.pipelines.record.tensorboard_log import TensorboardLog
@@ -56,12 +59,12 @@ class Recorder:
     ) -> None:
         self._folder, self._run, self._attempt = run_folder, run, attempt
         self._journal = Journal(run_folder, attempt)
-        self._state = State(total_steps)
+        self._name = secrets.token_hex(8)
+        self._state, self._group = State(total_steps), Group()
         self._durable: dict[str, int] = {}
         for entry in self._journal.entries():  # of a recorder of this attempt that died
             self._durable[entry["sender"]] = max(entry["sequence"], self._durable.get(entry["sender"], 0))
             self._state.see(entry)
-        self._state.ranks.take_news()  # which that one has told
         self._received = dict(self._durable)
         self._waiting: list[Entry] = []
         self._lock = threading.Lock()  # guards the four above; never held over I/O
@@ -84,23 +87,22 @@ class Recorder:
         self._thread = threading.Thread(target=self._keep_writing, name="recorder", daemon=True)
         self._thread.start()
 
-    def receive(self, sender: str, entries: list[Entry]) -> int:
-        """Takes a sender's entries, in order; the highest of its sequence numbers that is in the journal. Never raises."""
+    def receive(self, sender: str, entries: list[Entry], recorder: str = "") -> Receipt:
+        """Takes a sender's entries, in order, unless it takes this for another `recorder`; see `Post`. Never raises."""
         urgent = False
         with self._lock:
-            for entry in entries:
+            for entry in entries if recorder in ("", self._name) else ():
                 try:
                     urgent |= self._take(sender, int(entry["sequence"]), entry)
                 except (KeyError, TypeError, ValueError) as error:
                     self._state.warn(f"{sender} sent an entry without a sequence number ({error!r})")
-            durable = self._durable.get(sender, 0)
-            news = self._state.ranks.take_news()
-        for step, figures in news:
-            numbers = {key: value for key, value in figures.items() if isinstance(value, int | float)}
-            self._put_own(new_entry("system", numbers, step))
+            receipt = Receipt(self._name, self._received.get(sender, 0), self._durable.get(sender, 0))
+            made = self._group.made()
+        for entry in made:
+            self._put_own(entry)
         if urgent:
             self._wake.set()
-        return durable
+        return receipt
 
     def state(self) -> TrainingState:
         """The newest figures, for the progress line: those of `State.shown`, and `mlflow`, the run's link (or None)."""
@@ -118,6 +120,8 @@ class Recorder:
         result, figures = self.outline(status, summary), self._figures()
         numbers = {name: value for name, value in figures.items() if isinstance(value, float)}
         numbers |= {f"run_{name}": value for name in OF_INTERVALS if isinstance(value := result.get(name), int | float)}
+        for entry in self._group.rest() if not self._ended else ():
+            self._put_own(entry)
         if numbers and not self._ended:
             self._put_own(new_entry("system", numbers, result["steps"]))
         for name in artifacts or ():
@@ -144,7 +148,7 @@ class Recorder:
         """The summary as it would be if the run ended now, for what is made of it before it does."""
         figures = self._figures()
         with self._lock:
-            compared = self._state.ranks.figures()
+            compared = self._group.figures()
             newest, given = dict(self._state.newest), figures | compared | self._state.summary | (summary or {})
             given.setdefault("steps", self._state.step)
         return build_summary(self._run, status, newest, given)
@@ -160,6 +164,7 @@ class Recorder:
             return False
         try:
             check_entry(entry)
+            entry = without_secrets(entry)
             self._state.see(entry)
         except (KeyError, TypeError, ValueError) as error:
             # A warning takes its place under its number, so that the sender does not offer it for ever.
@@ -168,7 +173,8 @@ class Recorder:
         entry = entry.copy()  # inline the sender holds the same dict, and may send it again
         entry |= {"attempt": self._attempt, "sender": sender, "sequence": sequence}
         self._received[sender] = sequence
-        self._waiting.append(entry)
+        if not self._group.takes(entry):
+            self._waiting.append(entry)
         return entry["kind"] in URGENT
 
     def _put_own(self, entry: Entry) -> None:
@@ -187,14 +193,14 @@ class Recorder:
         # The thread and the end may both write, but no entry twice; senders wait for `_lock`, so it is not held meanwhile.
         with self._writing:
             with self._lock:
-                batch = list(self._waiting)
+                batch, received = list(self._waiting), dict(self._received)
             if not batch:
+                self._durable = received  # what came was summed up, and is written with the sums
                 return
             segment = self._journal.append(batch)
             with self._lock:
                 del self._waiting[: len(batch)]
-                for entry in batch:
-                    self._durable[entry["sender"]] = entry["sequence"]
+                self._durable = received
             if self._tensorboard:
                 self._try(partial(self._tensorboard.add, batch), "TensorBoard's file")
         if self._follower:

@@ -1,7 +1,8 @@
 """A process's way to the recorder: takes entries in microseconds, delivers each until it is acknowledged.
 
-A thread posts what waits about every half second. What is acknowledged is on the recorder's disk; all else is kept and
-posted again, after errors with a growing pause. The recorder drops what it knows, so each entry is recorded exactly once.
+A thread posts what is new about every half second, and after errors again with a growing pause. An entry is kept until it is
+on the recorder's disk, so that a recorder that died gets it once more from here; what it knows it drops, so each is recorded
+exactly once.
 
     sender = Sender(recorder.receive, "rank0")                       # under Ray: a function that calls the actor
     sender.put("metrics", {"train_loss": 2.31}, step=10)
@@ -13,11 +14,25 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
-from raystride.pipelines.record.entry import Entry, new_entry, warning
+from raystride.pipelines.record.entry import Entry, new_entry, warning, without_secrets
 
-Post = Callable[[str, list[Entry]], int]
-"""Takes a sender's name and entries in order; returns the highest sequence number that is recorded for good. May raise."""
+
+class Receipt(NamedTuple):
+    """What a recorder says to a sender: up to which sequence number it holds its entries, and has recorded them for good."""
+
+    recorder: str
+    """Who says so; another name after a restart, which has forgotten what it only held."""
+    received: int
+    durable: int
+
+
+Post = Callable[[str, list[Entry], str], Receipt]
+"""Takes a sender's name, entries in order, and which recorder holds those before them ("" with the first). May raise.
+
+A recorder of another name takes none of them, as some would be missing between; its receipt says from where it needs them.
+"""
 
 MEASUREMENTS = frozenset({"metrics", "system", "totals", "rank"})
 """The kinds that may be thinned."""
@@ -42,6 +57,7 @@ class Sender:
         self._most_waiting = most_waiting
         self._interval_s = interval_s
         self._waiting: deque[Entry] = deque()
+        self._recorder, self._posted = "", 0  # who holds which of them, as far as it has said so
         self._sequence = itertools.count(1)
         self._changed = threading.Condition()  # never held while posting
         self._put_any = False
@@ -52,6 +68,7 @@ class Sender:
 
     def put(self, entry: Entry) -> None:
         """Queues an entry, under this sender's next number, and returns at once."""
+        entry = without_secrets(entry)
         with self._changed:
             self._append(entry)
             if len(self._waiting) > self._most_waiting:
@@ -105,19 +122,21 @@ class Sender:
         pause = min(FIRST_DELAY_S, self._interval_s)
         while self._sleep(pause):
             with self._changed:
-                batch = list(itertools.islice(self._waiting, MOST_IN_A_POST))
-            if not batch:
+                new = itertools.dropwhile(lambda entry: entry["sequence"] <= self._posted, self._waiting)
+                batch = list(itertools.islice(new, MOST_IN_A_POST))
+            if not batch and not self._waiting:
                 pause = self._interval_s
                 continue
             try:
-                acknowledged = self._post(self.name, batch)
+                receipt = self._post(self.name, batch, self._recorder)
             except Exception:
                 # Whatever the way to the recorder does (a dead actor, a timeout), the training goes on and we try again.
                 pause = min(BACKOFF * self._interval_s, 2 * max(pause, self._interval_s))
                 continue
             pause = self._interval_s
             with self._changed:
-                while self._waiting and self._waiting[0]["sequence"] <= acknowledged:
+                self._recorder, self._posted = receipt.recorder, receipt.received
+                while self._waiting and self._waiting[0]["sequence"] <= receipt.durable:
                     self._waiting.popleft()
                 if not self._waiting:
                     self._changed.notify_all()

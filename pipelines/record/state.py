@@ -6,11 +6,10 @@ state.shown()["loss"]                                    # 2.3
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
-from statistics import mean, median
+from collections.abc import Iterable
 from typing import Any, TypedDict, cast
 
-from raystride.pipelines.record.entry import Entry, NodeTotals, WorkerTime
+from raystride.pipelines.record.entry import Entry, NodeTotals
 from raystride.pipelines.record.summary import RunSummary
 
 WINDOW = 64
@@ -21,7 +20,10 @@ LOSSES = ("val_loss", "val_perplexity")
 
 
 class TrainingState(TypedDict, total=False):
-    """What is shown of a running training: `eta` in seconds, `mlflow` the run's link; None where not known (yet)."""
+    """What is shown of a running training; None where not known (yet).
+
+    `eta` in seconds, `entries` what the attempt has recorded, `mlflow` the run's link.
+    """
 
     status: str
     phase: str | None
@@ -33,6 +35,7 @@ class TrainingState(TypedDict, total=False):
     tokens_per_second: float | None
     eta: float | None
     warnings: list[str]
+    entries: int
     mlflow: str | None
 
 
@@ -41,6 +44,7 @@ class State:
 
     def __init__(self, steps: int | None) -> None:
         self.steps = steps
+        self.entries = 0
         self.step: int | None = None
         self.phase: str | None = None
         self.status = "running"
@@ -48,12 +52,12 @@ class State:
         self.summary: RunSummary = {}
         self.totals: dict[str, NodeTotals] = {}
         """What each node's sampler has counted, by the sampler's name."""
-        self.ranks = Ranks()
         self.warnings: list[str] = []
         self._times: deque[tuple[float, int]] = deque(maxlen=WINDOW)
 
     def see(self, entry: Entry) -> None:
         """Takes in one entry. Raises KeyError, TypeError or ValueError where it is no proper entry."""
+        self.entries += 1
         if entry["kind"] == "metrics":
             self.newest.update(entry["values"])
             if entry["step"] is not None:
@@ -64,8 +68,6 @@ class State:
             self.summary.update(cast(RunSummary, entry["values"]))
         elif entry["kind"] == "totals":
             self.totals[entry["values"]["source"]] = entry["values"]
-        elif entry["kind"] == "rank":
-            self.ranks.see(entry["step"], entry["values"])
         elif entry["kind"] == "event" and entry["values"]["name"] == "phase":
             self.phase = entry["values"]["text"]
         elif entry["kind"] == "event" and entry["values"]["name"] in ("warning", "thinned"):
@@ -91,6 +93,7 @@ class State:
             "tokens_per_second": self.newest.get("tokens_per_second"),
             "eta": self._eta(),
             "warnings": list(self.warnings),
+            "entries": self.entries,
         }
 
     def _eta(self) -> float | None:
@@ -100,71 +103,6 @@ class State:
         if high <= low:
             return None
         return max(0, self.steps - self.step) * (last - first) / (high - low)
-
-
-MOST_OPEN = 64
-"""Intervals that wait for a worker's figures; a worker that died sends none."""
-
-
-class Ranks:
-    """The figures of a group's workers, of each interval and of all so far."""
-
-    def __init__(self) -> None:
-        self._open: dict[int, dict[int, WorkerTime]] = {}
-        self._sums: dict[int, WorkerTime] = {}
-        self._world = 0
-        self._news: list[tuple[int, RunSummary]] = []
-
-    def see(self, step: int | None, values: WorkerTime) -> None:
-        """Takes in a worker's figures of the interval that ended with `step`. Raises KeyError where one is missing."""
-        rank, world = int(values["rank"]), int(values["world"])
-        if world != self._world:  # the group was started anew, smaller or larger: its ranks are others
-            self._open, self._sums, self._world = {}, {}, world
-        before = self._sums.get(rank)
-        self._sums[rank] = _added(before, values) if before else values
-        if step is None:
-            return
-        interval = self._open.setdefault(step, {})
-        interval[rank] = values
-        if len(interval) == world:
-            self._news.append((step, compare(self._open.pop(step))))
-        elif len(self._open) > MOST_OPEN:
-            del self._open[min(self._open)]
-
-    def take_news(self) -> list[tuple[int, RunSummary]]:
-        """Step and figures of the intervals of which all workers' figures have come since the last call."""
-        news, self._news = self._news, []
-        return news
-
-    def figures(self) -> RunSummary:
-        """The comparison over all intervals; empty for a single worker, or while one's figures are missing."""
-        return compare(self._sums) if self._world > 1 and len(self._sums) == self._world else {}
-
-
-def compare(workers: Mapping[int, WorkerTime]) -> RunSummary:
-    """The slowest of several workers, its node, and what the group lost by it."""
-    own = {rank: float(values["own_s"]) for rank, values in workers.items()}
-    slowest = max(own, key=lambda rank: own[rank])
-    others = median(seconds for rank, seconds in own.items() if rank != slowest)
-    lasted = mean(float(values["seconds"]) for values in workers.values())
-    return {
-        "slowest_rank": slowest,
-        "slowest_node": workers[slowest]["node"],
-        "straggler_loss_share": (own[slowest] - others) / lasted if lasted > 0 else 0.0,
-        "waiting_share": 1 - mean(own.values()) / lasted if lasted > 0 else 0.0,
-    }
-
-
-def _added(before: WorkerTime, values: WorkerTime) -> WorkerTime:
-    return {
-        "rank": values["rank"],
-        "world": values["world"],
-        "node": values["node"],
-        "steps": before["steps"] + values["steps"],
-        "seconds": before["seconds"] + values["seconds"],
-        "own_s": before["own_s"] + values["own_s"],
-        "data_s": before["data_s"] + values["data_s"],
-    }
 
 
 def run_figures(totals: Iterable[NodeTotals]) -> RunSummary:

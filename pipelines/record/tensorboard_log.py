@@ -95,6 +95,7 @@ class TensorboardLog:
         self._writer = RecordWriter(self._path.open("wb"))
         head = [
             Event(wall_time=when, file_version="brain.Event:2"),
+            # TensorBoard forgets what earlier attempts did beyond this step.
             Event(wall_time=when, step=self._step, session_log=SessionLog(status=SessionLog.START)),
         ]
         settings = [_parameters(entry["values"]) for entry in entries if entry["kind"] == "parameters"]

@@ -1,11 +1,10 @@
 """A run's loss curve: as text in braille dots (2 x 4 a character), and as a PNG.
 
-Points are (step, value), in any order; a step that was trained again after a resume counts with its newest value. Values
-that are not finite are left out of the lines and counted below them.
+Points are (step, value), in any order. Values that are not finite are left out of the lines and counted below them.
 
-    points, validation = loss_points(read_entries(run_folder))
-    print(text_curve(points, validation, width=72, height=14))
-    curve_picture(read_entries(run_folder), Path("curve.png"))
+    figures = gather_figures(stream_entries(run_folder))
+    print(text_curve(*figures.losses, width=72, height=14))
+    curve_picture(figures, Path("curve.png"))
 """
 
 import math
@@ -13,36 +12,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raystride.pipelines.record.entry import Entry
+from raystride.pipelines.report.figures import Figures, Point, Points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-Point = tuple[int, float]
-Points = list[Point]
 
 # Bit of each dot of a braille character, by column and then row (Unicode 2800 and up).
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 VALIDATION_MARK = "o"
 TRAINING_COLOUR, VALIDATION_COLOUR, RATE_COLOUR = "#4c72b0", "#dd8452", "#55a868"
-
-
-def series(entries: Iterable[Entry], name: str) -> Points:
-    """A metric's values by step from journal entries; of a step that occurs twice the later value, as it was trained on."""
-    found: dict[int, float] = {}
-    for entry in entries:
-        if entry["kind"] == "metrics" and entry["step"] is not None and name in entry["values"]:
-            try:
-                found[entry["step"]] = float(entry["values"][name])
-            except (TypeError, ValueError):
-                continue
-    return sorted(found.items())
-
-
-def loss_points(entries: Iterable[Entry]) -> tuple[Points, Points]:
-    """Training and validation loss from journal entries."""
-    entries = list(entries)
-    return series(entries, "train_loss"), series(entries, "val_loss")
 
 
 def text_curve(points: Sequence[Point], validation: Sequence[Point] = (), width: int = 72, height: int = 14) -> str:
@@ -70,14 +48,13 @@ def text_curve(points: Sequence[Point], validation: Sequence[Point] = (), width:
     return "\n".join(line.rstrip() for line in text)
 
 
-def curve_picture(entries: Iterable[Entry], path: Path) -> None:
+def curve_picture(figures: Figures, path: Path) -> None:
     """Draws training and validation loss over steps, and tokens a second below, as a PNG. Raises OSError."""
     # The object interface, since pyplot would look for a display and keep every figure.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    entries = list(entries)
-    training, validation = loss_points(entries)
+    training, validation = figures.losses
     figure = Figure(figsize=(8, 5.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
@@ -86,7 +63,7 @@ def curve_picture(entries: Iterable[Entry], path: Path) -> None:
     loss.set_ylabel("loss")
     if training or validation:
         loss.legend(frameon=False)
-    _draw(rate, series(entries, "tokens_per_second"), RATE_COLOUR, "tokens/s")
+    _draw(rate, figures.points("tokens_per_second"), RATE_COLOUR, "tokens/s")
     rate.set_ylabel("tokens/s")
     rate.set_ylim(bottom=0)
     rate.set_xlabel("step")

@@ -1,6 +1,6 @@
 """A run's page: one self-contained HTML file that says how well the run used its machine, from its journal alone.
 
-    write_page(folder, read_entries(folder), summary)         # as `report.html`
+    write_page(folder, gather_figures(stream_entries(folder)), summary)   # as `report.html`
 
 No script, font or picture is fetched from elsewhere.
 """
@@ -10,11 +10,9 @@ from typing import Any
 
 from raystride.pipelines.files import Folder
 from raystride.pipelines.pages import heading, items, missing, page, paragraph, table
-from raystride.pipelines.phases import PARTS
-from raystride.pipelines.record.entry import Entry
 from raystride.pipelines.report import pictures
 from raystride.pipelines.report.advice import advise
-from raystride.pipelines.report.curve import series
+from raystride.pipelines.report.figures import Figures
 
 FIGURES: dict[str, tuple[str, str]] = {
     "status": ("status", "{}"),
@@ -43,24 +41,24 @@ COSTLIEST = 10
 GIB = 2**30
 
 
-def write_page(folder: Folder, entries: Sequence[Entry], summary: Mapping[str, Any]) -> None:
+def write_page(folder: Folder, figures: Figures, summary: Mapping[str, Any]) -> None:
     """Puts the page of the run in this folder there, as `report.html`. Raises OSError."""
-    folder.put("report.html", run_page(entries, summary, _operations(folder)))
+    folder.put("report.html", run_page(figures, summary, _operations(folder)))
 
 
 def run_page(
-    entries: Sequence[Entry],
+    figures: Figures,
     summary: Mapping[str, Any],
     operations: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """The page as HTML, from journal entries, the summary, and the costliest operations where steps were profiled."""
-    shares = step_shares(entries)
+    """The page as HTML, from a journal's figures, the summary, and the costliest operations where steps were profiled."""
+    shares = figures.part_shares
     sections = [
-        ("Loss", pictures.losses(entries), "No loss was measured."),
-        ("Speed", pictures.speed(entries) + pictures.mfu(entries), "No speed was measured."),
-        ("Where a step's time goes", pictures.step_parts(shares) + pictures.parts_over_time(entries), "Not measured."),
-        ("Rank by time: own seconds a step", pictures.rank_heat(entries), "One worker: there is nothing to compare."),
-        ("The machine", pictures.strips(entries), "No device was sampled."),
+        ("Loss", pictures.losses(figures), "No loss was measured."),
+        ("Speed", pictures.speed(figures) + pictures.mfu(figures), "No speed was measured."),
+        ("Where a step's time goes", pictures.step_parts(shares) + pictures.parts_over_time(figures), "Not measured."),
+        ("Rank by time: own seconds a step", pictures.rank_heat(figures), "One worker: there is nothing to compare."),
+        ("The machine", pictures.strips(figures), "No device was sampled."),
         ("Costliest operations", _operations_table(operations), "Not profiled; --profile.tool torch does it."),
     ]
     body = [part for title, content, none in sections for part in (heading(title), content or missing(none))]
@@ -74,13 +72,6 @@ def run_page(
             "Parts of a step are the host's time; on GPUs forward, backward and optimiser are that of launching them."
         ),
     )
-
-
-def step_shares(entries: Sequence[Entry]) -> dict[str, float]:
-    """Mean share of the time by part of a step over all intervals, and the rest; empty where none was measured."""
-    lines = {name: [value for _, value in series(entries, f"phase_{name}_share")] for name in PARTS}
-    shares = {name: sum(values) / len(values) for name, values in lines.items() if values}
-    return shares | {"rest": max(0.0, 1 - sum(shares.values()))} if shares else {}
 
 
 def _figures(summary: Mapping[str, Any]) -> list[list[str]]:

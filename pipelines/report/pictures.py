@@ -1,44 +1,32 @@
 """The pictures of a run's page, as SVG that stands in the page itself.
 
-    text = losses(entries)                                    # SVG, or "" where there is nothing to draw
+    text = losses(gather_figures(stream_entries(folder)))             # SVG, or "" where there is nothing to draw
 
-Entries are those of the journal; steps are the x-axis of all but `step_parts`.
+Steps are the x-axis of all but `step_parts` and `strips`.
 """
 
 import math
 from collections.abc import Sequence
 
 from raystride.pipelines.phases import PARTS
-from raystride.pipelines.record.entry import Entry, WorkerTime
-from raystride.pipelines.report.curve import Points, series
 from raystride.pipelines.report.drawing import COLOURS, bare, empty_figure, spoken, svg
-
-STRIPS = {
-    "utilization_percentage": "utilisation, %",
-    "power_usage_watts": "power, W",
-    "temperature_celsius": "temperature, °C",
-    "throttled": "throttled",
-    "memory_usage_megabytes": "memory, MB",
-}
-"""Endings of the names under `system/` that the strips show, and their labels."""
-
-Entries = Sequence[Entry]
+from raystride.pipelines.report.figures import STRIPS, Figures, Points
 
 
-def losses(entries: Entries) -> str:
+def losses(figures: Figures) -> str:
     """Training and validation loss."""
-    lines = {"training": series(entries, "train_loss"), "validation": series(entries, "val_loss")}
+    lines = {"training": figures.points("train_loss"), "validation": figures.points("val_loss")}
     return _lines(lines, "loss", marks=("validation",))
 
 
-def speed(entries: Entries) -> str:
+def speed(figures: Figures) -> str:
     """Tokens a second."""
-    return _lines({"tokens/s": series(entries, "tokens_per_second")}, "tokens/s", from_zero=True)
+    return _lines({"tokens/s": figures.points("tokens_per_second")}, "tokens/s", from_zero=True)
 
 
-def mfu(entries: Entries) -> str:
+def mfu(figures: Figures) -> str:
     """Model FLOP utilisation, where the device's peak is known."""
-    return _lines({"MFU": series(entries, "mfu")}, "model FLOP utilisation", from_zero=True)
+    return _lines({"MFU": figures.points("mfu")}, "model FLOP utilisation", from_zero=True)
 
 
 def step_parts(shares: dict[str, float]) -> str:
@@ -57,9 +45,9 @@ def step_parts(shares: dict[str, float]) -> str:
     return svg(figure)
 
 
-def parts_over_time(entries: Entries) -> str:
-    """The same over the steps, as stacked areas."""
-    lines = {name: dict(series(entries, f"phase_{name}_share")) for name in PARTS}
+def parts_over_time(figures: Figures) -> str:
+    """What share of the host's time each part of a step took, over the steps, as stacked areas."""
+    lines = {name: dict(figures.points(f"phase_{name}_share")) for name in PARTS}
     steps = sorted(set.intersection(*(set(line) for line in lines.values())))
     if len(steps) < 2:
         return ""
@@ -73,15 +61,16 @@ def parts_over_time(entries: Entries) -> str:
     return svg(figure)
 
 
-def rank_heat(entries: Entries) -> str:
+def rank_heat(figures: Figures) -> str:
     """Each worker's own seconds a step, without waiting for others: rank by step."""
-    cells = {(int(e["values"]["rank"]), int(e["step"])): e["values"] for e in entries if e["kind"] == "rank" and e["step"]}
-    ranks, steps = sorted({rank for rank, _ in cells}), sorted({step for _, step in cells})
-    if len(ranks) < 2 or not steps:
+    columns = figures.workers.items()
+    ranks = sorted({rank for _, own in columns for rank in own})
+    if len(ranks) < 2:
         return ""
+    steps = [int(step) for step, _ in columns]
     figure = empty_figure(1.0 + 0.35 * min(len(ranks), 24))
     axes = figure.subplots()
-    grid = [[_own_seconds(cells.get((rank, step))) for step in steps] for rank in ranks]
+    grid = [[own.get(rank, math.nan) for _, own in columns] for rank in ranks]
     picture = axes.imshow(grid, aspect="auto", interpolation="nearest", cmap="viridis")
     figure.colorbar(picture, ax=axes, label="s a step")
     shown = range(0, len(steps), max(1, len(steps) // 8))
@@ -92,27 +81,16 @@ def rank_heat(entries: Entries) -> str:
     return svg(figure)
 
 
-def _own_seconds(values: WorkerTime | None) -> float:
-    return float(values["own_s"]) / max(1, int(values["steps"])) if values else math.nan
-
-
-def strips(entries: Entries) -> str:
+def strips(figures: Figures) -> str:
     """What the devices did: a strip each for utilisation, power, temperature, throttling and memory, a line a device."""
-    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    begin = min((float(entry["time"]) for entry in entries), default=0.0)
-    for entry in (entry for entry in entries if entry["kind"] == "system"):
-        for name, value in entry["values"].items():
-            ending = next((each for each in STRIPS if name.endswith(each)), None)
-            if ending and isinstance(value, int | float):
-                device = name.removeprefix("system/").removesuffix(ending).rstrip("_")
-                found.setdefault(ending, {}).setdefault(device, []).append((entry["time"] - begin, float(value)))
+    found = figures.devices
     if not found:
         return ""
     figure = empty_figure(1.1 * len(found) + 0.4)
     rows = figure.subplots(len(found), 1, sharex=True, squeeze=False)[:, 0]
     for axes, ending in zip(rows, [each for each in STRIPS if each in found], strict=True):
         for device, points in sorted(found[ending].items()):
-            axes.plot(*zip(*points, strict=True), linewidth=1, label=device)
+            axes.plot(*zip(*points.items(), strict=True), linewidth=1, label=device)
         axes.set_ylabel(STRIPS[ending], rotation=0, ha="right", fontsize=8)
         axes.set_ylim(bottom=0)
     rows[0].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)

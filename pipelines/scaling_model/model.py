@@ -107,9 +107,7 @@ class ScalingModel:
     def fit(
         cls, observations: Sequence[Observation], cluster: ClusterDescription | None = None, *, steps: int = STEPS
     ) -> "ScalingModel":
-        """The model of these trials, in a second or two; the same trials give the same one. Raises TrialError
-        without any.
-        """
+        """The model of some trials, in a second or two; the same trials give the same one. Raises TrialError without any."""
         if not observations:
             raise TrialError("the scaling model got no trials: at least one must have ended")
         return cls(tuple(observations), cluster, draw_unknowns(observations, cluster, steps=steps))
@@ -119,8 +117,8 @@ class ScalingModel:
         return identify(self.observations, self.draws, self.cluster)
 
     def step_seconds(self, work: Work) -> Interval:
-        """Seconds a step that a trial of `work` should measure, with its noise. Raises KeyError where none
-        computed alike.
+        """Seconds a step that a trial of `work` should measure, noise included. Raises KeyError for a group
+        without trials.
         """
         return Interval.of(self._noisy(self._parts(work)))
 

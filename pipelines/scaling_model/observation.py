@@ -103,7 +103,7 @@ class Work:
 
     @property
     def neighbours(self) -> int:
-        """Workers on a node."""
+        """How many of the workers are on one node."""
         return min(self.workers, self.workers_per_node)
 
     @property
@@ -123,7 +123,7 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Tokens of a step, of all workers together."""
         return self.slots * self.tokens_per_slot
 
     @property

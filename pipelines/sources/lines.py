@@ -44,6 +44,7 @@ class LineReader:
         """The next line's first byte."""
         if offset == 0:
             return offset
+        # From the byte before, which may be the newline that ends a line just here.
         with open_range(file, offset - 1) as stream:
             at = offset - 1
             while data := stream.read(1 << 16):
@@ -60,6 +61,7 @@ class LineReader:
                 where = f"line {number}" if piece.start == 0 else f"the line at byte {at}"
                 place = f"{piece.file.uri}, {where}"
                 try:
+                    # The mark that some editors put at a file's beginning is no text.
                     text = line.decode("utf-8-sig").strip()
                 except UnicodeDecodeError as error:
                     yield Fault(place, f"is not UTF-8: byte 0x{error.object[error.start]:02x}")
@@ -100,9 +102,7 @@ class JsonReader(LineReader):
         return offset if offset == 0 or _is_array(file) else super().seam(file, offset)
 
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
-        """The documents of the lines, or elements, in the slice. Raises Faulty where the file breaks, or the
-        array is none.
-        """
+        """The documents of the lines, or elements, in the slice. Raises Faulty where the file breaks or is no array."""
         return self._read_array(piece) if _is_array(piece.file) else super().read(piece)
 
     def _document(self, line: str, place: str, file: File) -> Iterator[Piece | Fault]:
@@ -117,7 +117,7 @@ class JsonReader(LineReader):
 
     def _object(self, row: Any, place: str, file: File) -> Iterator[Piece | Fault]:
         if isinstance(row, dict):
-            yield from named(row, place, self.columns, file.folder)
+            yield from named(row, place, self.columns, file.reach)
         else:
             yield Fault(place, f"is no JSON object but a {type(row).__name__}")
 

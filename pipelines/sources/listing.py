@@ -11,6 +11,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from raystride.pipelines.credentials import stripped
 from raystride.pipelines.files import absolute, filesystem
 from raystride.pipelines.retries import retried
 from raystride.pipelines.sources.faults import DataError
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 def list_files(place: str, encoding: str = "utf-8") -> list[File]:
     """The files at a path, glob, folder or URI, whose text is in that encoding. Raises DataError where there are none."""
+    # By one name: latin1 and latin-1 are the same data, prepared once.
     name = codecs.lookup(encoding).name
     return [replace(file, encoding=name) for file in _list(place)]
 
@@ -90,4 +92,7 @@ def _regex(glob: str) -> str:
 
 
 def _file(info: "FileInfo", uri: str, base: str) -> File:
-    return File(address_of(info.path, uri), os.path.relpath(info.path, base), info.size or 0, info.mtime_ns or 0)
+    name = os.path.relpath(info.path, base)
+    if "://" in info.path:  # a web address: with another key in it, it is the same file
+        name = stripped(info.path).rpartition("/")[2]
+    return File(address_of(info.path, uri), name, info.size or 0, info.mtime_ns or 0)

@@ -16,6 +16,7 @@ from raystride.pipelines.files import filesystem
 from raystride.pipelines.retries import retried
 from raystride.pipelines.sources.faults import Fault, Faulty, faults_of
 from raystride.pipelines.sources.fields import Columns, document, find_columns, inner
+from raystride.pipelines.sources.image_files import Reach
 from raystride.pipelines.sources.pieces import File, Piece, Slice
 from raystride.pipelines.sources.streams import ByteRange, length, lines, open_range
 
@@ -58,17 +59,17 @@ class CsvReader:
                     if piece.stop is not None and at >= piece.stop:
                         return
                     if at >= piece.start and row:
-                        yield from self._document(row, chosen, f"{file.uri}, line {rows.line_num}", file.folder)
+                        yield from self._document(row, chosen, f"{file.uri}, line {rows.line_num}", file.reach)
                     at = text.at
             except csv.Error as error:
                 raise Faulty(Fault(f"{file.uri}, line {rows.line_num}", f"is no CSV: {error}")) from error
 
-    def _document(self, row: list[str], chosen: list[int], place: str, folder: str) -> Iterator[Piece | Fault]:
+    def _document(self, row: list[str], chosen: list[int], place: str, reach: Reach) -> Iterator[Piece | Fault]:
         for index, column in zip(chosen, self.columns, strict=True):
             if index >= len(row):
                 yield Fault(place, f"has {len(row)} fields, too few for column {column.name!r}")
                 return
-        yield from document([row[index] for index in chosen], place, self.columns, folder)
+        yield from document([row[index] for index in chosen], place, self.columns, reach)
 
 
 class _DecodedLines:
@@ -89,7 +90,7 @@ class _DecodedLines:
 
 @dataclass(frozen=True)
 class ParquetReader:
-    """Parquet. Units are rows."""
+    """Rows of Parquet files, read by row groups. Units are rows."""
 
     columns: Columns
 
@@ -127,7 +128,7 @@ class ParquetReader:
                 if after > piece.start and row < stop:
                     for at, values in _values(table, number, self.columns, row, file.uri):
                         if piece.start <= at < stop:
-                            yield from document(values, f"{file.uri}, row {at + 1}", self.columns, file.folder)
+                            yield from document(values, f"{file.uri}, row {at + 1}", self.columns, file.reach)
                 row = after
 
 

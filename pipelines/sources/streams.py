@@ -52,6 +52,7 @@ def open_range(file: File, start: int = 0, stop: int | None = None) -> Iterator[
         with faults_of(file.uri):
             source = stream if file.encoding == "utf-8" else _Recoded(stream, file)
             if file.streamed:
+                # What is decompressed or recoded cannot be entered in the middle.
                 _skip(source, start)
             else:
                 stream.seek(start)

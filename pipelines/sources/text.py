@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from raystride.pipelines.credentials import masked
 from raystride.pipelines.sources.faults import Fault, Faulty, not_utf8
 from raystride.pipelines.sources.fields import Columns, document
 from raystride.pipelines.sources.pieces import HEAD, PIECE, File, Piece, Slice
@@ -58,9 +59,7 @@ class TextReader:
         return offset + next((i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
 
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
-        """The text in pieces of about PIECE bytes. Raises Faulty where it breaks, or is not UTF-8 and `skip`
-        did not look.
-        """
+        """The text in pieces of about PIECE bytes. Raises Faulty where it breaks, or is not UTF-8 though `skip` is off."""
         file = piece.file
         ends = self.whole or piece.stop is None or (not file.streamed and piece.stop == file.size)
         if self.skip and (fault := self._check(piece)):
@@ -70,7 +69,7 @@ class TextReader:
                 yield Piece(("",), begins=False, head=self._head(file))
             return
         head = None if ends and not piece.start else self._head(file)  # a range may be shorter than a head
-        place, at = file.uri, piece.start
+        place, shown, at = file.uri, masked(file.uri), piece.start
         with open_range(file, piece.start, piece.stop) as stream:
             blocks = iter([b"".join(_blocks(stream))]) if self.whole else _blocks(stream)
             for data, last in _with_last(block for block in blocks if block):
@@ -79,7 +78,7 @@ class TextReader:
                 except UnicodeDecodeError as error:
                     raise Faulty(not_utf8(place, error, at)) from error
                 head = text[:HEAD] if head is None else head
-                yield Piece((text,), at == 0, last and ends, head, place)
+                yield Piece((text,), at == 0, last and ends, head, shown)
                 at += len(data)
         if at == 0:
             yield Fault(place, "is empty")
@@ -176,4 +175,4 @@ class FolderReader:
                     yield item
                     return
                 values["text"] = item.document[0]
-        yield from document([values[column.kind] for column in self.columns], file.uri, self.columns)
+        yield from document([values[column.kind] for column in self.columns], file.uri, self.columns, file.reach)

@@ -76,6 +76,7 @@ class Partitions:
 
     def gradients(self) -> list[torch.Tensor]:
         """This worker's partitions of the gradients, flat vectors: those that are summed and not yet used."""
+        # Each of DeepSpeed's optimisers has another place for them: stage 1 in bfloat16, offloaded ones, all others.
         if hasattr(self._zero, "fp32_groups_gradient_flat_partition"):
             return list(self._zero.fp32_groups_gradient_flat_partition)
         if getattr(self._zero, "cpu_offload", False) or getattr(self._zero, "offload_optimizer", False):
@@ -128,7 +129,7 @@ class Partitions:
             parameter.copy_(whole)
 
     def _rows(self, parameter: nn.Parameter, place: Partition, flat: torch.Tensor) -> DTensor:
-        """This worker's rows of what the workers' partitions hold of a parameter."""
+        """This worker's rows, as a DTensor, of a parameter that the workers' partitions hold piece by piece."""
         whole = torch.zeros(whole_shape(parameter), dtype=flat.dtype, device=self._device)
         whole.view(-1)[place.first :][: place.count].copy_(_part(flat, place))
         if self._world > 1:

@@ -27,7 +27,7 @@ LEAST_TRIALS = 4
 
 @dataclass(frozen=True)
 class Answer:
-    """What a sweep found."""
+    """What a sweep found: the best settings, what else is as good, and what the scaling model makes of the trials."""
 
     base: SweepConfig
     results: Sequence[Result]

@@ -68,6 +68,7 @@ def _together(rounds: Sequence[Result]) -> Result:
         step_seconds=tuple(seconds for result in measured for seconds in result.step_seconds),
         shares={name: fmean(result.shares[name] for result in measured) for name in first.shares},
         figures=first.figures | ({"joules_per_token": fmean(energies)} if energies else {}),
+        # The mean of those rounds alone that came to the loss would flatter.
         seconds_to_loss=fmean(arrived) if len(arrived) == len(times) else None,
         cause=next((result.cause for result in rounds if not result.measured), ""),
     )
@@ -80,6 +81,7 @@ def best_of(results: Iterable[Result], sweep: Sweep, price_per_hour: float) -> t
     of the other trials. (None, []) where no trial has a score.
     """
     scored = [(score(result, sweep, price_per_hour), result) for result in results if result.status == "measured"]
+    # The number decides between equal scores, since results cannot be compared.
     finite = sorted(((value, index, result) for index, (value, result) in enumerate(scored) if math.isfinite(value)))
     if not finite:
         return None, []

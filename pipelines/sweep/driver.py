@@ -7,16 +7,18 @@ same command again measures only what is missing.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 
 from raystride.pipelines.cluster.cluster import cluster, joined
+from raystride.pipelines.cluster.internals import tell_of_job
 from raystride.pipelines.cluster.resources import Resources
-from raystride.pipelines.config import SettingError
+from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import Parsed, to_yaml
 from raystride.pipelines.config.sweep import SweepConfig
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.exit_codes import DONE, FAILED, guarded
+from raystride.pipelines.launch.job_page import metadata_of
 from raystride.pipelines.launch.owner import Ownership, new_attempt
 from raystride.pipelines.launch.place import locate
 from raystride.pipelines.launch.screen import Screen
@@ -45,7 +47,7 @@ def located(parsed: Parsed[SweepConfig]) -> tuple[SweepConfig, Folder]:
     config, storage = locate(Parsed(parsed.settings.training(), parsed.preset))
     if config.launch.mode != "ray":
         raise config.launch.error("mode", "must be `ray` for a sweep, whose trials Ray Tune runs")
-    return replace(parsed.settings, run=config.run, storage=config.storage), storage
+    return replace(parsed.settings, **{item.name: getattr(config, item.name) for item in fields(Config)}), storage
 
 
 def run_trials(base: SweepConfig, storage: Folder, screen: Screen) -> Answer:
@@ -89,7 +91,9 @@ def _measure_missing(
     left = len(missing) if candidates else base.sweep.trials - len(known)
     if left <= 0:
         return
-    with cluster(base.launch):
+    told = metadata_of(str(base.run), storage.uri, base.record.mlflow)
+    with cluster(base.launch, told):
+        tell_of_job(told)
         _prepare_all(base, storage, missing, screen)
         plan = SweepPlan(base, storage, price_of(base, described), Resources.of_cluster(), Carried.here())
         with Board(base.sweep.space, left, quiet=not screen.seen) as board:
@@ -146,6 +150,7 @@ def _forget_failures(folder: Folder) -> None:
 def _known(base: SweepConfig, folder: Folder, candidates: Sequence[Candidate]) -> dict[str, Result]:
     """The folder's results of these candidates, or for Optuna of this space and configuration: both may have changed."""
     if candidates:
+        # A key stands for all that figures depend on: a result of another configuration has another one.
         wanted = {candidate.key for candidate in candidates}
         return {key: result for key, result in results(folder).items() if key in wanted}
     return {

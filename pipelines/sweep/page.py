@@ -32,7 +32,7 @@ def write_report(folder: Folder, answer: Answer) -> None:
 
 
 def sweep_page(answer: Answer) -> str:
-    """The page as HTML."""
+    """The page as one HTML document."""
     families = views.families(answer)
     sections = [
         ("Speed-up and efficiency", _scaling(answer, families)),
@@ -193,7 +193,7 @@ def _speed(result: Result) -> str:
 
 
 def _peak_memory(result: Result) -> str:
-    """In MiB."""
+    """The most memory that a worker held, in MiB, as text."""
     return f"{result.figures['peak_memory_bytes'] / MIB:,.0f}" if result.figures.get("peak_memory_bytes") else ""
 
 

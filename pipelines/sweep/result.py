@@ -60,7 +60,7 @@ class MeasuredWindow:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A trial, ended."""
+    """A trial that has ended: its figures, or why it has none."""
 
     key: str
     run: str
@@ -107,7 +107,7 @@ class Result:
 
     @property
     def measured(self) -> bool:
-        """Whether it has figures."""
+        """Whether the trial has figures."""
         return self.status in MEASURED and bool(self.speeds)
 
 

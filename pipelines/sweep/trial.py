@@ -27,6 +27,8 @@ from raystride.pipelines.launch.screen import Screen
 from raystride.pipelines.launch.session import Watcher
 from raystride.pipelines.plugins import Carried
 from raystride.pipelines.record import read_entries
+from raystride.pipelines.record.entry import Entry
+from raystride.pipelines.record.journal import JournalTail
 from raystride.pipelines.record.state import TrainingState
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sweep.result import (
@@ -59,6 +61,7 @@ class Measuring(Watcher):
     def __init__(self, candidate: Candidate, folder: Folder, tell: Callable[[MeasuredWindow], bool]) -> None:
         self._sweep, self._folder, self._tell = candidate.base.sweep, folder, tell
         self._deadline = time.monotonic() + self._sweep.timeout_s
+        self._journal, self._entries = JournalTail(folder), list[Entry]()
         self._told = self._step = 0
         self.unwanted = False
         """Whether `tell` ended the trial."""
@@ -67,6 +70,7 @@ class Measuring(Watcher):
     def on_state(self, state: TrainingState, request_stop: Callable[[], None]) -> None:
         """Reads what is new in the journal. Raises TookTooLong where the trial does not end in its time."""
         late = time.monotonic() - self._deadline
+        # Where there are windows to keep, the trial is asked to end, and has a while for it.
         if late > (LEAVE_S if self._told else 0):
             raise TookTooLong(f"it took longer than sweep.timeout_s, {self._sweep.timeout_s:g} s")
         step = state.get("step") or 0
@@ -76,9 +80,10 @@ class Measuring(Watcher):
             return
         self._step = step
         try:
-            windows = windows_of(read_entries(self._folder))
+            self._entries += self._journal.new()
         except OSError:  # a storage that is away for a moment: the next look reads more
             return
+        windows = windows_of(self._entries)
         self.unwanted = not all(self._tell(window) for window in windows[self._told :])
         self._told = len(windows)
         if self.unwanted or enough(windows, self._sweep):
@@ -129,6 +134,7 @@ def run_trial(
         except (CannotRun, SettingError, DataError) as error:
             refused = str(error)
         finally:
+            # Also of a trial that failed: what it printed may say why.
             folder.upload(path, path.name)
     seconds = time.monotonic() - began
     if refused:

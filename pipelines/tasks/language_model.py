@@ -39,7 +39,7 @@ class LanguageModel(Task):
         return np.append(encoder.encode(document[0]), np.uint32(encoder.end_id)), None
 
     def collate(self, rows: Rows, masks: Rows | None) -> "tuple[Inputs, torch.Tensor]":
-        """Of windows (B, T + 1): inputs are all but the last token, targets all but the first, both (B, T)."""
+        """Inputs (B, T), all but the last token of windows (B, T + 1), and targets (B, T), all but the first; both int64."""
         import torch
 
         windows = torch.from_numpy(np.asarray(rows))

@@ -54,7 +54,7 @@ class Encoder(Protocol):
 
     @property
     def chat(self) -> ChatTemplate | None:
-        """Its chat template, where it has one."""
+        """The chat template of the tokenizer, where it has one."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
@@ -123,7 +123,7 @@ class Task:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """What it reads of a row; a source without columns gives the first one alone."""
+        """The columns that the task reads of a row; a source without columns gives the first one alone."""
         return (Column("data.column", self.config.data.column),)
 
     @property
@@ -132,7 +132,7 @@ class Task:
         return tuple(column for column in self.columns if not column.answer)
 
     def shaped_by(self) -> dict[str, Any]:
-        """What else than its columns and tokenizers shapes its examples, as JSON; known without facts."""
+        """What shapes the task's examples besides its columns and tokenizers, as JSON; known without facts."""
         return {}
 
     @property

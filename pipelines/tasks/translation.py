@@ -87,7 +87,9 @@ class Translation(Task):
         return np.stack((firsts, lengths - firsts), 1)
 
     def collate(self, rows: Rows, masks: Rows | None) -> "tuple[Inputs, torch.Tensor]":
-        """Sources and their lengths, the targets moved one to the right behind a start token, and the targets."""
+        """Sources (B, S), their lengths (B), and targets (B, T) behind a start token; then targets (B, T)
+        with an end token.
+        """
         import torch
 
         end = np.array([self.target_end_id])

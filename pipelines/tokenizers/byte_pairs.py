@@ -34,6 +34,7 @@ class BytePairEncoder:
 
     def encode(self, text: str) -> np.ndarray:
         """Ids (uint32) of a text; special tokens in it are ordinary text."""
+        # Lone surrogates, which no UTF-8 holds, become "?" as in every encoder.
         text = text if text.isascii() else text.encode("utf-8", "replace").decode()
         pieces = [self._encoding.encode_to_numpy(piece, disallowed_special=()) for piece in bounded(text)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)

@@ -41,6 +41,7 @@ class Chat:
         """`content` is that of the chat file. Raises ValueError where the template is none."""
         self._template, self._tokens = _compile(content["template"]), content["tokens"]
         self._specials, self._encoder = specials, encoder
+        # The longest first: one special token may be the beginning of another.
         names = sorted(specials, key=len, reverse=True)
         self._cut = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
 

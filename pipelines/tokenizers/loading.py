@@ -71,6 +71,7 @@ def save_tokenizer(folder: Folder, kind: dict[str, Any], content: str = "") -> N
     """Writes the folder; `content` is the text of `tokenizer.json` for the kinds that have one."""
     if content:
         folder.put(READY_FILE, content)
+    # Last: where this file is, the others are complete.
     folder.put_json(KIND_FILE, {"format": FORMAT, **kind})
 
 

@@ -34,6 +34,7 @@ class ReadyEncoder:
     def encode(self, text: str) -> np.ndarray:
         """Ids (uint32) of a text; special tokens in it are ordinary text."""
         pieces = bounded(text.encode("utf-8", "replace").decode())
+        # Without offsets, which nobody reads: on one core 3.6 MB/s instead of 2.1.
         ids = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(pieces, add_special_tokens=False)]
         return np.concatenate([np.asarray(piece, np.uint32) for piece in ids])
 

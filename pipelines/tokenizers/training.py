@@ -114,6 +114,7 @@ def _train_bpe(settings: Tokenizer, texts: Iterable[str]) -> str:
         special_tokens=[END],
         show_progress=False,
     )
+    # A megabyte without a break would cost the merges more than linear time.
     pieces = (piece for text in texts for piece in bounded(text))
     tokenizer.train_from_iterator(pieces, trainer)
     return str(tokenizer.to_str())

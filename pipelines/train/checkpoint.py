@@ -124,7 +124,7 @@ class Checkpoints:
         self._staging = Staging()
 
     def claim(self) -> None:
-        """From here on none but this group commits; all ranks call it. One that was given up learns of it, and ends."""
+        """Lets no other group commit from here on; all ranks call it. One that was given up learns of it, and ends."""
         # Ray's restarts of a group keep the attempt's name; what is drawn here tells their claims and their files apart.
         drawn = torch.tensor([secrets.randbits(32)])
         if self.group:

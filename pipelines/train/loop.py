@@ -195,7 +195,7 @@ class Training:
         return float(self.stopping()), float(late)
 
     def _reason_to_end(self, step: Step, result: StepResult) -> Ending | None:
-        """The same answer on every rank: the stop requests summed in the step before, or too many bad validations."""
+        """Why to end, the same on every rank: stop requests summed in the step before, or too many bad validations."""
         agreed = self._agreement.previous(result.measured)
         self._guard.handle(step.number - 1, agreed[VERDICT])
         reason = None

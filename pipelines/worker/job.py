@@ -43,7 +43,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerInfo:
-    """Which worker of how many, and where."""
+    """Which worker of how many this is, and on which node."""
 
     rank: int = 0
     world: int = 1

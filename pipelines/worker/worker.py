@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import timedelta
 from functools import partial
 
 import torch
@@ -52,6 +51,7 @@ from raystride.pipelines.train.pretrained import start_from
 from raystride.pipelines.train.state import TrainState
 from raystride.pipelines.train.step import build_rules
 from raystride.pipelines.train.validation import validate
+from raystride.pipelines.worker.group import join_group, leave_group
 from raystride.pipelines.worker.job import Job, WorkerInfo
 from raystride.triton_kernels.dispatch import use_kernels
 
@@ -72,7 +72,9 @@ def run_worker(
     observers = build_observers(job, worker, sender, job.milestones | (milestones or {}) | {"torch": time.time()})
     log = partial(_log, sender, worker)
     owns_group = not dist.is_initialized()
+    phase = partial(_phase, sender, worker)
     try:
+        phase("building the model and its data")
         training = build_training(job, worker, observers, stopping, log)
         log(f"training on {worker.world} worker(s) from step {training.state.step}")
         for metric, signature in training.loader.samples.task.signatures.items():
@@ -81,6 +83,7 @@ def run_worker(
         for observer in observers:
             observer.on_start(facts)
         resumed_from = training.state.step or None
+        phase("the first step")
         ending, metrics = training.run()
         summary = _summary(job, training, ending, metrics) | {"resumed_from": resumed_from}
         summary |= {"parameters": facts.parameters, "flops_per_token": facts.flops_per_token}
@@ -89,7 +92,7 @@ def run_worker(
         for observer in observers:
             observer.on_end(summary)
         if owns_group and dist.is_initialized():
-            _leave_group()
+            leave_group(worker.rank)
         return summary
     except BaseException as error:
         for observer in observers:
@@ -134,7 +137,7 @@ def build_training(
     model = task.build_model()
     checkpoints = _checkpoints(job, worker, manifest, log)
     found = checkpoints.newest()
-    if config.model.init_from and not found:
+    if config.model.init_from and not found:  # a run that is resumed needs that folder no more
         start_from(model, Folder(config.model.init_from), job.prepared / "tokenizer", log)
     precision.convert(model, sharded=strategy.equal_micro_batches)
     make_optimizer = partial(build_optimizer, config.optimizer, stochastic=config.train.stochastic_rounding)
@@ -193,24 +196,12 @@ def _use_device(job: Job, worker: WorkerInfo) -> torch.device:
         torch.set_num_threads(job.threads)
     if not dist.is_initialized() and (worker.world > 1 or job.config.scaling.strategy in SHARDED):
         backend = "cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo"
-        store = dist.HashStore() if worker.world == 1 else None  # type: ignore[attr-defined]
-        limit = timedelta(minutes=30)
-        dist.init_process_group(backend, rank=worker.rank, world_size=worker.world, timeout=limit, store=store)
+        join_group(backend, worker.rank, worker.world)
     return device
 
 
-def _leave_group() -> None:
-    """Ends the process group's threads while the interpreter still runs.
-
-    A gloo thread releases the tensors of its last collective when it gets to it, for which it needs Python's lock. Where
-    Python is ending by then, the thread is unwound through C++ that forbids it, and the process aborts ("terminate called
-    without an active exception"): 9 of 360 processes without this, none of 1,000 with it. Only after a success: after a
-    failure the group may wait for a lost peer, for as long as its timeout.
-    """
-    dist.destroy_process_group()
-
-
 def _checkpoints(job: Job, worker: WorkerInfo, manifest: Manifest, log: Callable[[str], None]) -> Checkpoints:
+    # Not the training's own group, on which a save beside the training hung, or ended the process.
     group = dist.new_group(backend="gloo") if worker.world > 1 else None
     extra: dict[str, bytes] = {}
     if worker.rank == 0:  # what it takes to use the model: its tokenizers, and what the task knows of the data
@@ -307,3 +298,9 @@ def _log(sender: Sender, worker: WorkerInfo, text: str) -> None:
         sender.warn(text.removeprefix(WARNING))
     else:
         sender.put(new_entry("event", {"name": "note", "text": text}))
+
+
+def _phase(sender: Sender, worker: WorkerInfo, text: str) -> None:
+    """Says what a start is at, which the progress line shows until the first figures come."""
+    if not worker.rank:
+        sender.put(new_entry("event", {"name": "phase", "text": text}))

@@ -39,12 +39,13 @@ from pathlib import Path
 from raystride.pipelines.observers import gpu_monitor
 from raystride.pipelines.observers.observer import RunFacts
 from raystride.pipelines.record.sender import Sender
+from tests.receipts import taken
 
 gpu_monitor.LAST_READING_S = 0.3
 entries = []
-def post(name, posted):
+def post(name, posted, recorder):
     entries.extend(posted)
-    return posted[-1]["sequence"]
+    return taken(posted)
 sender = Sender(post, "node", interval_s=0.02)
 monitor = gpu_monitor.GpuMonitor(sender, 0.05)
 began = time.perf_counter()

@@ -8,16 +8,17 @@ import pytest
 from raystride.pipelines.observers.host_monitor import HostMonitor
 from raystride.pipelines.observers.observer import RunFacts
 from raystride.pipelines.record import Sender
-from raystride.pipelines.record.sender import Entry
+from raystride.pipelines.record.sender import Entry, Receipt
+from tests.receipts import taken
 
 
 @pytest.mark.parametrize(("nodes", "prefix"), [(1, "system/"), (2, "system/left/")])
 def test_the_host_monitor_sends_mlflows_names_with_times(nodes: int, prefix: str) -> None:
     posted: list[Entry] = []
 
-    def post(name: str, entries: list[Entry]) -> int:
+    def post(name: str, entries: list[Entry], recorder: str) -> Receipt:
         posted.extend(entries)
-        return int(entries[-1]["sequence"])
+        return taken(entries)
 
     sender = Sender(post, "node", interval_s=0.05)
     monitor = HostMonitor(sender, every_s=0.05)
@@ -61,6 +62,6 @@ def test_mlflows_own_names_are_used() -> None:
 
 
 def test_only_the_first_worker_of_a_node_watches_it() -> None:
-    monitor = HostMonitor(Sender(lambda name, entries: 0, "node"), every_s=0.01)
+    monitor = HostMonitor(Sender(lambda *posted: taken([]), "node"), every_s=0.01)
     monitor.on_start(RunFacts(run="r", attempt="a1", rank=3, local_rank=1))
     assert monitor._thread is None

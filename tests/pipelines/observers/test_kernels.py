@@ -11,11 +11,12 @@ from raystride.pipelines.config import Train, Validation
 from raystride.pipelines.observers.kernels import Kernels
 from raystride.pipelines.observers.observer import RunFacts
 from raystride.pipelines.record import Sender
-from raystride.pipelines.record.sender import Entry
+from raystride.pipelines.record.sender import Entry, Receipt
 from raystride.triton_kernels.attention import attention
 from raystride.triton_kernels.dispatch import use_kernels
 from raystride.triton_kernels.gelu import gelu
 from tests.processes import make_job, run_workers
+from tests.receipts import taken
 from tests.tiny import tiny, write_text
 
 
@@ -29,9 +30,9 @@ def choose_again_afterwards() -> Iterator[None]:
 def test_rank_zero_tags_the_run_once_and_logs_refusals() -> None:
     posted: list[Entry] = []
 
-    def post(name: str, entries: list[Entry]) -> int:
+    def post(name: str, entries: list[Entry], recorder: str) -> Receipt:
         posted.extend(entries)
-        return int(entries[-1]["sequence"])
+        return taken(entries)
 
     use_kernels("triton")
     gelu(torch.randn(4))

@@ -2,9 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 
 from raystride.pipelines.config import Config, Train, Validation
@@ -15,12 +13,12 @@ from raystride.pipelines.phases import phase
 from raystride.pipelines.profiling import stalls
 from raystride.pipelines.profiling.stalls import StallWatch
 from raystride.pipelines.record import Recorder, Sender, read_entries
-from raystride.pipelines.record.sender import Entry
-from raystride.pipelines.record.state import Ranks
+from raystride.pipelines.record.sender import Entry, Receipt
 from raystride.pipelines.report import closing_screen
 from raystride.pipelines.worker.job import Job, WorkerInfo
 from tests.distributed import run_distributed
 from tests.processes import make_job
+from tests.receipts import taken
 from tests.tiny import tiny, write_text
 
 SLOWED_S = 0.15
@@ -32,9 +30,9 @@ def train_slowed(rank: int, world: int, job: Job, slow: int, seconds: float) -> 
 
     posted: list[Entry] = []
 
-    def post(name: str, entries: list[Entry]) -> int:
+    def post(name: str, entries: list[Entry], recorder: str) -> Receipt:
         posted.extend(entries)
-        return int(entries[-1]["sequence"])
+        return taken(entries)
 
     if rank == slow:
         torch.nn.modules.module.register_module_forward_pre_hook(
@@ -71,27 +69,6 @@ def test_the_slow_rank_is_named_with_what_the_group_lost_by_it(tmp_path: Path) -
     assert all(entry["values"]["slowest_rank"] == 1 for entry in intervals)
 
 
-def figures(rank: int, own: float, world: int = 3, node: str = "a") -> dict[str, Any]:
-    """What a worker sends of ten steps that took a second."""
-    return {"rank": rank, "world": world, "node": node, "steps": 10, "seconds": 1.0, "own_s": own, "data_s": 0.0}
-
-
-def test_ranks_are_compared_when_all_have_told() -> None:
-    ranks = Ranks()
-    for rank, own in ((0, 0.5), (2, 0.9)):
-        ranks.see(10, figures(rank, own))
-        assert not ranks.take_news()
-        assert not ranks.figures()
-    ranks.see(10, figures(1, 0.6, node="b"))
-    ((step, found),) = ranks.take_news()
-    assert step == 10
-    assert found["slowest_rank"] == 2
-    assert found["straggler_loss_share"] == pytest.approx(0.35)
-    assert found["waiting_share"] == pytest.approx(1 / 3)
-    ranks.see(10, figures(0, 0.5, world=2))  # the group was started anew, smaller
-    assert not ranks.figures()
-
-
 def test_a_small_loss_is_not_on_the_screen(tmp_path: Path) -> None:
     summary = {"straggler_loss_share": 0.04, "slowest_rank": 1, "slowest_node": "b", "status": "finished"}
     assert "slower than" not in closing_screen(summary, Folder(str(tmp_path)))
@@ -100,9 +77,9 @@ def test_a_small_loss_is_not_on_the_screen(tmp_path: Path) -> None:
 def test_a_step_that_does_not_end_has_its_stacks_written(tmp_path: Path) -> None:
     posted: list[Entry] = []
 
-    def post(name: str, entries: list[Entry]) -> int:
+    def post(name: str, entries: list[Entry], recorder: str) -> Receipt:
         posted.extend(entries)
-        return int(entries[-1]["sequence"])
+        return taken(entries)
 
     sender = Sender(post, "rank0", interval_s=0.05)
     watch = StallWatch(3.0, Folder(str(tmp_path)), sender, least_s=0.1, poll_s=0.02)
@@ -126,6 +103,6 @@ def test_a_step_that_does_not_end_has_its_stacks_written(tmp_path: Path) -> None
 
 
 def test_nobody_looks_where_the_factor_is_zero(tmp_path: Path) -> None:
-    watch = StallWatch(0.0, Folder(str(tmp_path)), Sender(lambda name, entries: 0, "rank0"))
+    watch = StallWatch(0.0, Folder(str(tmp_path)), Sender(lambda *posted: taken([]), "rank0"))
     watch.on_start(RunFacts(run="r", attempt="a1"))
     assert watch._thread is None

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from raystride.pipelines.config import Config, Profile, SettingError, Train, Validation
-from raystride.pipelines.record.sender import Entry
+from raystride.pipelines.record.sender import Entry, Receipt
 from raystride.pipelines.worker.job import WorkerInfo
 from raystride.pipelines.worker.worker import run_worker
 from tests.processes import make_job
+from tests.receipts import taken
 from tests.tiny import tiny, write_text
 
 
@@ -20,9 +21,9 @@ def train(tmp_path: Path, profile: Profile, run: str = "mine", **changes: Any) -
     """Trains six steps here; the folder of the profiles, and what was sent."""
     posted: list[Entry] = []
 
-    def post(name: str, entries: list[Entry]) -> int:
+    def post(name: str, entries: list[Entry], recorder: str) -> Receipt:
         posted.extend(entries)
-        return int(entries[-1]["sequence"])
+        return taken(entries)
 
     config = tiny(
         write_text(tmp_path), train=Train(steps=6, slots=2, slot_size=1), validation=Validation(every=0, samples=2)

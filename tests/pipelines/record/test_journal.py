@@ -12,7 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raystride.pipelines.files import Folder
-from raystride.pipelines.record.journal import Journal, encode, join, plain, read_entries, readable, segments
+from raystride.pipelines.record.journal import (
+    MERGED,
+    Journal,
+    JournalTail,
+    encode,
+    join,
+    plain,
+    read_entries,
+    readable,
+    segments,
+    stream_entries,
+)
 
 
 def entry(sequence: int, kind: str = "metrics", time: float = 1.0, attempt: str = "a1", **values: Any) -> dict[str, Any]:
@@ -69,7 +80,8 @@ def test_attempts_are_joined_in_the_order_in_which_they_began(tmp_path: Path) ->
     folder = Folder(str(tmp_path))
     Journal(folder, "zz").append([entry(1, time=1.0, attempt="zz"), entry(2, time=9.0, attempt="zz")])
     Journal(folder, "aa").append([entry(1, time=5.0, attempt="aa")])
-    assert [(line["attempt"], line["sequence"]) for line in join(folder)] == [("zz", 1), ("zz", 2), ("aa", 1)]
+    assert [(line["attempt"], line["sequence"]) for line in read_entries(folder)] == [("zz", 1), ("zz", 2), ("aa", 1)]
+    join(folder)
     (folder / "journal").remove()
     assert [line["attempt"] for line in read_entries(folder)] == ["zz", "zz", "aa"]  # from metrics.jsonl
 
@@ -80,8 +92,8 @@ def test_a_damaged_line_is_said_and_costs_no_other(tmp_path: Path) -> None:
     path = tmp_path / "journal/a1-000001.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + lines[1][:20] + b"\xff\x00\n" + lines[2])
-    joined = join(folder)
-    assert [line["sequence"] for line in joined] == [1, 0, 3]
+    join(folder)
+    assert [json.loads(line)["sequence"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 0, 3]
     assert "line 2 of a1-000001.jsonl is damaged" in (tmp_path / "log.txt").read_text()
     assert Journal(folder, "a1").append([entry(4)]).number == 2
 
@@ -94,7 +106,8 @@ def test_on_an_object_store_the_journal_is_the_same() -> None:
     folder = Folder("memory://bucket/run")
     Journal(folder, "a1").append([entry(1), entry(2)])
     Journal(folder, "a1").append([entry(3)])
-    assert [line["sequence"] for line in join(folder)] == [1, 2, 3]
+    assert [line["sequence"] for line in read_entries(folder)] == [1, 2, 3]
+    assert join(folder)["sequence"] == 3
 
 
 @pytest.mark.parametrize(
@@ -105,3 +118,54 @@ def test_readable_lines_say_what_happened(kind: str, values: dict[str, Any], sho
     (line,) = readable([entry(7, kind, **values), entry(8, "system", cpu=3.0)])
     assert shown in line
     assert "step 7" in line
+
+
+@pytest.fixture(params=["local", "remote"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
+    """A run's folder, on a disk and in an object store."""
+    return Folder(str(tmp_path)) if request.param == "local" else Folder(f"memory://bucket/{tmp_path.name}")
+
+
+def test_many_segments_become_few_files_and_nothing_is_lost_or_doubled(place: Folder) -> None:
+    journal, count = Journal(place, "a1"), 3 * MERGED + 7
+    for number in range(1, count + 1):
+        journal.append([entry(number)])
+    assert len((place / "journal").names()) == 3 + 7
+    assert [line["sequence"] for line in read_entries(place)] == list(range(1, count + 1))
+    assert Journal(place, "a1").append([entry(count + 1)]).number == count + 1
+    join(place)
+    assert place.read("metrics.jsonl").count(b"\n") == count + 1
+
+
+def test_a_death_amid_a_merge_doubles_nothing(place: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(place, "a1")
+    monkeypatch.setattr(Folder, "remove", lambda *_: None)  # it dies after the merged file, before the others are gone
+    for number in range(1, MERGED + 4):
+        journal.append([entry(number)])
+    monkeypatch.undo()
+    assert len((place / "journal").names()) == MERGED + 4
+    assert [line["sequence"] for line in read_entries(place)] == list(range(1, MERGED + 4))
+    Journal(place, "a1")
+    assert len((place / "journal").names()) == 4
+
+
+def test_a_reader_that_meets_a_merge_reads_on_in_the_merged_file(place: Folder) -> None:
+    journal = Journal(place, "a1")
+    for number in range(1, MERGED):
+        journal.append([entry(number)])
+    reader = stream_entries(place)
+    read = [next(reader)["sequence"] for _ in range(20)]
+    journal.append([entry(MERGED)])
+    assert len((place / "journal").names()) == 1
+    assert read + [line["sequence"] for line in reader] == list(range(1, MERGED + 1))
+
+
+def test_a_tail_reads_each_entry_once(place: Folder) -> None:
+    journal, tail, read = Journal(place, "a1"), JournalTail(place), []
+    for number in range(1, MERGED + 30):
+        journal.append([entry(number)])
+        if not number % 13:
+            read += tail.new()
+    read += tail.new()
+    assert [line["sequence"] for line in read] == list(range(1, MERGED + 30))
+    assert tail.new() == []

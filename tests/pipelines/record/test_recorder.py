@@ -88,7 +88,7 @@ def test_entries_that_cannot_be_read_are_said_and_harm_nobody(record: MakeRecord
     assert "cannot be read" in " ".join(recorder.state()["warnings"])
     recorder.finish("finished")
     assert [(entry["sender"], entry["kind"]) for entry in sent(folder)] == [("rank0", "event"), ("rank1", "metrics")]
-    assert recorder.receive("rank0", []) == 1  # it counts as recorded, so that it is not offered for ever
+    assert recorder.receive("rank0", []).durable == 1  # it counts as recorded, so that it is not offered for ever
 
 
 def test_the_log_of_a_run_grows_and_tells_begin_figures_warnings_and_end(record: MakeRecorder, folder: Folder) -> None:
@@ -189,7 +189,7 @@ def test_a_killed_recorder_is_replaced_without_loss_or_duplicate(
     arguments: tuple[Any, ...] = (folder, name, "a1", Record(), storage, {}, {}, 60)
     first, second = process(), process()
     proxies = [first.Recorder(*arguments)]  # type: ignore[attr-defined]
-    sender = Sender(lambda name, entries: proxies[-1].receive(name, entries), "rank0", interval_s=0.05)
+    sender = Sender(lambda *posted: proxies[-1].receive(*posted), "rank0", interval_s=0.05)
     steps(sender, 30)
     deadline = time.monotonic() + 20
     while not folder.exists("mlflow.json") or not folder.read_json("mlflow.json")["logged"]:

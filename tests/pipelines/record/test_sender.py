@@ -13,7 +13,8 @@ from raystride.pipelines.config.run import Record
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record import Recorder, Sender, read_entries
 from raystride.pipelines.record.entry import new_entry
-from raystride.pipelines.record.sender import Entry
+from raystride.pipelines.record.sender import Entry, Receipt
+from tests.receipts import taken
 
 
 class Unreliable:
@@ -22,13 +23,13 @@ class Unreliable:
     def __init__(self, recorder: Recorder, seed: int, share: float) -> None:
         self._recorder, self._random, self._share = recorder, random.Random(seed), share
 
-    def __call__(self, name: str, entries: list[Entry]) -> int:
+    def __call__(self, name: str, entries: list[Entry], recorder: str) -> Receipt:
         if self._random.random() < self._share:
             raise ConnectionError("lost before delivery")
-        acknowledged = self._recorder.receive(name, entries)
+        receipt = self._recorder.receive(name, entries, recorder)
         if self._random.random() < self._share:
             raise TimeoutError("the receipt was lost")
-        return acknowledged // 2 if self._random.random() < self._share else acknowledged
+        return receipt._replace(durable=receipt.durable // 2) if self._random.random() < self._share else receipt
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -58,9 +59,9 @@ def test_every_entry_is_in_the_journal_once_and_in_order(
 def test_put_does_not_wait_for_a_post_that_hangs() -> None:
     release = threading.Event()
 
-    def hang(name: str, entries: list[Entry]) -> int:
+    def hang(name: str, entries: list[Entry], recorder: str) -> Receipt:
         release.wait(10)
-        return int(entries[-1]["sequence"])
+        return taken(entries)
 
     sender = Sender(hang, "rank0")
     sender.put(new_entry("metrics", {"train_loss": 1.0}, step=1))
@@ -79,11 +80,11 @@ def test_the_oldest_metrics_are_thinned_and_that_is_said() -> None:
     posted: list[Entry] = []
     away = threading.Event()
 
-    def post(name: str, entries: list[Entry]) -> int:
+    def post(name: str, entries: list[Entry], recorder: str) -> Receipt:
         if not away.is_set():
             raise ConnectionError("away")
         posted.extend(entries)
-        return int(entries[-1]["sequence"])
+        return taken(entries)
 
     sender = Sender(post, "rank0", most_waiting=100, interval_s=0.01)
     sender.put(new_entry("checkpoint", {"path": "p"}, step=0))
@@ -100,7 +101,7 @@ def test_the_oldest_metrics_are_thinned_and_that_is_said() -> None:
 
 def test_entries_keep_the_time_they_were_given() -> None:
     posted: list[Any] = []
-    sender = Sender(lambda name, entries: posted.extend(entries) or entries[-1]["sequence"], "rank0")  # type: ignore[func-returns-value]
+    sender = Sender(lambda name, entries, recorder: posted.extend(entries) or taken(entries), "rank0")  # type: ignore[func-returns-value]
     sender.put(new_entry("metrics", {}, step=1, time=12.5))
     before = time.time()
     sender.put(new_entry("metrics", {}, step=2))
@@ -110,5 +111,42 @@ def test_entries_keep_the_time_they_were_given() -> None:
 
 
 def test_a_restarted_process_does_not_take_the_name_of_the_one_before() -> None:
-    names = {Sender(lambda name, entries: 0, "rank0").name for _ in range(3)}
+    names = {Sender(lambda *posted: taken([]), "rank0").name for _ in range(3)}
     assert len(names) == 3
+
+
+def test_an_entry_travels_once_though_its_receipt_comes_late(storage: Folder) -> None:
+    """The recorder writes every second or less often; what it holds until then is not posted again."""
+    recorder = Recorder(storage / f"once-{uuid4().hex[:8]}", "r", "a1", Record(mlflow=False), storage, {}, {})
+    posted: list[int] = []
+
+    def post(name: str, entries: list[Entry], held_by: str) -> Receipt:
+        posted.extend(entry["sequence"] for entry in entries)
+        return recorder.receive(name, entries, held_by)
+
+    sender = Sender(post, "rank0", interval_s=0.01)
+    for step in range(200):
+        sender.put(new_entry("metrics", {"train_loss": 1.0}, step=step))
+        time.sleep(0.005)
+    assert sender.close(20.0)
+    assert posted == list(range(1, 201))
+    recorder.finish("finished")
+
+
+def test_a_recorder_that_follows_gets_what_the_one_before_only_held(storage: Folder) -> None:
+    folder = storage / f"followed-{uuid4().hex[:8]}"
+    recorders = [Recorder(folder, "r", "a1", Record(mlflow=False), storage, {}, {})]
+    sender = Sender(lambda *posted: recorders[-1].receive(*posted), "rank0", interval_s=0.01)
+    sender.put(new_entry("error", {"text": "written at once", "rank": 0}))
+    assert sender.flush(20.0)
+    recorders[0]._write = lambda: None  # type: ignore[method-assign]  # it dies before it writes the rest
+    for step in range(1, 6):
+        sender.put(new_entry("metrics", {"train_loss": 1.0}, step=step))
+    deadline = time.monotonic() + 20
+    while recorders[0].state()["step"] != 5 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    recorders.append(Recorder(folder, "r", "a1", Record(mlflow=False), storage, {}, {}))
+    sender.put(new_entry("metrics", {"train_loss": 1.0}, step=6))
+    assert sender.close(20.0)
+    recorders[-1].finish("finished")
+    assert [entry["step"] for entry in read_entries(folder) if entry["sender"] == sender.name] == [None, 1, 2, 3, 4, 5, 6]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from raystride.pipelines.report import curve_picture, loss_points, text_curve
+from raystride.pipelines.report import curve_picture, gather_figures, text_curve
 
 points = st.lists(st.tuples(st.integers(0, 10**9), st.floats()), max_size=40)
 
@@ -67,18 +67,14 @@ def entries() -> list[dict[str, Any]]:
         (20, {"train_loss": 2.0}),
     ]
     values += [(20, {"val_loss": 2.2}), (30, {"train_loss": "Infinity", "tokens_per_second": 90.0})]
-    return [{"kind": "metrics", "step": step, "values": measured} for step, measured in values] + [{"kind": "event"}]
-
-
-def test_a_repeated_step_counts_with_its_newest_value() -> None:
-    training, validation = loss_points(entries())
-    assert training == [(10, 3.0), (20, 2.0), (30, math.inf)]
-    assert validation == [(20, 2.2)]
+    return [{"kind": "metrics", "time": 1.0, "step": step, "values": measured} for step, measured in values] + [
+        {"kind": "event", "time": 2.0}
+    ]
 
 
 @pytest.mark.parametrize("journal", [entries(), []])
 def test_the_picture_is_a_png_and_no_display_is_asked(journal: list[dict[str, Any]], tmp_path: Path) -> None:
     path = tmp_path / "deep/curve.png"
-    curve_picture(journal, path)
+    curve_picture(gather_figures(journal), path)
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 5_000

@@ -9,7 +9,8 @@ import pytest
 
 from raystride.pipelines.files import Folder
 from raystride.pipelines.report.advice import advise
-from raystride.pipelines.report.page import run_page, step_shares, write_page
+from raystride.pipelines.report.figures import gather_figures
+from raystride.pipelines.report.page import run_page, write_page
 
 SHARES = {"data": 0.1, "forward": 0.2, "backward": 0.4, "reduce": 0.1, "update": 0.05, "validation": 0.0, "checkpoint": 0.0}
 SUMMARY = {"run": "a <b> run", "status": "finished", "steps": 30, "tokens_per_second": 1234.5, "mfu": None, "val_loss": 1.25}
@@ -81,7 +82,7 @@ def _read(page: str) -> Reader:
 
 
 def test_it_is_whole_and_needs_nothing_from_elsewhere() -> None:
-    page = run_page(ENTRIES, SUMMARY, OPERATIONS)
+    page = run_page(gather_figures(ENTRIES), SUMMARY, OPERATIONS)
     found = _read(page)
     assert found.counts["svg"] == 6
     assert "script" not in found.counts
@@ -90,7 +91,7 @@ def test_it_is_whole_and_needs_nothing_from_elsewhere() -> None:
 
 
 def test_it_says_what_the_journal_and_the_summary_say() -> None:
-    text = _read(run_page(ENTRIES, SUMMARY, OPERATIONS)).text
+    text = _read(run_page(gather_figures(ENTRIES), SUMMARY, OPERATIONS)).text
     assert "a <b> run" in text
     for expected in ("1,234", "1.2500", "backward 40.0%", "rest 15.0%", "communication 10.0%", "aten::op9<&>"):
         assert expected in text
@@ -99,22 +100,22 @@ def test_it_says_what_the_journal_and_the_summary_say() -> None:
 
 
 def test_a_run_that_measured_nothing_has_a_page_too() -> None:
-    found = _read(run_page([], {"run": "empty", "status": "failed"}))
+    found = _read(run_page(gather_figures([]), {"run": "empty", "status": "failed"}))
     assert "svg" not in found.counts
     assert "No loss was measured." in found.text
 
 
 def test_shares_are_means_over_the_intervals() -> None:
-    shares = step_shares(ENTRIES)
+    shares = gather_figures(ENTRIES).part_shares
     assert shares["backward"] == pytest.approx(0.4)
     assert sum(shares.values()) == pytest.approx(1.0)
-    assert step_shares([]) == {}
+    assert gather_figures([]).part_shares == {}
 
 
 def test_it_is_written_with_the_operations_of_the_newest_profile(tmp_path: Path) -> None:
     folder = Folder.at(str(tmp_path))
     folder.put_json("profiles/torch-rank0-steps20-25-operations.json", OPERATIONS)
-    write_page(folder, ENTRIES, SUMMARY)
+    write_page(folder, gather_figures(ENTRIES), SUMMARY)
     assert "aten::op0" in folder.read("report.html").decode()
 
 

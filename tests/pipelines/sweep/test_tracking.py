@@ -31,7 +31,9 @@ def named(name: str, **record: Any) -> SweepConfig:
 def ran(storage: Folder, name: str, steps: tuple[int, ...] = (2, 4)) -> Result:
     """A trial whose journal has these steps."""
     entry = {"attempt": "a1", "sender": "rank0", "sequence": 1, "kind": "metrics"}
-    entries = [entry | {"time": 1e9 + step, "step": step, "values": {"train_loss": 1 / step}} for step in steps]
+    entries = [
+        entry | {"sequence": step, "time": 1e9 + step, "step": step, "values": {"train_loss": 1 / step}} for step in steps
+    ]
     Journal(storage / name, "a1").append(entries)
     return replace(trial(100.0, 1), run=name, label="workers 1")
 

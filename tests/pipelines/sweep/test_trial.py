@@ -1,5 +1,6 @@
 """A trial is watched until it is measured, asked to end when its time is up, and its end has a cause; without Ray."""
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,6 +29,9 @@ def candidate(base: SweepConfig = BASE, **settings: Any) -> Candidate:
     return Candidate(base, {"scaling.workers": 1} | {name.replace("__", "."): value for name, value in settings.items()})
 
 
+SEQUENCE = itertools.count(1)
+
+
 class Followed:
     """A trial's journal, which grows by `step`, beside what its watcher asks for."""
 
@@ -54,7 +58,8 @@ class Followed:
 
 
 def _entry(kind: str, values: dict[str, Any], step: int | None = None) -> dict[str, Any]:
-    return {"attempt": "a1", "sender": "rank0", "sequence": 1, "time": 1.0, "kind": kind, "step": step, "values": values}
+    entry = {"attempt": "a1", "sender": "rank0", "sequence": next(SEQUENCE)}
+    return entry | {"time": 1.0, "kind": kind, "step": step, "values": values}
 
 
 @pytest.fixture

@@ -1,0 +1,60 @@
+"""A stream reads any sample of any number of shards, and holds few files open."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raystride.pipelines.feed.cache import NodeCache
+from raystride.pipelines.feed.stream import MOST_MAPPED, TokenStream
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.manifest import Manifest, Shard, Shards
+
+SHARDS = 3 * MOST_MAPPED
+LENGTH = 16
+
+
+@pytest.fixture(scope="module")
+def stream(tmp_path_factory: pytest.TempPathFactory) -> TokenStream:
+    """Shards of a row each, whose ids all are the shard's number, every other one with a mask."""
+    folder, shards = tmp_path_factory.mktemp("prepared"), []
+    for number in range(SHARDS):
+        starts, ids, mask = np.array([0, LENGTH], "<i8"), np.full(LENGTH, number, "<u2"), np.full(LENGTH, 1, np.uint8)
+        content = starts.tobytes() + ids.tobytes() + mask.tobytes()
+        (folder / f"{number}.arrow").write_bytes(content)
+        shards.append(
+            Shard(
+                file=f"{number}.arrow", tokens=LENGTH, documents=1, bytes=len(content), sha256="", ids_offset=16,
+                mask_offset=16 + ids.nbytes if number % 2 else None, rows_offset=0, rows=1,
+            )
+        )  # fmt: skip
+    manifest = Manifest(fingerprint="f", id_type="uint16", vocabulary_size=9, end_id=0, splits={"train": Shards.of(shards)})
+    return TokenStream(Folder(str(folder)), manifest, "train", NodeCache(folder, 0))
+
+
+def _maps() -> int:
+    return sum(".arrow" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_all_shards_are_read_with_few_open(stream: TokenStream) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for start in range(0, stream.tokens - 2 * LENGTH, LENGTH):  # a window over the border of two
+        ids, _ = stream.windows(np.array([start + LENGTH // 2]), LENGTH)
+        assert ids[0].tolist() == [start // LENGTH] * (LENGTH // 2) + [start // LENGTH + 1] * (LENGTH // 2)
+        assert len(os.listdir("/proc/self/fd")) - before <= MOST_MAPPED
+    assert _maps() <= MOST_MAPPED
+
+
+def test_rows_stay_readable_after_their_shard_is_let_go(stream: TokenStream) -> None:
+    first, _ = stream.rows(np.array([0]))
+    ids, masks = stream.rows(np.arange(SHARDS))
+    assert [row.tolist() for row in ids] == [[number] * LENGTH for number in range(SHARDS)]
+    assert masks is not None
+    assert all(mask.all() for mask in masks)
+    assert first[0].tolist() == [0] * LENGTH
+    firsts, lengths = stream.heads()
+    assert firsts.tolist() == list(range(SHARDS))
+    assert set(lengths.tolist()) == {LENGTH}
+    with pytest.raises(IndexError, match="beyond"):
+        stream.rows(np.array([SHARDS]))

@@ -1,0 +1,87 @@
+"""A manifest is read as it was written, whether it lists its shards or has a file of columns; any shard on its own."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.manifest import COLUMNS, MOST_LISTED, Manifest, Shard, Shards
+
+offsets = st.integers(0, 2**40)
+drawn_shards = st.builds(
+    Shard,
+    file=st.text("abc/0123", min_size=1, max_size=20),
+    tokens=offsets,
+    documents=offsets,
+    bytes=offsets,
+    sha256=st.text("0123456789abcdef", max_size=64),
+    ids_offset=offsets,
+    mask_offset=offsets | st.none(),
+    rows_offset=offsets | st.none(),
+    rows=offsets,
+)
+
+
+def manifest(**splits: list[Shard]) -> Manifest:
+    """A manifest of these shards."""
+    known = {name: Shards.of(shards) for name, shards in splits.items()}
+    return Manifest(fingerprint="f", id_type="uint16", vocabulary_size=9, end_id=0, splits=known)
+
+
+def many(split: str, count: int) -> list[Shard]:
+    """So many shards, each of its own."""
+    return [
+        Shard(
+            file=f"{split}/{n}.arrow", tokens=n, documents=1, bytes=2 * n, sha256=f"{n:064x}", ids_offset=8,
+            mask_offset=n if n % 3 else None, rows=n % 7,
+        )
+        for n in range(count)
+    ]  # fmt: skip
+
+
+@given(st.lists(drawn_shards, max_size=8))
+def test_columns_give_back_every_shard(shards: list[Shard]) -> None:
+    kept = Shards.of(shards)
+    assert list(kept) == shards
+    assert kept == Shards.of(shards)
+    assert kept.column("tokens").tolist() == [shard.tokens for shard in shards]
+    assert list(kept[1:]) == shards[1:]
+
+
+@pytest.mark.parametrize("place", ["local", "remote"])
+@pytest.mark.parametrize("count", [3, MOST_LISTED + 5])
+def test_what_is_saved_is_loaded(place: str, count: int, tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path) if place == "local" else f"memory://bucket/{tmp_path.name}")
+    saved = manifest(train=many("train", count), validation=many("validation", 2), test=[])
+    saved.save(folder)
+    assert folder.exists(COLUMNS) == (count > MOST_LISTED)
+    loaded = Manifest.load(folder)
+    assert loaded == saved
+    assert [len(loaded.splits[name]) for name in ("train", "validation", "test")] == [count, 2, 0]
+    assert loaded.tokens("train") == sum(range(count))
+
+
+def test_opening_a_million_shards_reads_no_shard(tmp_path: Path) -> None:
+    """Their columns are mapped: a split's tokens are one column, the rest stays on the disk."""
+    count, folder = 1_000_000, Folder(str(tmp_path))
+    numbers = {name: np.arange(count) for name in ("tokens", "documents", "bytes", "ids_offset", "rows_offset", "rows")}
+    texts = {"file": np.array([b"train/x.arrow"] * count), "sha256": np.array([b"0" * 64] * count)}
+    train = Shards(texts | numbers | {"mask_offset": np.full(count, -1)})
+    Manifest(fingerprint="f", id_type="uint16", vocabulary_size=9, end_id=0, splits={"train": train}).save(folder)
+    loaded = Manifest.load(folder)
+    assert isinstance(loaded.splits["train"].column("tokens").base, np.ndarray)
+    assert not loaded.splits["train"].column("tokens").flags.owndata
+    assert loaded.splits["train"][123_456].tokens == 123_456
+    assert loaded.splits["train"][-1].mask_offset is None
+
+
+def test_columns_that_were_cut_are_refused(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    manifest(train=many("train", MOST_LISTED + 1)).save(folder)
+    content = folder.read(COLUMNS)
+    folder.put(COLUMNS, content[: len(content) // 2])
+    with pytest.raises(ValueError, match="prepare it again"):
+        Manifest.load(folder)

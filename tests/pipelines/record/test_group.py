@@ -1,0 +1,82 @@
+"""Many workers and nodes in a record that does not grow with them."""
+
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from raystride.pipelines.record.entry import Entry, WorkerTime, new_entry
+from raystride.pipelines.record.group import BINS_A_LENGTH, MOST_NODES, MOST_ROWS, Group
+
+
+def told(rank: int, own: float, world: int = 3, node: str = "a", step: int = 10) -> Entry:
+    """What a worker sends of ten steps that took a second."""
+    values: WorkerTime = {
+        "rank": rank, "world": world, "node": node, "steps": 10, "seconds": 1.0, "own_s": own, "data_s": 0.0,
+    }  # fmt: skip
+    return new_entry("rank", values, step)
+
+
+def test_ranks_are_compared_when_all_have_told() -> None:
+    group = Group()
+    for rank, own in ((0, 0.5), (2, 0.9)):
+        assert group.takes(told(rank, own))
+        assert not group.made()
+        assert not group.figures()
+    group.takes(told(1, 0.6, node="b"))
+    compared, times = group.made()
+    assert compared["step"] == times["step"] == 10
+    assert compared["values"]["slowest_rank"] == 2
+    assert compared["values"]["straggler_loss_share"] == pytest.approx(0.35)
+    assert compared["values"]["waiting_share"] == pytest.approx(1 / 3)
+    assert times["values"] == {"ranks": [0, 1, 2], "steps": 10, "own_s": [0.5, 0.6, 0.9]}
+    assert group.figures()["slowest_node"] == "a"
+    group.takes(told(0, 0.5, world=2))  # the group was started anew, smaller
+    assert not group.figures()
+
+
+def test_a_bin_takes_ever_more_intervals_and_none_is_lost() -> None:
+    group, intervals = Group(), 5 * BINS_A_LENGTH
+    for number in range(intervals):
+        for rank in range(2):
+            group.takes(told(rank, 0.5, world=2, step=10 * (number + 1)))
+    bins = [entry["values"] for entry in group.rest() if entry["kind"] == "ranks"]
+    assert len(bins) < 3 * BINS_A_LENGTH
+    assert sum(each["steps"] for each in bins) == 10 * intervals
+    assert sum(each["own_s"][1] for each in bins) == pytest.approx(0.5 * intervals)
+
+
+def test_many_workers_are_rows_of_the_slowest_of_neighbours() -> None:
+    group = Group()
+    for rank in range(200):
+        group.takes(told(rank, 0.9 if rank == 7 else 0.5, world=200))
+    (times,) = [entry["values"] for entry in group.made() if entry["kind"] == "ranks"]
+    assert len(times["ranks"]) <= MOST_ROWS
+    assert times["ranks"][:3] == [0, 4, 8]
+    assert times["own_s"][:3] == [0.5, 0.9, 0.5]
+
+
+def reading(node: int, values: dict[str, float], sequence: int = 1) -> Entry:
+    """What a node samples."""
+    made: Any = new_entry("system", {f"system/node{node}/{name}": value for name, value in values.items()}, sequence)
+    return made | {"sender": f"node{node}"}
+
+
+def test_readings_of_up_to_eight_nodes_are_their_own() -> None:
+    group = Group()
+    assert not any(group.takes(reading(node, {"cpu": 1.0})) for node in range(MOST_NODES))
+    assert not group.takes(new_entry("system", {"system/cpu": 1.0, "straggler_loss_share": 0.5}))
+    assert not group.rest()
+
+
+def test_readings_of_more_nodes_become_least_mean_and_most() -> None:
+    group = Group()
+    for node in range(20):
+        group.takes(reading(node, {"gpu_0_power": float(node), "gpu_1_power": 100.0}))
+    for node in range(20):
+        assert group.takes(reading(node, {"gpu_0_power": 1.0 + node, "gpu_1_power": 101.0}, sequence=2))
+    (first,) = (entry["values"] for entry in group.made())  # nodes 8 to 19, and the next sample of the others
+    powers = [*range(8, 20), *range(1, 9), *[100.0] * 12, *[101.0] * 8]
+    assert first == {"system/gpu_power_least": 1, "system/gpu_power_mean": fmean(powers), "system/gpu_power_most": 101.0}
+    (last,) = group.rest()
+    assert last["values"]["system/gpu_power_least"] == 9.0

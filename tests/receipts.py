@@ -1,0 +1,10 @@
+"""Receipts for senders whose recorder is a test."""
+
+from raystride.pipelines.record.entry import Entry
+from raystride.pipelines.record.sender import Receipt
+
+
+def taken(entries: list[Entry]) -> Receipt:
+    """All of it is recorded for good."""
+    last = entries[-1]["sequence"] if entries else 0
+    return Receipt("test", last, last)
