@@ -43,7 +43,7 @@ def _write(settings: Generate) -> int:
     print(f"\n\nresults  {storage / settings.run}, step {opened.step}")
     print(f"mlflow   raystride ui --storage {storage}")
     steps = 2 * max(1, opened.step)
-    again = f"--config {storage / settings.run}/config.yaml --run {settings.run} --storage {storage}"
+    again = f"--config {storage / settings.run / 'config.yaml'} --run {settings.run} --storage {storage}"
     print(f"next     raystride train {again} --train.steps {steps}   (trains it further)")
     return DONE
 

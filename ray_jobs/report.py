@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (FileNotFoundError, ValueError):
         summary = {"run": given.run, "status": "not ended"}
     write_page(folder, figures, summary)
-    print(f"results  {folder}/report.html")
+    print(f"results  {folder / 'report.html'}")
     print(f"mlflow   raystride ui --storage {given.storage}")
     print(f"next     open the page in a browser, or raystride runs show {given.run} --storage {given.storage}")
     return 0

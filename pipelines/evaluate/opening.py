@@ -77,7 +77,7 @@ class Chosen:
     def place(self) -> Folder:
         """Where the tokenizers' folders lie."""
         newest = self.checkpoints[0]
-        return newest.folder / str(newest.manifest["attempt"])
+        return newest.data
 
     @property
     def task(self) -> Task:

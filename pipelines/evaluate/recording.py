@@ -67,7 +67,7 @@ def reopen(run: Folder, record: Record, storage: Folder) -> Reopened | None:
     """The MLflow run of a training; None where MLflow is off. Raises SettingError as `MlflowLog.at` does."""
     reference = run.read_json(MLFLOW_REFERENCE) if run.exists(MLFLOW_REFERENCE) else {}
     settings = replace(record, mlflow_uri=record.mlflow_uri or reference.get("uri"))
-    log = MlflowLog.at(run, run.uri.rpartition("/")[2], settings, storage)
+    log = MlflowLog.at(run, run.name, settings, storage)
     # Evaluations come after the training, whose end stays where it was.
     ours = (float(entry["time"]) for entry in stream_entries(run) if entry["sender"] != SENDER)
     status = _summary(run).get("status") or "stopped"
@@ -79,7 +79,7 @@ def _summary(run: Folder) -> dict[str, Any]:
         found: dict[str, Any] = run.read_json("summary.json")
         return found
     except (FileNotFoundError, ValueError):
-        return {"run": run.uri.rpartition("/")[2]}
+        return {"run": run.name}
 
 
 def _tell_mlflow(run: Folder, record: Record, storage: Folder) -> str | None:

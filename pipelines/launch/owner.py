@@ -111,7 +111,7 @@ class Ownership:
                     break
             if other.here or not _stays_still(folder, other, echo):
                 raise Owned(
-                    f"run {folder.uri.rsplit('/', 1)[-1]} is being trained by process {other.pid} on {other.host} (attempt "
+                    f"run {folder.name} is being trained by process {other.pid} on {other.host} (attempt "
                     f"{other.attempt}): wait for it, stop it, or give this one another name with --run"
                 )
             still = other

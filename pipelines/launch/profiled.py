@@ -82,7 +82,7 @@ def _under_compute(config: Config, storage: Folder) -> int:
         (scratch / f"{REPORT}.json").write_text(json.dumps(rows, indent=1) + "\n")
         (scratch / f"{REPORT}.html").write_text(compute_page(config.run, rows))
         _keep(config, storage, folder, scratch)
-    print(f"profile  {folder}/{PLACE}/{REPORT}.html")
+    print(f"profile  {folder / PLACE / f'{REPORT}.html'}")
     return code
 
 

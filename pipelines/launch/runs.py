@@ -216,15 +216,7 @@ def find_run(storage: Folder, name: str) -> StoredRun:
 
 def folder_size(folder: Folder) -> int:
     """Bytes of all files below a folder."""
-    if folder.local:
-        return sum(path.stat().st_size for path in folder.local.rglob("*") if path.is_file())
-    from pyarrow.fs import FileSelector
-
-    from raystride.pipelines.files import filesystem
-
-    system, path = filesystem(folder.uri)
-    found = system.get_file_info(FileSelector(path, recursive=True, allow_not_found=True))
-    return sum(info.size or 0 for info in found)
+    return sum(folder.sizes(temporary=True).values())
 
 
 def _data_folders(step: Folder) -> list[str]:

@@ -93,7 +93,8 @@ def finished(folder: Folder) -> Manifest | None:
     except (FileNotFoundError, ValueError):
         return None
     shards = [shard for some in manifest.splits.values() for shard in some]
-    return manifest if all(folder.size(shard.file) == shard.bytes for shard in shards) else None
+    sizes = folder.sizes()  # one listing: a request a shard would take minutes, at each start, where there are thousands
+    return manifest if all(sizes.get(shard.file) == shard.bytes for shard in shards) else None
 
 
 def _make_tokenizer(config: Config, job: Preparation, parts: tuple[Part, ...], name: str, on_ray: bool, echo: Echo) -> None:
@@ -229,7 +230,7 @@ def _report(
     if count := sum(record["skipped"] for record in records):
         first = manifest.skipped[0]
         named = f"the first {first['place']}: {first['reason']}"
-        echo(f"data: {count} files or documents skipped, {named}; listed in {folder}/{FILE}")
+        echo(f"data: {count} files or documents skipped, {named}; listed in {folder / FILE}")
     echo(f"data: {_counts(manifest, task)}, prepared in {seconds:.1f} s ({folder})")
 
 

@@ -97,7 +97,7 @@ NOTE_HEAD = "| Raystride | |"
 def describe_run(run_folder: Folder, tags: Mapping[str, str]) -> str:
     """The description in markdown, from the tags of the run's newest attempt."""
     known = {key.removeprefix("raystride."): value for key, value in tags.items()}
-    storage, _, run = str(run_folder).rpartition("/")
+    storage, run = run_folder.parent, run_folder.name
     rows = {"folder": f"`{run_folder}`"}
     if "ray_job" in known:
         rows["Ray job"] = f"[{known['ray_job_id']}]({known['ray_job']}): log, state and metrics, while the cluster lives"

@@ -29,7 +29,7 @@ MOST_HELD = 64
 
 def replay_hint(run_folder: Folder) -> str:
     """The command that brings MLflow up to date with a run's journal."""
-    storage, _, run = str(run_folder).rpartition("/")
+    storage, run = run_folder.parent, run_folder.name
     return f"raystride runs replay {run} --storage {storage}"
 
 

@@ -34,7 +34,7 @@ def closing_screen(
 
 
 def _last_lines(summary: RunSummary, run_folder: Folder, link: str | None, next_job: str, *, writes: bool) -> list[str]:
-    storage, _, run = str(run_folder).rpartition("/")
+    storage, run = run_folder.parent, run_folder.name
     place = f"--run {run} --storage {storage}"
     if summary.get("mlflow_run_id") is None:
         tracking = "not logged there"

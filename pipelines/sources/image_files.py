@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
 from raystride.pipelines.files import absolute, filesystem
+from raystride.pipelines.retries import retried
 from raystride.pipelines.sources.faults import Fault, Faulty, faults_of
+from raystride.pipelines.stores import address_below, split
 
 MOST_BYTES = 64 << 20
 """A larger file is no picture that a network is trained on, or one that was made to fill the memory."""
@@ -39,7 +41,10 @@ ANYWHERE = Reach("", None)
 
 def read_image(name: str, reach: Reach) -> bytes:
     """The bytes of an image's file. Raises Faulty, whose place is where the file was looked for."""
-    uri = name if name.startswith("/") or "://" in name or not reach.folder else f"{reach.folder.rstrip('/')}/{name}"
+    uri = name
+    if reach.folder and "://" not in name and not name.startswith("/"):
+        # Behind a `?` in a remote address there would be options, by which a row could choose another server.
+        uri = address_below(reach.folder, name.replace("?", "%3F") if "://" in reach.folder else name)
     if reach.roots == ():
         raise Faulty(Fault(name[:200], "is refused: no file is read here", "give the image's bytes, or a data: URI of them"))
     uri = absolute(uri)
@@ -67,8 +72,12 @@ def _read_remote(uri: str, reach: Reach) -> bytes:
     if reach.roots is not None and not any(_below(uri, absolute(root)) for root in reach.roots):
         raise _leads_out(uri, reach.roots)
     system, path = filesystem(uri)
-    with system.open_input_stream(path) as stream:
-        return bytes(stream.read(MOST_BYTES + 1))
+
+    def read() -> bytes:
+        with system.open_input_stream(path) as stream:
+            return bytes(stream.read(MOST_BYTES + 1))
+
+    return retried(read)
 
 
 def _below(uri: str, root: str) -> bool:
@@ -76,6 +85,8 @@ def _below(uri: str, root: str) -> bool:
     (scheme, host, path, *_), (root_scheme, root_host, root_path, *_) = urlsplit(uri), urlsplit(root)
     steps = unquote(path).replace("\\", "/").split("/")
     same = (scheme, host) == (root_scheme, root_host)
+    if scheme not in ("http", "https"):
+        same = same and split(uri)[1] == split(root)[1]  # options may name another server
     return same and ".." not in steps and path.startswith(f"{root_path.rstrip('/')}/")
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+from raystride.pipelines.files import parent_and_name
 from raystride.pipelines.sources.faults import Fault
 from raystride.pipelines.sources.image_files import Reach
 from raystride.pipelines.tasks.task import Document
@@ -50,7 +51,7 @@ class File:
     @property
     def folder(self) -> str:
         """The path or URI of the folder in which it lies."""
-        return self.uri.rpartition("/")[0]
+        return parent_and_name(self.uri)[0].uri
 
     @cached_property
     def reach(self) -> Reach:

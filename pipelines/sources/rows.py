@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raystride.pipelines.files import filesystem
+from raystride.pipelines.retries import retried
 from raystride.pipelines.sources.faults import Fault, Faulty, faults_of
 from raystride.pipelines.sources.fields import Columns, document, find_columns, inner
 from raystride.pipelines.sources.image_files import Reach
@@ -162,7 +163,7 @@ class _Parquet:
             if self._file.size == 0:
                 raise Faulty(Fault(self._file.uri, "is empty"))
             system, path = filesystem(self._file.uri)
-            self._stream = system.open_input_file(path)
+            self._stream = retried(lambda: system.open_input_file(path))
             table = ParquetFile(self._stream)
         try:
             find_columns(self._file.uri, self._columns, table.schema_arrow.names, nested=True)

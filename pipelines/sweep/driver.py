@@ -197,7 +197,7 @@ def _conclude(
 
 
 def _show_closing(folder: Folder, outcome: Answer, tracking: Tracking, unfinished: int, screen: Screen) -> None:
-    storage = str(folder).rpartition("/")[0]
+    storage = folder.parent
     screen.line(outcome.text)
     if unfinished:
         screen.warning(f"{unfinished} trials are missing: the same command again goes on with them")
@@ -206,5 +206,5 @@ def _show_closing(folder: Folder, outcome: Answer, tracking: Tracking, unfinishe
     screen.line(f"results  {folder}")
     ui = f"raystride ui --storage {storage}"
     screen.line(f"mlflow   {tracking.link or (ui if tracking.run_id else 'not logged there')}")
-    next_job = f"raystride train --config {folder}/recommended.yaml --storage {storage}"
+    next_job = f"raystride train --config {folder / 'recommended.yaml'} --storage {storage}"
     screen.line(f"next     {next_job if outcome.best else 'look at the causes in report.html, and change sweep.space'}")

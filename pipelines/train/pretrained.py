@@ -101,7 +101,7 @@ def _check_tokenizer(folder: Folder, tokenizer: Folder) -> None:
         raise _error(
             folder,
             "its tokenizer gives other ids than the run's: train with its own, --tokenizer.kind file "
-            f"--tokenizer.file {folder}/tokenizer.json",
+            f"--tokenizer.file {folder / 'tokenizer.json'}",
         )
 
 

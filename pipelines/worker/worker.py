@@ -210,7 +210,8 @@ def _checkpoints(job: Job, worker: WorkerInfo, manifest: Manifest, log: Callable
             extra |= {f"{tokenizer}/{name}": folder.read(name) for name in folder.names()}
         extra["facts.json"] = json.dumps(manifest.facts | {"tokenizers": manifest.tokenizers}).encode()
     settings = job.config.checkpoint
-    checkpoints = Checkpoints(job.folder / "checkpoints", job.attempt, keep=settings.keep, group=group, log=log, extra=extra)
+    rules = {"keep": settings.keep, "failures": settings.failures}
+    checkpoints = Checkpoints(job.folder / "checkpoints", job.attempt, **rules, group=group, log=log, extra=extra)
     if settings.every:
         checkpoints.claim()
     return checkpoints

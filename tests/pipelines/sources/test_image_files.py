@@ -12,13 +12,14 @@ import pytest
 from raystride.pipelines.config import Data
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.fingerprint import fingerprint
-from raystride.pipelines.sources.faults import DataError, Fault
+from raystride.pipelines.sources.faults import DataError, Fault, Faulty
 from raystride.pipelines.sources.fields import data_uri, document
-from raystride.pipelines.sources.image_files import ANYWHERE, MOST_BYTES, NOWHERE, Reach
+from raystride.pipelines.sources.image_files import ANYWHERE, MOST_BYTES, NOWHERE, Reach, read_image
 from raystride.pipelines.tasks.task import Column
 from tests.pipelines.conftest import settings
 from tests.pipelines.prepare.tasks import Pictures
 from tests.pipelines.sources.documents import open_documents
+from tests.storage import Proxy
 
 IMAGE = Column("data.image_column", "image", "image")
 PNG = b"\x89PNG of a bird"
@@ -209,3 +210,16 @@ def test_who_typed_a_path_may_read_it(data: Path) -> None:
     assert found.document == (data_uri(SECRET),)
     assert "no regular file" in _fault("/dev/zero", ANYWHERE)
     assert Folder.at(str(data)).exists("link.png")
+
+
+@pytest.mark.parametrize("name", [f"{place}a.png?endpoint_override=http://other" for place in ("", "s3://bucket/data/")])
+def test_a_row_chooses_no_other_server(s3: str, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    with Proxy(s3) as proxy, Proxy(s3) as other:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        folder = proxy.uri("data")
+        Folder.at(folder).put("a.png", b"\x89PNG")
+        assert read_image("a.png", Reach(folder, (folder,))) == b"\x89PNG"
+        for options in (folder, "s3://bucket/data"):
+            with pytest.raises(Faulty):
+                read_image(name.replace("http://other", other.endpoint), Reach(options, (options,)))
+        assert not other.requests
