@@ -45,6 +45,12 @@ class Predict(Answering):
     """What the input is; `auto` sees it from its name and its files."""
     encoding: str = setting("utf-8")
     """How the input's text, JSON or CSV is encoded, as Python names it."""
+    header: Literal["auto"] | bool | None = setting(None)
+    """Whether the first line of a CSV names its columns; None: as the run's `data.header` says."""
+    delimiter: str | None = setting(None)
+    """What is between the fields of a CSV; None: as the run's `data.delimiter` says."""
+    columns: tuple[str, ...] | None = setting(None)
+    """Names for the columns of a CSV; None: as the run's `data.columns` says."""
     column: str | None = setting(None)
     """The column (or JSON key) that holds the questions, where it is not called as in training."""
     format: Literal["parquet", "jsonl"] = setting("parquet")

@@ -10,7 +10,7 @@ killed goes on with the parts that it lacks; one with another model or other set
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -62,12 +62,17 @@ def predict(
     kind: SourceKind = "auto",
     encoding: str = "utf-8",
     column: str | None = None,
+    table: Mapping[str, Any] | None = None,
     form: Form = "parquet",
     sample: Sample | None = None,
     echo: Echo = print,
 ) -> Predicted:
-    """Answers the data that `name` stands for. Raises DataError, SettingError."""
-    data = replace(chosen.config.data, source=name, kind=kind, encoding=encoding, target_source=None)
+    """Answers the data that `name` stands for; `table` are settings of `data` in which its CSV differs from the run's.
+
+    Raises DataError, SettingError.
+    """
+    table = table or {}
+    data = replace(chosen.config.data, source=name, kind=kind, encoding=encoding, target_source=None, **table)
     data = replace(data, on_error=settings.on_error)
     if column:
         named: dict[str, Any] = {chosen.task.asked[0].setting.removeprefix("data."): column}
@@ -79,6 +84,7 @@ def predict(
         source = open_source(replace(data, kind="lines"), name, columns)
     work = AnswerWork(chosen=chosen, settings=settings, sample=sample, folder=folder, readers={"": source.reader}, form=form)
     origin = {"input": digest_of(source.identity), "columns": [each.name for each in columns], **made_of(work)}
+    origin |= {f"data.{key}": list(value) if isinstance(value, tuple) else value for key, value in table.items()}
     parts = list(parts_of(source, with_small_parts(data, source)))
     return answer_all(work, parts, origin, run_parts, echo)
 

@@ -66,6 +66,9 @@ def predict_files(settings: Predict, echo: Echo = print) -> "Predicted":
             kind=settings.kind,
             encoding=settings.encoding,
             column=settings.column,
+            table={
+                key: value for key in ("header", "delimiter", "columns") if (value := getattr(settings, key)) is not None
+            },
             form=settings.format,
             sample=settings.sample,
             echo=echo,

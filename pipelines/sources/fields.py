@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from raystride.pipelines.files import filesystem
-from raystride.pipelines.sources.faults import Fault, Faulty, faults_of
+from raystride.pipelines.sources.faults import OTHER_ENCODING, REMEDY, Fault, Faulty, faults_of
 from raystride.pipelines.sources.pieces import Piece
 from raystride.pipelines.tasks.task import Column
 
@@ -95,7 +95,9 @@ def _field(value: Any, place: str, column: Column, folder: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         what = "is not UTF-8 (it holds half a surrogate pair, or bytes of another encoding)"
-        raise Faulty(Fault(place, f"column {column.name!r} {what}")) from error
+        # Bytes that are no UTF-8 come from tables as these, by which half a pair of JSON's can be told from them.
+        other = 0xDC80 <= ord(value[error.start]) <= 0xDCFF
+        raise Faulty(Fault(place, f"column {column.name!r} {what}", OTHER_ENCODING if other else REMEDY)) from error
     return value
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any
 
-from raystride.pipelines.sources.faults import DataError, Fault, Faulty, not_utf8
+from raystride.pipelines.sources.faults import OTHER_ENCODING, DataError, Fault, Faulty, not_utf8
 from raystride.pipelines.sources.fields import Columns, document, named
 from raystride.pipelines.sources.pieces import PIECE, File, Piece, Slice
 from raystride.pipelines.sources.streams import count_lines, length, lines, open_range
@@ -64,7 +64,7 @@ class LineReader:
                     # The mark that some editors put at a file's beginning is no text.
                     text = line.decode("utf-8-sig").strip()
                 except UnicodeDecodeError as error:
-                    yield Fault(place, f"is not UTF-8: byte 0x{error.object[error.start]:02x}")
+                    yield Fault(place, f"is not UTF-8: byte 0x{error.object[error.start]:02x}", OTHER_ENCODING)
                 else:
                     yield from self._document(text, place, piece.file)
         if line is None:

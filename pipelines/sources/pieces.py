@@ -24,6 +24,18 @@ HEAD = 4096
 
 
 @dataclass(frozen=True)
+class Archive:
+    """An archive, and where nodes that read it unpack it."""
+
+    uri: str
+    """Absolute path or URI."""
+    size: int
+    """Bytes on disk."""
+    folder: str
+    """The local folder whose files are its members."""
+
+
+@dataclass(frozen=True)
 class File:
     """A file of a source."""
 
@@ -37,6 +49,8 @@ class File:
     """Time of the last change in nanoseconds; 0 where the file system has none."""
     encoding: str = "utf-8"
     """How its text is encoded, as Python calls it."""
+    archive: Archive | None = None
+    """What it is a member of."""
 
     @property
     def streamed(self) -> bool:

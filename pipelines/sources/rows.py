@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from raystride.pipelines.files import filesystem
-from raystride.pipelines.sources.faults import Fault, Faulty, faults_of
+from raystride.pipelines.sources.archives import at_hand
+from raystride.pipelines.sources.dialects import HEAD, Dialect, Form, find_dialect, shown
+from raystride.pipelines.sources.faults import REMEDY, Fault, Faulty, faults_of
 from raystride.pipelines.sources.fields import Columns, document, find_columns, inner
 from raystride.pipelines.sources.pieces import File, Piece, Slice
 from raystride.pipelines.sources.streams import ByteRange, length, lines, open_range
@@ -23,9 +25,11 @@ _ROWS = 1024
 
 @dataclass(frozen=True)
 class CsvReader:
-    """Comma- or tab-separated values under a line of names. Units are bytes; a row belongs where it begins."""
+    """Rows of values, under a line of names or without one. Units are bytes; a row belongs where it begins."""
 
     columns: Columns
+    form: Form = Form()
+    """What the settings say of delimiters and names."""
 
     def slices(self, file: File, target: int) -> list[Slice]:
         """One slice: a quoted newline cannot be told from a row's end without reading from the beginning."""
@@ -44,28 +48,34 @@ class CsvReader:
         file = piece.file
         # The default of 128 KiB is less than many a document has.
         csv.field_size_limit(2**31 - 1)
+        dialect = self._dialect(file)
         with open_range(file) as stream:
             text = _DecodedLines(stream)
-            rows = csv.reader(text, delimiter="\t" if ".tsv" in file.name.lower() else ",")
-            names = next(rows, None)
-            if not names:
-                raise Faulty(Fault(file.uri, "is empty"))
-            chosen = [names.index(name) for name, _ in find_columns(file.uri, self.columns, names)]
-            at = text.at
+            rows = csv.reader(text, delimiter=dialect.delimiter)
+            at = 0
             try:
-                for row in rows:
-                    if piece.stop is not None and at >= piece.stop:
-                        return
-                    if at >= piece.start and row:
-                        yield from self._document(row, chosen, f"{file.uri}, line {rows.line_num}", file.folder)
+                for number, row in enumerate(rows):
+                    if number or not dialect.header:
+                        if piece.stop is not None and at >= piece.stop:
+                            return
+                        if at >= piece.start and row:
+                            yield from self._document(row, dialect.chosen, f"{file.uri}, line {rows.line_num}", file.folder)
                     at = text.at
             except csv.Error as error:
                 raise Faulty(Fault(f"{file.uri}, line {rows.line_num}", f"is no CSV: {error}")) from error
 
-    def _document(self, row: list[str], chosen: list[int], place: str, folder: str) -> Iterator[Piece | Fault]:
+    def _dialect(self, file: File) -> Dialect:
+        with open_range(file) as stream:
+            head = b""
+            while len(head) < HEAD and (data := stream.read(HEAD - len(head))):
+                head += data
+        return find_dialect(head, self.form, self.columns, file)
+
+    def _document(self, row: list[str], chosen: tuple[int, ...], place: str, folder: str) -> Iterator[Piece | Fault]:
         for index, column in zip(chosen, self.columns, strict=True):
             if index >= len(row):
-                yield Fault(place, f"has {len(row)} fields, too few for column {column.name!r}")
+                seen = f"has {len(row)} fields, too few for column {column.name!r}: {shown(row)}"
+                yield Fault(place, seen, f"name what is between them with --data.delimiter, {REMEDY}")
                 return
         yield from document([row[index] for index in chosen], place, self.columns, folder)
 
@@ -157,6 +167,7 @@ class _Parquet:
     def __enter__(self) -> Any:
         from pyarrow.parquet import ParquetFile
 
+        at_hand(self._file)
         with faults_of(self._file.uri):
             if self._file.size == 0:
                 raise Faulty(Fault(self._file.uri, "is empty"))
