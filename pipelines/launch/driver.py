@@ -48,7 +48,7 @@ from raystride.pipelines.launch.screen import Screen
 from raystride.pipelines.launch.session import Watcher, conduct
 from raystride.pipelines.plugins import SCRIPT, Carried
 from raystride.pipelines.prepare.manifest import Manifest
-from raystride.pipelines.prepare.prepare import Prepared, prepare
+from raystride.pipelines.prepare.prepare import Prepared, check_data, prepare
 from raystride.pipelines.record import describe_environment
 from raystride.pipelines.record.environment import RunEnvironment
 from raystride.pipelines.record.links import job_link, on_a_server, run_link
@@ -117,6 +117,7 @@ def train(
     if earlier and (reached := completed(earlier, config)):
         screen.line(_complete(folder, config, reached, earlier))
         return earlier.summary or {}
+    check_data(config, storage, build_task(config))
     attempt = new_attempt()
     with Ownership.take(folder, attempt), cluster(config.launch) as dashboard:
         milestones["cluster"] = time.time()
@@ -171,6 +172,7 @@ def prepare_data(config: Config, storage: Folder, screen: Screen) -> Prepared:
 
 
 def _prepare(config: Config, storage: Folder) -> int:
+    check_data(config, storage, build_task(config))
     with cluster(config.launch):
         prepared = prepare_data(config, storage, Screen())
     print(f"results  {prepared.folder}")
