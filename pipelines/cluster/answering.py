@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from raystride.pipelines.cluster.cluster import cluster
+from raystride.pipelines.cluster.cluster import CannotRun, cluster
 from raystride.pipelines.cluster.resources import Resources
 from raystride.pipelines.config import Answering, Launch
 
@@ -41,6 +41,8 @@ def answerers(settings: Answering, launch: Launch) -> "Iterator[RunParts]":
 def _on_cluster(work: "AnswerWork", parts: "list[Part]") -> None:
     settings, there = work.settings, Resources.of_cluster()
     cuda = settings.device == "cuda" or (settings.device == "auto" and there.gpus >= 1)
+    if cuda and there.gpu_problem:
+        raise CannotRun(f"device is cuda: {there.gpu_problem}, or use --device cpu")
     workers = int(there.gpus if cuda else there.cpus) if settings.workers == "auto" else settings.workers
     if workers > (most := int(there.gpus if cuda else there.cpus)):
         raise settings.error("workers", f"must be at most {most}, the cluster's {'GPUs' if cuda else 'cores'}")

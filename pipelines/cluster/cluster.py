@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from raystride.pipelines.config import Launch
 
+T = TypeVar("T")
 QUIET = {
     # Each worker's print would otherwise come twice, and usage statistics need a network.
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
@@ -105,16 +107,32 @@ def joined(settings: Launch) -> bool:
 
 def on_a_worker(function: Callable[[], str]) -> str:
     """Runs a function in a worker process, on another node than this one where there is one."""
+    return str(ask_a_node(function))
+
+
+def ask_a_node(function: Callable[[], T], *, gpu: bool = False) -> T:
+    """What a function gives in a worker process of another node than this one, if there is one; `gpu`: of one with GPUs."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = ray.get_runtime_context().get_node_id()
-    others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+    alive = [node for node in ray.nodes() if node["Alive"] and (not gpu or node["Resources"].get("GPU", 0))]
+    others = [node["NodeID"] for node in alive if node["NodeID"] != here]
+    if gpu and any(node["NodeID"] == here for node in alive):
+        others = [here]
     strategy = NodeAffinitySchedulingStrategy(others[0] if others else here, soft=True)
     # Without a processor: on a cluster that is in use there may be none free.
     task = ray.remote(num_cpus=0, scheduling_strategy=strategy)(_call)
-    return str(ray.get(task.remote(function)))
+    found: T = ray.get(task.remote(function))
+    return found
 
 
-def _call(function: Callable[[], str]) -> str:
+def several_nodes() -> bool:
+    """Whether the cluster that this process joined has other nodes."""
+    import ray
+
+    return len([node for node in ray.nodes() if node["Alive"]]) > 1
+
+
+def _call(function: Callable[[], T]) -> T:
     return function()

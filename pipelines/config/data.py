@@ -42,8 +42,8 @@ class Data(Section):
     encoding: str = setting("utf-8", fixed=True)
     """How text files, JSON and CSV are encoded, as Python names it; other than UTF-8, a file is read by one task."""
     header: Literal["auto"] | bool = setting("auto", fixed=True, since="0.2")
-    """Whether the first line of CSV and TSV files names the columns; without one, columns have numbers from 0, or the names in
-    `columns`. `auto`: it does where the columns that are asked for are in it; where that cannot be told, it is asked."""
+    """Whether the first line of CSV and TSV files names the columns; without one, columns have numbers from 0, or the names
+    in `columns`. `auto`: it does where the columns that are asked for are in it; where that cannot be told, it is asked."""
     delimiter: str = setting("auto", fixed=True, since="0.2")
     """What is between the fields of CSV and TSV files: `comma`, `semicolon`, `tab`, `pipe`, or a character. `auto`: the one
     with which the columns are found."""

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from raystride.model.hugging_face_config import check_description
-from raystride.pipelines.cluster.cluster import CannotRun, cluster, joined, on_a_worker
+from raystride.pipelines.cluster.cluster import CannotRun, ask_a_node, cluster, joined, on_a_worker, several_nodes
 from raystride.pipelines.cluster.internals import submission_id
 from raystride.pipelines.cluster.resources import Resources, Share, resolve
 from raystride.pipelines.config import Config, SettingError
@@ -50,7 +50,7 @@ from raystride.pipelines.plugins import SCRIPT, Carried
 from raystride.pipelines.prepare.manifest import Manifest
 from raystride.pipelines.prepare.prepare import Prepared, check_data, prepare
 from raystride.pipelines.record import describe_environment
-from raystride.pipelines.record.environment import RunEnvironment
+from raystride.pipelines.record.environment import Environment, RunEnvironment, describe_node
 from raystride.pipelines.record.links import job_link, on_a_server, run_link
 from raystride.pipelines.record.mlflow_log import MLFLOW_REFERENCE
 from raystride.pipelines.record.summary import RunSummary
@@ -122,6 +122,8 @@ def train(
     with Ownership.take(folder, attempt), cluster(config.launch) as dashboard:
         milestones["cluster"] = time.time()
         there, share = resources_for(config)
+        if there.gpu_problem and config.scaling.device == "auto":
+            screen.warning(f"training on CPUs: {there.gpu_problem}")
         if problems := list(failing(checks_for(config, storage, there, share))):
             raise CannotRun("this cluster cannot run it:\n" + "\n".join(problems))
         prepared = prepare_data(config, storage, screen)
@@ -130,7 +132,7 @@ def train(
             refuse_changes(earlier, config, prepared.manifest.fingerprint)
         milestones["data"] = time.time()
         environment: RunEnvironment = {
-            **describe_environment(),
+            **surroundings(config, there, share),
             "attempt": attempt,
             "data": prepared.manifest.fingerprint,
         }
@@ -200,8 +202,20 @@ def resources_for(config: Config) -> tuple[Resources, Share]:
 
     Raises SettingError where the settings contradict each other or the device.
     """
-    there = Resources.of_this_machine() if config.launch.mode == "inline" else Resources.of_cluster()
+    asked = config.scaling.device != "cpu"
+    inline = config.launch.mode == "inline"
+    there = Resources.of_this_machine(gpus=asked) if inline else Resources.of_cluster(gpus=asked)
     return there, resolve(config, there)
+
+
+def surroundings(config: Config, there: Resources, share: Share) -> Environment:
+    """What the run runs on: of this process, and versions and hardware of a node where its workers are."""
+    found = describe_environment()
+    if config.launch.mode == "ray" and several_nodes():
+        found.update(cast(Environment, ask_a_node(describe_node, gpu=share.device == "cuda")))
+    if share.device == "cuda" and not found["gpus"] and there.gpu_name:  # no NVML there, or GPUs of another make
+        found["gpus"] = [{"name": there.gpu_name, "memory_bytes": int(there.gpu_memory_bytes or 0), "driver": ""}]
+    return found
 
 
 def checks_for(config: Config, storage: Folder, there: Resources, share: Share) -> list[Check]:

@@ -175,23 +175,30 @@ def _opened(uri: str, stream: Any) -> Any:
 
 def _entries(uri: str, opened: Any) -> Iterator[tuple[str, Any]]:
     """The members that are files, with their names. Raises DataError for one that cannot be taken."""
-    listed = opened.infolist() if isinstance(opened, zipfile.ZipFile) else _tar_entries(uri, opened)
-    for member in listed:
-        zipped = isinstance(member, zipfile.ZipInfo)
-        name = (member.filename if zipped else member.name).removeprefix("./")
+    for name, member, problem in _zipped(opened) if isinstance(opened, zipfile.ZipFile) else _in_tar(uri, opened):
         parts = name.split("/")
-        if (member.is_dir() if zipped else member.isdir()) or _hidden(parts):
+        if _hidden(parts):
             continue
-        link = stat.S_ISLNK(member.external_attr >> 16) if zipped else not member.isreg()
-        nested = is_archive(name) or name.lower().endswith((".7z", ".rar"))
-        bad = name.startswith(("/", "\\")) or ".." in parts or "\\" in name or "\0" in name
-        locked = zipped and member.flag_bits & 1
-        problems = ((bad, "leads out of the archive"), (link, "is a link or no regular file"),
-                    (nested, "is an archive in an archive"), (locked, "has a password"))  # fmt: skip
-        for found, problem in problems:
-            if found:
-                raise DataError(f"{uri}: member {name!r} {problem}: pack the archive without it, or unpack it yourself")
+        if name.startswith(("/", "\\")) or ".." in parts or "\\" in name or "\0" in name:
+            problem = "leads out of the archive"
+        elif is_archive(name) or name.lower().endswith((".7z", ".rar")):
+            problem = "is an archive in an archive"
+        if problem:
+            raise DataError(f"{uri}: member {name!r} {problem}: pack the archive without it, or unpack it yourself")
         yield name, member
+
+
+def _zipped(opened: zipfile.ZipFile) -> Iterator[tuple[str, Any, str]]:
+    for info in opened.infolist():
+        if not info.is_dir():
+            link = "is a link or no regular file" if stat.S_ISLNK(info.external_attr >> 16) else ""
+            yield info.filename.removeprefix("./"), info, "has a password" if info.flag_bits & 1 else link
+
+
+def _in_tar(uri: str, opened: tarfile.TarFile) -> Iterator[tuple[str, Any, str]]:
+    for info in _tar_entries(uri, opened):
+        if not info.isdir():
+            yield info.name.removeprefix("./"), info, "" if info.isreg() else "is a link or no regular file"
 
 
 def _tar_entries(uri: str, opened: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:

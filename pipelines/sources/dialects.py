@@ -9,6 +9,7 @@ names the columns, the user is asked for them with what was seen.
 import csv
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -68,14 +69,14 @@ def _by_position(rows: list[list[str]], delimiter: str, form: Form, columns: Col
     """The dialect of a file whose first row does not name the columns, or need not. Raises Faulty."""
     first = rows[0]
     if form.names:
-        header = form.header if form.header != "auto" else list(form.names) == first
+        named = form.header if form.header != "auto" else list(form.names) == first
         if len(form.names) != len(first):
             reason = f"has {len(first)} fields in its first line ({shown(first)}), and data.columns {len(form.names)} names"
             raise Faulty(Fault(file.uri, reason, f"name as many columns with --data.columns, {_other(delimiter)}"))
         for column in columns:
             if column.name not in form.names:
                 raise Faulty(no_column(file.uri, column, form.names))
-        return Dialect(delimiter, header, tuple(form.names.index(column.name) for column in columns))
+        return Dialect(delimiter, named, tuple(form.names.index(column.name) for column in columns))
     numbers = all(column.name.isdecimal() for column in columns)
     header = form.header if form.header != "auto" else _has_names(rows)
     if not numbers:
@@ -115,10 +116,8 @@ def _rows(head: bytes, delimiter: str) -> list[list[str]]:
     rows: list[list[str]] = []
     csv.field_size_limit(2**31 - 1)
     reader = csv.reader([f"{line}\n" for line in text.split("\n")], delimiter=delimiter)
-    try:
+    with suppress(csv.Error):  # reading the file says where
         rows.extend(reader)
-    except csv.Error:
-        pass  # reading the file says where
     whole = rows[:-1] if len(head) >= HEAD and len(rows) > 1 else rows
     return [row for number, row in enumerate(whole) if row or not number] or [[]]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from tests.ray_jobs.jobs import finish_job, start_script
 
 WORDS = {"1": "war peace minister", "2": "match goal season", "3": "market oil pension", "4": "software chip phone"}
-SMALL = (
-    "--launch inline --train.steps 4 --train.slots 2 --train.slot_size 4 --model.layers 1 --model.width 16 --model.heads 2 "
-    "--tokenizer.kind bytes --record.mlflow false --data.validation_fraction 0.2"
-).split()
+SMALL = {
+    "launch": "inline", "train.steps": 4, "train.slots": 2, "train.slot_size": 4, "model.layers": 1, "model.width": 16,
+    "model.heads": 2, "tokenizer.kind": "bytes", "record.mlflow": "false", "data.validation_fraction": 0.2,
+}  # fmt: skip
 
 
 def write_news(path: Path) -> Path:
@@ -23,7 +23,8 @@ def write_news(path: Path) -> Path:
 
 def test_a_table_without_names_trains_by_flags_alone(tmp_path: Path) -> None:
     news = write_news(tmp_path / "test.csv")
-    common = ["--task", "classification", "--data.source", str(news), "--storage", str(tmp_path / "runs"), *SMALL]
+    common = ["--task", "classification", "--data.source", str(news), "--storage", str(tmp_path / "runs")]
+    common += [text for name, value in SMALL.items() for text in (f"--{name}", str(value))]
     refused = finish_job(start_script("train", *common, "--run", "unnamed"))
     assert refused.code == 2
     assert "the first line looks like data: 1 | war peace minister 0 | Fears, for" in refused.err

@@ -59,7 +59,7 @@ def test_a_named_delimiter_is_taken(tmp_path: Path, name: str, character: str) -
 
 @pytest.mark.parametrize("wrong", ["", "ab", '"', "\n"])
 def test_no_delimiter(wrong: str) -> None:
-    with pytest.raises(SettingError, match="data.delimiter"):
+    with pytest.raises(SettingError, match=r"data\.delimiter"):
         Data(delimiter=wrong)
 
 
