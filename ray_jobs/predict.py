@@ -58,8 +58,8 @@ def _answer_one(settings: Predict, text: str) -> int:
 
 
 def _printed(value: object) -> str:
-    if isinstance(value, list):
-        return " ".join(f"{each:.3f}" for each in value)
+    if isinstance(value, dict):
+        return "  ".join(f"{label} {share:.3f}" for label, share in value.items())
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 

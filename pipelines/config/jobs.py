@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from raystride.pipelines.config.data import SourceKind
-from raystride.pipelines.config.run import Answering, Finished, Launch, Sample
+from raystride.pipelines.config.run import Answering, AnswerLaunch, Finished, Sample
 from raystride.pipelines.config.section import Section, setting
 
 
@@ -26,8 +26,8 @@ class Evaluate(Answering):
     """Which documents: those of `data.test_source`, or those that the run validated or trained on."""
     data: TestData = TestData()
     """The test set."""
-    launch: Launch = Launch()
-    """Where the workers run; `--launch inline` answers in this process."""
+    launch: AnswerLaunch = AnswerLaunch()
+    """Where it is answered: little data in this process, much by Ray's workers; `--launch inline` or `ray` says so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,8 @@ class Predict(Answering):
     """What the answers are written as."""
     sample: Sample = Sample()
     """How a language model continues texts."""
-    launch: Launch = Launch()
-    """Where the workers run; `--launch inline` answers in this process."""
+    launch: AnswerLaunch = AnswerLaunch()
+    """Where it is answered: little data in this process, much by Ray's workers; `--launch inline` or `ray` says so."""
 
     def __post_init__(self) -> None:
         """Raises SettingError unless either `text` is given, or `input` and with it `output`."""

@@ -60,7 +60,8 @@ class Section:
         cls: Any = type(self)
         allowed = _types(cls)[key]
         choices = _choices(allowed)
-        if choices and not isinstance(value, int) and value not in choices:
+        nothing = value is None and type(None) in get_args(allowed)
+        if choices and not nothing and not isinstance(value, int) and value not in choices:
             raise self.error(key, f"must be one of {', '.join(map(str, choices))}")
         if isinstance(value, tuple):
             for part in value:

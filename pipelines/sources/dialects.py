@@ -3,7 +3,7 @@
 With the usual delimiter and the columns in the first line, that is all. Else other delimiters are tried, and where no line
 names the columns, the user is asked for them with what was seen.
 
-    find_dialect(b"3;a text\\n", Form(header=False, delimiter="auto"), columns, file)      # Dialect(";", False, (1, 0))
+    find_dialect(b"3;a text\\n", Form(header=False, delimiter="auto"), columns, file)      # Dialect(";", False, (1, 0), ...)
 """
 
 import csv
@@ -44,6 +44,8 @@ class Dialect:
     """Whether its first row is no document."""
     chosen: tuple[int, ...]
     """The positions of the columns that a task reads."""
+    names: tuple[str, ...]
+    """Of all columns."""
 
 
 def find_dialect(head: bytes, form: Form, columns: Columns, file: File) -> Dialect:
@@ -57,7 +59,7 @@ def find_dialect(head: bytes, form: Form, columns: Columns, file: File) -> Diale
     if not form.names and form.header is not False:
         for delimiter, rows in found.items():
             if all(column.name in rows[0] for column in columns):
-                return Dialect(delimiter, True, tuple(rows[0].index(column.name) for column in columns))
+                return Dialect(delimiter, True, tuple(rows[0].index(column.name) for column in columns), tuple(rows[0]))
     if problem := _unreadable(head, file):
         raise Faulty(problem)
     wanted = len(form.names)
@@ -76,7 +78,7 @@ def _by_position(rows: list[list[str]], delimiter: str, form: Form, columns: Col
         for column in columns:
             if column.name not in form.names:
                 raise Faulty(no_column(file.uri, column, form.names))
-        return Dialect(delimiter, named, tuple(form.names.index(column.name) for column in columns))
+        return Dialect(delimiter, named, tuple(form.names.index(column.name) for column in columns), form.names)
     numbers = all(column.name.isdecimal() for column in columns)
     header = form.header if form.header != "auto" else _has_names(rows)
     if not numbers:
@@ -88,7 +90,8 @@ def _by_position(rows: list[list[str]], delimiter: str, form: Form, columns: Col
     if header is None:
         reason = f"names or values: its first line could be either ({shown(first)})"
         raise Faulty(Fault(file.uri, reason, "say whether it has a line of names with --data.header true or false"))
-    return Dialect(delimiter, header, tuple(int(column.name) for column in columns))
+    names = first if header else map(str, range(len(first)))
+    return Dialect(delimiter, header, tuple(int(column.name) for column in columns), tuple(names))
 
 
 def _nameless(first: list[str], header: bool | None, delimiter: str, form: Form, columns: Columns, file: File) -> Fault:

@@ -8,7 +8,8 @@ the one that names it) a data URI (RFC 2397).
 """
 
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from raystride.pipelines.files import filesystem
@@ -34,6 +35,11 @@ def document(values: Sequence[Any], place: str, columns: Columns, folder: str = 
         empty = columns[fields.index("")]
         remedy = f"fill it, name another column with --{empty.setting}, or leave such rows out with --data.on_error skip"
         yield Fault(place, f"column {empty.name!r} is empty", remedy)
+
+
+def with_row(items: Iterator[Piece | Fault], row: Callable[[], Mapping[str, Any]], keep: bool) -> Iterator[Piece | Fault]:
+    """The items, documents with their whole row where that is to be kept."""
+    return (replace(item, row=row()) if isinstance(item, Piece) else item for item in items) if keep else items
 
 
 def named(row: Mapping[str, Any], place: str, columns: Columns, folder: str = "") -> Iterator[Piece | Fault]:

@@ -15,7 +15,7 @@ from itertools import islice, pairwise
 from typing import Any
 
 from raystride.pipelines.sources.faults import OTHER_ENCODING, DataError, Fault, Faulty, not_utf8
-from raystride.pipelines.sources.fields import Columns, document, named
+from raystride.pipelines.sources.fields import Columns, document, named, with_row
 from raystride.pipelines.sources.pieces import PIECE, File, Piece, Slice
 from raystride.pipelines.sources.streams import count_lines, length, lines, open_range
 
@@ -91,6 +91,9 @@ class LabelledReader(LineReader):
 class JsonReader(LineReader):
     """An object a line, or an array of objects in a `.json`."""
 
+    keep: bool = False
+    """Whether documents come with their whole object."""
+
     def slices(self, file: File, target: int) -> list[Slice]:
         """Byte ranges that begin at lines; one slice for an array."""
         if not file.streamed and file.size > target and _is_array(file):
@@ -117,7 +120,7 @@ class JsonReader(LineReader):
 
     def _object(self, row: Any, place: str, file: File) -> Iterator[Piece | Fault]:
         if isinstance(row, dict):
-            yield from named(row, place, self.columns, file.folder)
+            yield from with_row(named(row, place, self.columns, file.folder), lambda: row, self.keep)
         else:
             yield Fault(place, f"is no JSON object but a {type(row).__name__}")
 

@@ -6,9 +6,9 @@ A reader knows one format. It says which slices a file has, and reads one of the
         piece.document, piece.begins, piece.ends              # a document, or a stretch of a long one
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from raystride.pipelines.sources.faults import Fault
 from raystride.pipelines.tasks.task import Document
@@ -105,6 +105,8 @@ class Piece:
     """Its document's first HEAD characters; None: those that are here."""
     place: str = ""
     """The file it comes from, and where in it."""
+    row: Mapping[str, Any] | None = None
+    """The whole row by its columns' names, where the reader was told to keep it."""
 
     @property
     def identity(self) -> str:

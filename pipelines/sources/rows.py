@@ -10,13 +10,15 @@ columns are all empty or null is no document and passes in silence.
 import csv
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
 from typing import Any
 
 from raystride.pipelines.files import filesystem
 from raystride.pipelines.sources.archives import at_hand
 from raystride.pipelines.sources.dialects import HEAD, Dialect, Form, find_dialect, shown
 from raystride.pipelines.sources.faults import REMEDY, Fault, Faulty, faults_of
-from raystride.pipelines.sources.fields import Columns, document, find_columns, inner
+from raystride.pipelines.sources.fields import Columns, document, find_columns, inner, with_row
 from raystride.pipelines.sources.pieces import File, Piece, Slice
 from raystride.pipelines.sources.streams import ByteRange, length, lines, open_range
 
@@ -30,6 +32,8 @@ class CsvReader:
     columns: Columns
     form: Form = Form()
     """What the settings say of delimiters and names."""
+    keep: bool = False
+    """Whether documents come with their whole row."""
 
     def slices(self, file: File, target: int) -> list[Slice]:
         """One slice: a quoted newline cannot be told from a row's end without reading from the beginning."""
@@ -59,7 +63,9 @@ class CsvReader:
                         if piece.stop is not None and at >= piece.stop:
                             return
                         if at >= piece.start and row:
-                            yield from self._document(row, dialect.chosen, f"{file.uri}, line {rows.line_num}", file.folder)
+                            place = f"{file.uri}, line {rows.line_num}"
+                            found = self._document(row, dialect.chosen, place, file.folder)
+                            yield from with_row(found, partial(_by_name, row, dialect.names), self.keep)
                     at = text.at
             except csv.Error as error:
                 raise Faulty(Fault(f"{file.uri}, line {rows.line_num}", f"is no CSV: {error}")) from error
@@ -78,6 +84,11 @@ class CsvReader:
                 yield Fault(place, seen, f"name what is between them with --data.delimiter, {REMEDY}")
                 return
         yield from document([row[index] for index in chosen], place, self.columns, folder)
+
+
+def _by_name(row: list[str], names: tuple[str, ...]) -> dict[str, str]:
+    """A row's values under their names; those beyond the names under numbers."""
+    return {names[i] if i < len(names) else str(i): value for i, value in enumerate(row)}
 
 
 class _DecodedLines:
@@ -101,6 +112,8 @@ class ParquetReader:
     """Rows of Parquet files, read by row groups. Units are rows."""
 
     columns: Columns
+    keep: bool = False
+    """Whether documents come with their whole row."""
 
     def slices(self, file: File, target: int) -> list[Slice]:
         """A slice a row group, with the bytes of the columns' uncompressed values."""
@@ -134,14 +147,17 @@ class ParquetReader:
             for number in range(table.num_row_groups):
                 after = row + table.metadata.row_group(number).num_rows
                 if after > piece.start and row < stop:
-                    for at, values in _values(table, number, self.columns, row, file.uri):
+                    for at, values, whole in _values(table, number, self.columns, row, file.uri, self.keep):
                         if piece.start <= at < stop:
-                            yield from document(values, f"{file.uri}, row {at + 1}", self.columns, file.folder)
+                            found = document(values, f"{file.uri}, row {at + 1}", self.columns, file.folder)
+                            yield from with_row(found, partial(dict, whole), self.keep)
                 row = after
 
 
-def _values(table: Any, group: int, columns: Columns, row: int, uri: str) -> Iterator[tuple[int, tuple[Any, ...]]]:
-    names = [column.name for column in columns]
+def _values(
+    table: Any, group: int, columns: Columns, row: int, uri: str, keep: bool
+) -> Iterator[tuple[int, tuple[Any, ...], dict[str, Any]]]:
+    names = None if keep else [column.name for column in columns]
     keys = find_columns(uri, columns, table.schema_arrow.names, nested=True)
     batches = table.iter_batches(batch_size=_ROWS, row_groups=[group], columns=names, use_threads=False)
     while True:
@@ -150,7 +166,9 @@ def _values(table: Any, group: int, columns: Columns, row: int, uri: str) -> Ite
             fields = [] if batch is None else [_field(batch.column(name).to_pylist(), field) for name, field in keys]
         if batch is None:
             return
-        yield from enumerate(zip(*fields, strict=True), row)
+        rows = batch.to_pylist() if keep else repeat({}, batch.num_rows)
+        for number, (values, whole) in enumerate(zip(zip(*fields, strict=True), rows, strict=True), row):
+            yield number, values, whole
         row += batch.num_rows
 
 

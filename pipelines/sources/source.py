@@ -10,7 +10,7 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,10 @@ class Source:
     """How each of them is read."""
     targets: tuple[File, ...] = ()
     """The files whose lines belong to theirs, where there are such."""
+
+    def keeping_rows(self) -> "Source":
+        """The same with whole rows beside the documents, where it has rows."""
+        return replace(self, reader=replace(self.reader, keep=True)) if hasattr(self.reader, "keep") else self  # type: ignore
 
     @property
     def identity(self) -> dict[str, Any]:
