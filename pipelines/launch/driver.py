@@ -20,6 +20,7 @@ from raystride.model.hugging_face_config import check_description
 from raystride.pipelines.cluster.cluster import CannotRun, ask_a_node, cluster, joined, on_a_worker, several_nodes
 from raystride.pipelines.cluster.internals import submission_id
 from raystride.pipelines.cluster.resources import Resources, Share, resolve
+from raystride.pipelines.commands import command, of_storage, program
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.feed.cache import node_cache
@@ -32,7 +33,7 @@ from raystride.pipelines.hang.process import process_start
 from raystride.pipelines.launch.exit_codes import CANNOT_RUN, DONE, guarded
 from raystride.pipelines.launch.failure import TrainingFailed
 from raystride.pipelines.launch.owner import Ownership, new_attempt
-from raystride.pipelines.launch.place import locate
+from raystride.pipelines.launch.place import locate, settled
 from raystride.pipelines.launch.preflight import Check, failing, preflight
 from raystride.pipelines.launch.profiled import under_profiler
 from raystride.pipelines.launch.resume import (
@@ -47,6 +48,7 @@ from raystride.pipelines.launch.resume import (
 from raystride.pipelines.launch.screen import Screen
 from raystride.pipelines.launch.session import Watcher, conduct
 from raystride.pipelines.plugins import SCRIPT, Carried
+from raystride.pipelines.prepare.fingerprint import fingerprint
 from raystride.pipelines.prepare.manifest import Manifest
 from raystride.pipelines.prepare.prepare import Prepared, check_data, prepare
 from raystride.pipelines.record import describe_environment
@@ -150,7 +152,7 @@ def train(
             started_at=milestones["driver"] if watcher else process_start(os.getpid()) or milestones["driver"],
             milestones=milestones,
         )
-        write_settings(folder, attempt, config, environment)
+        write_settings(folder, attempt, settled(config), environment)
         all_tags = _tags(environment, config, share) | _ray_tags(dashboard) | dict(tags or {})
         _show_pages(folder, all_tags, screen)
         return _conduct(job, share, storage, all_tags, screen, watcher)
@@ -161,7 +163,7 @@ def _check_settings(config: Config, earlier: Earlier | None) -> None:
     _check_metric(config)
     check_tensorboard(config.record)
     if earlier:
-        refuse_changes(earlier, config)
+        refuse_changes(earlier, config, same_data=lambda: fingerprint(config, build_task(config)) == earlier.data)
     elif config.model.init_from:
         _check_init(config.model.init_from, config)
 
@@ -179,7 +181,7 @@ def _prepare(config: Config, storage: Folder) -> int:
         prepared = prepare_data(config, storage, Screen())
     print(f"results  {prepared.folder}")
     print("mlflow   not logged there")
-    print(f"next     raystride train with the same settings and --storage {storage}")
+    print(f"next     {program()} train with the same settings {of_storage(str(storage))}".rstrip())
     return DONE
 
 
@@ -193,7 +195,7 @@ def _check(config: Config, storage: Folder) -> int:
     passed = all(check.passed for check in checks)
     print(f"results  {storage}")
     print("mlflow   not logged there")
-    print("next     raystride train with the same settings" if passed else "next     mend what failed, and check again")
+    print(f"next     {program()} train with the same settings" if passed else "next     mend what failed, and check again")
     return DONE if passed else CANNOT_RUN
 
 
@@ -230,7 +232,7 @@ def _complete(folder: Folder, config: Config, reached: str, earlier: Earlier) ->
     return "\n".join(
         [
             f"this run is complete ({reached}). To train it further, give more steps or epochs, for instance",
-            f"  --run {config.run} --train.steps {more}",
+            f"  {command('train', str(config.run), folder.uri.rpartition('/')[0], f'--train.steps {more}')}",
             "and to train another one, another name (--run NAME) or other settings",
             closing_screen(earlier.summary or {}, folder),
         ]

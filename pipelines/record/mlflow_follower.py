@@ -12,7 +12,9 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from shlex import quote
 
+from raystride.pipelines.commands import of_storage, program
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record.entry import Entry
 from raystride.pipelines.record.journal import Segment, read_segment, segments
@@ -29,7 +31,7 @@ MOST_HELD = 64
 def replay_hint(run_folder: Folder) -> str:
     """The command that brings MLflow up to date with a run's journal."""
     storage, _, run = run_folder.uri.rpartition("/")
-    return f"raystride runs replay {run} --storage {storage}"
+    return f"{program()} runs replay {quote(run)} {of_storage(storage)}".rstrip()
 
 
 class Follower:

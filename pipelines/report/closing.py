@@ -6,6 +6,7 @@ print(closing_screen(summary, run_folder, text_curve(points, validation), sample
 from collections.abc import Callable
 from typing import Any
 
+from raystride.pipelines.commands import command
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record.summary import RunSummary
 
@@ -35,19 +36,19 @@ def closing_screen(
 
 def _last_lines(summary: RunSummary, run_folder: Folder, link: str | None, next_job: str, *, writes: bool) -> list[str]:
     storage, _, run = run_folder.uri.rpartition("/")
-    place = f"--run {run} --storage {storage}"
     if summary.get("mlflow_run_id") is None:
         tracking = "not logged there"
     elif link:
         tracking = link
     else:
-        tracking = f"raystride ui --storage {storage}"
+        tracking = command("ui", storage=storage)
     if not next_job:
-        # Without its settings a run would be refused; from remote storage nobody could read them by that name.
-        settings = f"--config {run_folder}/config.yaml " if run_folder.local else ""
-        again = f"raystride train {settings}{place}"
-        job = f"generate {place}" if writes else f"evaluate {place} --split validation"
-        next_job = f"raystride {job}" if summary.get("status") in WELL else f"{again}   (resumes it)"
+        if summary.get("status") not in WELL:
+            next_job = f"{command('train', run, storage)}   # resumes it"
+        elif writes:
+            next_job = command("generate", run, storage)
+        else:
+            next_job = command("evaluate", run, storage, "--split validation")
     return [f"results  {run_folder}", f"mlflow   {tracking}", f"next     {next_job}"]
 
 

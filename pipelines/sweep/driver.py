@@ -9,9 +9,11 @@ same command again measures only what is missing.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from shlex import quote
 
 from raystride.pipelines.cluster.cluster import cluster, joined
 from raystride.pipelines.cluster.resources import Resources
+from raystride.pipelines.commands import command, of_storage, program
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import Parsed, to_yaml
 from raystride.pipelines.config.sweep import SweepConfig
@@ -207,7 +209,7 @@ def _show_closing(folder: Folder, outcome: Answer, tracking: Tracking, unfinishe
     if link := tracking.comparison([result for result in outcome.results if result.measured]):
         screen.line(f"compare  {link}")
     screen.line(f"results  {folder}")
-    ui = f"raystride ui --storage {storage}"
+    ui = command("ui", storage=storage)
     screen.line(f"mlflow   {tracking.link or (ui if tracking.run_id else 'not logged there')}")
-    next_job = f"raystride train --config {folder}/recommended.yaml --storage {storage}"
+    next_job = f"{program()} train --config {quote(f'{folder}/recommended.yaml')} {of_storage(storage)}".rstrip()
     screen.line(f"next     {next_job if outcome.best else 'look at the causes in report.html, and change sweep.space'}")
