@@ -106,7 +106,7 @@ ALIASES = {
     "nproc_per_node": "scaling.workers", "mixed_precision": "train.precision", "fp16": "train.precision",
     "bf16": "train.precision", "output_dir": "storage", "out_dir": "storage", "resume": "run",
     "resume_from_checkpoint": "run", "wd": "optimizer.weight_decay", "warmup": "optimizer.warmup_steps",
-    "warmup_iters": "optimizer.warmup_steps", "learning_rate": "optimizer.learning_rate", "grad_clip": "optimizer.clip_norm",
+    "warmup_iters": "optimizer.warmup_steps", "learning_rate": "optimizer.learning_rate", "grad_clip": "train.clip_norm",
     "weight_decay": "optimizer.weight_decay", "warmup_steps": "optimizer.warmup_steps", "device": "scaling.device",
     "dataset": "data.source", "data": "data.source", "model_name_or_path": "model.init_from",
 }  # fmt: skip

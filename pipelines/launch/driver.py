@@ -39,8 +39,10 @@ from raystride.pipelines.launch.profiled import under_profiler
 from raystride.pipelines.launch.resume import (
     Earlier,
     completed,
+    newest_step,
     read_earlier,
     refuse_changes,
+    refuse_fewer_steps,
     refuse_other_bits,
     what_bits_depend_on,
     write_settings,
@@ -113,12 +115,15 @@ def train(
     if carried.uses(config) and SCRIPT not in config.plugins:
         config = replace(config, plugins=(*config.plugins, SCRIPT))
     folder = storage / str(config.run)
-    screen.line(f"run {config.run} in {storage}")
     earlier = read_earlier(folder)
+    reached_step = newest_step(folder) if earlier else None
+    goes_on = f", going on from step {reached_step}" if reached_step else ""
+    screen.line(f"run {config.run} in {storage}{goes_on}")
     _check_settings(config, earlier)
     if earlier and (reached := completed(earlier, config)):
         screen.line(_complete(folder, config, reached, earlier))
         return earlier.summary or {}
+    refuse_fewer_steps(config, reached_step)
     check_data(config, storage, build_task(config))
     attempt = new_attempt()
     with Ownership.take(folder, attempt), cluster(config.launch) as dashboard:

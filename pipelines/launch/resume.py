@@ -105,6 +105,22 @@ def completed(earlier: Earlier, config: Config) -> str | None:
     return reached if over else None
 
 
+def newest_step(folder: Folder) -> int | None:
+    """The step of the newest checkpoint that was committed; None where there is none."""
+    checkpoints = folder / "checkpoints"
+    steps = [name for name in checkpoints.names() if name.startswith("step-") and checkpoints.exists(f"{name}/{MANIFEST}")]
+    return max((int(name.removeprefix("step-")) for name in steps), default=None)
+
+
+def refuse_fewer_steps(config: Config, reached: int | None) -> None:
+    """Raises SettingError where a run that is to go on is past its end already."""
+    if reached and 0 < config.train.steps < reached:
+        raise config.train.error(
+            "steps",
+            f"must be at least {reached}, where run {config.run} is already: give more, or start another with --run NAME",
+        )
+
+
 def what_bits_depend_on(config: Config, environment: Environment, share: Share) -> dict[str, object]:
     """What must be the same, besides the fixed settings, for the same bits; `environment` as record.environment tells it.
 

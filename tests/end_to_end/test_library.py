@@ -105,7 +105,7 @@ def test_by_command_with_a_file_as_plug_in(site: Path, project: Path) -> None:
     (project / "settings.yaml").write_text("plugins: [my_project/extras.py]\n" + SETTINGS)
     job = ["-m", "raystride"]
     trained = _python(site, project, *job, *["train", "--config", "settings.yaml", "--launch", "inline", "--run", "mine"])
-    assert trained.splitlines()[-1].startswith(f"next     {program()} evaluate --run mine")
+    assert "raystride evaluate --run mine" in trained.splitlines()[-1]
     assert "label         money" in _python(site, project, *job, "predict", "--run", "mine", "--text", "pay the invoice")
     scored = _python(site, project, *job, *["evaluate", "--run", "mine", "--launch", "inline"])
     assert "accuracy" in scored
@@ -122,7 +122,6 @@ def test_by_command_with_a_file_as_plug_in(site: Path, project: Path) -> None:
 SCRIPT = """
 import raystride
 from raystride.model.transformer import Decoder
-from raystride.pipelines.commands import program
 from raystride.pipelines.tasks.language_model import LanguageModel
 
 class Mine(Decoder):

@@ -10,6 +10,7 @@ from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import parse, to_yaml
 from raystride.pipelines.launch.place import locate, settled
 from raystride.pipelines.launch.stored import stored_settings
+from raystride.run import Run
 from tests.ray_jobs.jobs import ROOT, Forked, Outcome, finish_job
 from tests.tiny import tiny, write_text
 
@@ -75,9 +76,16 @@ def test_what_the_screen_prints_can_be_pasted(tmp_path: Path) -> None:
     assert again.code == 0, again.err
     printed = next(line for line in again.lines if "--train.steps 12" in line)
     words = shlex.split(printed)[shlex.split(printed).index("train") :]
+    words[words.index("12")] = "11"  # where nothing is logged by itself
     more = _run(*words)
     assert more.code == 0, more.err
-    assert "resumed from" in more.out
+    assert "going on from step 6" in more.lines[0]
+    curve = Run.open("my run", str(tmp_path / "all runs")).metrics("train_loss")["step"].to_pylist()
+    assert curve[-2:] == [10, 11]
+    file = tmp_path / "all runs" / "my run" / "summary.json"
+    file.unlink()  # as if it had been killed
+    fewer = _run("train", "--run", "my run", "--storage", str(tmp_path / "all runs"), "--train.steps", "5")
+    assert (fewer.code, "train.steps is 5: it must be at least 11" in fewer.err) == (2, True)
     # The same file by another way is the same data, other data is not.
     spelled = f"{place}/../my data/text.txt"
     assert _run("train", "--run", "my run", "--storage", str(tmp_path / "all runs"), "--data.source", spelled).code == 0
