@@ -43,12 +43,12 @@ class Origin:
 
     def facts(self, began: float | None) -> list[list[str]]:
         """What the data was, when the run began (seconds since 1970), and what it ran on, as far as it is known."""
-        data = self.config.data if self.config else None
+        flat = self.config.flat() if self.config else {}
         commit, versions = self.environment.get("commit"), self.environment.get("versions") or {}
         cards = self.environment.get("gpus") or []
         found = {
-            "data": self.config.flat()["data.source"] if self.config else None,
-            "validated on": self.config.flat()["data.validation_source"] if data and data.validation == "source" else None,
+            "data": flat.get("data.source"),
+            "validated on": flat["data.validation_source"] if flat.get("data.validation") == "source" else None,
             "data's fingerprint": self.environment.get("data"),
             "began": datetime.fromtimestamp(began, UTC).strftime("%Y-%m-%d %H:%M UTC") if began else None,
             "commit": f"{commit}{', with changes' if self.environment.get('dirty') else ''}" if commit else None,
