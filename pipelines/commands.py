@@ -1,6 +1,6 @@
 """Commands that are printed to be pasted: quoted for the shell, and started by what works where the user is.
 
-command("evaluate", "my run", "/runs", "--split test")    # raystride evaluate --run 'my run' --storage /runs --split test
+pasted("evaluate", "my run", "/runs", "--split test")    # raystride evaluate --run 'my run' --storage /runs --split test
 """
 
 import os
@@ -16,7 +16,7 @@ def program() -> str:
     return "raystride" if which("raystride") else f"{quote(sys.executable)} -m raystride"
 
 
-def command(word: str, run: str = "", storage: str = "", more: str = "") -> str:
+def pasted(word: str, run: str = "", storage: str = "", more: str = "") -> str:
     """A job's command; `more` stands as it is. A storage is left out that is the default one, `runs` in this folder."""
     given = [program(), word, f"--run {quote(run)}" if run else "", of_storage(storage), more]
     return " ".join(part for part in given if part)

@@ -1,9 +1,9 @@
 """One file-system layer: a folder on a local disk, or on anything that pyarrow or fsspec reaches, behind the same few calls.
 
-Local folders use the operating system alone, so that training imports without pyarrow. A `put` is atomic: locally a
-temporary name, fsync and rename; on object stores the object appears when its stream is closed.
+Local folders use the operating system alone, so that training imports without pyarrow. A `put` is atomic everywhere: locally
+a temporary name, fsync and rename; see `stores` for the rest. Each call goes through `retries`.
 
-    runs = Folder.at("s3://bucket/runs")              # or "runs", made absolute at once
+    runs = Folder.at("s3://bucket/runs?region=us-east-1")     # or "runs", made absolute at once
     (runs / "my-run").put("config.yaml", b"...")
     for name in (runs / "my-run").names(): ...
 """
@@ -13,15 +13,21 @@ import json
 import os
 import shutil
 import uuid
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
+
+from raystride.pipelines.credentials import masked, note
+from raystride.pipelines.retries import Result, retried
+from raystride.pipelines.stores import Spill, address_below, client, split, whole_object
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from pyarrow.fs import FileInfo, FileSystem
 
-    from pyarrow.fs import FileSystem
+PIECE = 16 << 20
+"""Bytes of a remote file that are read at a time, and that a writer holds before it sends them."""
 
 
 def absolute(path_or_uri: str, base: str | None = None) -> str:
@@ -29,26 +35,25 @@ def absolute(path_or_uri: str, base: str | None = None) -> str:
     if path_or_uri.startswith("file://"):
         path_or_uri = path_or_uri.removeprefix("file://")
     if "://" in path_or_uri:
-        return path_or_uri.rstrip("/")
+        place, query = split(path_or_uri)
+        return place.rstrip("/") + query
     return os.path.abspath(os.path.join(base or os.getcwd(), os.path.expanduser(path_or_uri)))
 
 
 def filesystem(uri: str) -> "tuple[FileSystem, str]":
-    """The pyarrow file system of a URI or path, and the path inside it; schemes unknown to pyarrow go through fsspec."""
-    from pyarrow import ArrowInvalid
-    from pyarrow.fs import FileSystem, FSSpecHandler, LocalFileSystem, PyFileSystem
+    """The pyarrow file system of a URI or path, kept by the process, and the path inside it.
 
-    if "://" not in uri:
-        return LocalFileSystem(), uri
-    try:
-        known: tuple[FileSystem, str] = FileSystem.from_uri(uri)
-        return known
-    # A scheme that pyarrow does not know; fsspec has many more.
-    except ArrowInvalid:
-        from fsspec.core import url_to_fs
+    Raises MissingSecret where the URI was written down without its password, and nothing gives it; ValueError for options
+    that the scheme does not have, ImportError where fsspec lacks what it needs.
+    """
+    return client(uri)
 
-        handler, path = url_to_fs(uri)
-        return PyFileSystem(FSSpecHandler(handler)), path
+
+def parent_and_name(path_or_uri: str) -> "tuple[Folder, str]":
+    """The folder in which a path or URI lies, with the same options, and its name there."""
+    place, query = split(path_or_uri)
+    parent, _, name = place.rpartition("/")
+    return Folder((parent or "/") + query), name
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,18 @@ class Folder:
     """A folder, which need not exist yet: writing makes it. Small enough to send to a worker."""
 
     uri: str
-    """Absolute local path, or URI."""
+    """Absolute local path, or URI, with its secrets: what is shown of it is `str(folder)`. Its options
+    (`?endpoint_override=...`) hold for all that is below.
+    """
+
+    def __post_init__(self) -> None:
+        if "://" in self.uri:
+            note(self.uri)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In another process: it, too, keeps to itself what it must not say."""
+        self.__dict__.update(state)
+        self.__post_init__()
 
     @classmethod
     def at(cls, path_or_uri: str, base: str | None = None) -> "Folder":
@@ -64,10 +80,23 @@ class Folder:
         return cls(absolute(path_or_uri, base))
 
     def __truediv__(self, name: str) -> "Folder":
-        return Folder(f"{self.uri.rstrip('/')}/{name}")
+        return Folder(address_below(self.uri, name))
 
     def __str__(self) -> str:
-        return self.uri
+        return masked(self.uri)
+
+    def __repr__(self) -> str:
+        return f"Folder({str(self)!r})"
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return parent_and_name(self.uri)[1]
+
+    @property
+    def parent(self) -> "Folder":
+        """The folder in which this one lies."""
+        return parent_and_name(self.uri)[0]
 
     @property
     def local(self) -> Path | None:
@@ -75,10 +104,13 @@ class Folder:
         return None if "://" in self.uri else Path(self.uri)
 
     def _remote(self, name: str = "") -> "tuple[FileSystem, str]":
-        return filesystem(f"{self.uri}/{name}" if name else self.uri)
+        return client(address_below(self.uri, name))
 
     def read(self, name: str) -> bytes:
         """The bytes of a file. Raises FileNotFoundError."""
+        return retried(lambda: self._read(name))
+
+    def _read(self, name: str) -> bytes:
         if self.local:
             return (self.local / name).read_bytes()
         system, path = self._remote(name)
@@ -89,84 +121,142 @@ class Folder:
         """A JSON file's content. Raises FileNotFoundError, or ValueError where it is no JSON."""
         return json.loads(self.read(name))
 
+    def read_pieces(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+        """The bytes [start, stop) of a file (to its end, where `stop` is None), piece by piece. Raises FileNotFoundError,
+        and EOFError where the file ends before `stop`.
+        """
+        with _Source(self, name) as source:
+            end = source.size() if stop is None else stop
+            for at in range(start, end, PIECE):
+                wanted = min(PIECE, end - at)
+                piece = source.read(at, wanted)
+                if len(piece) < wanted:
+                    raise EOFError(f"{self / name} ends at byte {at + len(piece):,}, before {end:,}")
+                yield piece
+
     def put(self, name: str, content: bytes | str) -> None:
         """Writes a whole file, or nothing: a reader never meets half of it, not even after a crash."""
         data = content.encode() if isinstance(content, str) else content
-        with self.writer(name) as stream:
-            stream.write(data)
+        self.put_pieces(name, lambda: (data,))
 
     def put_json(self, name: str, content: Any) -> None:
         """Writes `content` as JSON, atomically."""
         self.put(name, json.dumps(content, indent=1, sort_keys=True) + "\n")
 
+    def put_pieces(self, name: str, pieces: Callable[[], Iterable[bytes | memoryview]]) -> None:
+        """Writes a whole file, or nothing, from what `pieces()` gives, which is asked anew where a try has failed.
+
+        For large files: what goes to a remote store goes there in parts, and lies on no disk of this machine.
+        """
+
+        def attempt() -> None:
+            with self._whole(name) as stream:
+                for piece in pieces():
+                    stream.write(piece)
+
+        retried(attempt)
+
     @contextmanager
-    def writer(self, name: str) -> "Iterator[IO[bytes]]":
-        """A stream whose file appears, whole, when the block ends without an exception."""
-        if self.local:
-            with _local_writer(self.local / name) as stream:
-                yield stream
-            return
-        # An object store shows an object only once its stream is closed; a failed block must therefore not close it
-        # by itself, so the bytes are gathered in a local file first.
+    def _whole(self, name: str) -> Iterator[IO[bytes]]:
+        """One try at a file that is there, whole, when the block has ended well."""
+        with _local_writer(self.local / name) if self.local else whole_object(*self._remote(name)) as stream:
+            yield stream
+
+    @contextmanager
+    def writer(self, name: str) -> Iterator[IO[bytes]]:
+        """A stream whose file appears, whole, when the block ends without an exception.
+
+        What is written cannot be asked for again: beyond 16 MiB, a remote store that fails for longer than its client is
+        patient ends the block. `put_pieces` and `upload` begin anew.
+        """
+        with ExitStack() as stack:
+            if self.local:
+                yield stack.enter_context(self._whole(name))
+                return
+            stream = Spill(PIECE, lambda: stack.enter_context(self._whole(name)))
+            yield cast("IO[bytes]", stream)  # it is written to, which is all of an IO that anybody needs here
+            if (content := stream.held) is not None:
+                self.put(name, content)
+
+    @contextmanager
+    def file(self, name: str) -> Iterator[Path]:
+        """A path to write to, on this machine, whose file appears here when the block ends without an exception."""
         import tempfile
 
-        with tempfile.NamedTemporaryFile() as stream:
-            yield stream
-            stream.flush()
-            self.upload(Path(stream.name), name)
+        if self.local:
+            with _local_writer(self.local / name) as stream:
+                yield Path(stream.name)
+            return
+        with tempfile.TemporaryDirectory() as scratch:
+            yield Path(scratch) / "file"
+            self.upload(Path(scratch) / "file", name)
 
     def upload(self, source: Path, name: str) -> None:
-        """Copies a local file here under `name`."""
-        if self.local:
-            with _local_writer(self.local / name) as out, source.open("rb") as stream:
-                shutil.copyfileobj(stream, out, 1 << 20)
-            return
-        system, path = self._remote(name)
-        system.create_dir(os.path.dirname(path), recursive=True)
-        with system.open_output_stream(path) as out, source.open("rb") as stream:
-            shutil.copyfileobj(stream, out, 1 << 20)
+        """Copies a local file here under `name`, atomically. Raises FileNotFoundError where there is no such file."""
+        self.put_pieces(name, lambda: _pieces_of(source))
 
     def download(self, name: str, target: Path) -> None:
         """Copies a file from here to a local path, atomically. Raises FileNotFoundError."""
         with _local_writer(target) as out:
-            if self.local:
-                with (self.local / name).open("rb") as stream:
-                    shutil.copyfileobj(stream, out, 1 << 20)
-                return
-            system, path = self._remote(name)
-            with system.open_input_stream(path) as stream:
-                shutil.copyfileobj(stream, out, 1 << 20)
+            for piece in self.read_pieces(name):
+                out.write(piece)
 
     def exists(self, name: str = "") -> bool:
         """Whether a file or folder of that name (or this folder itself) is there."""
         if self.local:
-            return (self.local / name).exists()
-        system, path = self._remote(name)
-        return bool(system.get_file_info(path).type)
+            path = self.local / name
+            return retried(path.exists)
+        return bool(self._info(name).type)
 
     def size(self, name: str) -> int | None:
         """Bytes of a file; None where there is none."""
         if self.local:
             path = self.local / name
-            return path.stat().st_size if path.is_file() else None
-        system, path_inside = self._remote(name)
-        size: int | None = system.get_file_info(path_inside).size
+            return retried(lambda: path.stat().st_size if path.is_file() else None)
+        size: int | None = self._info(name).size
         return size
+
+    def _info(self, name: str) -> "FileInfo":
+        system, path = self._remote(name)
+        return retried(lambda: system.get_file_info(path))
 
     def names(self) -> list[str]:
         """Names of files and folders directly inside, sorted, without temporary ones. Empty where there is no folder."""
-        if self.local:
-            found = os.listdir(self.local) if self.local.is_dir() else []
+        local = self.local
+        if local:
+            found = retried(lambda: os.listdir(local) if local.is_dir() else [])
         else:
-            from pyarrow.fs import FileSelector
-
-            system, path = self._remote()
-            found = [info.base_name for info in system.get_file_info(FileSelector(path, allow_not_found=True))]
+            found = [info.base_name for info in self._listed(recursive=False)]
         # What is still being written, or was when its writer was killed, is not there yet.
         return sorted(name for name in found if ".tmp-" not in name)
 
+    def sizes(self, *, temporary: bool = False) -> dict[str, int]:
+        """Bytes of every file here and below, by path inside this folder, in one listing.
+
+        `temporary`: also of those that writers have not finished.
+        """
+        local = self.local
+        if local:
+            found = retried(lambda: _local_sizes(local))
+        else:
+            from pyarrow.fs import FileType
+
+            inside = len(self._remote()[1]) + 1
+            infos = self._listed(recursive=True)
+            found = {info.path[inside:]: info.size or 0 for info in infos if info.type == FileType.File}
+        return {name: size for name, size in sorted(found.items()) if temporary or ".tmp-" not in name}
+
+    def _listed(self, *, recursive: bool) -> "list[FileInfo]":
+        from pyarrow.fs import FileSelector
+
+        system, path = self._remote()
+        return retried(lambda: system.get_file_info(FileSelector(path, allow_not_found=True, recursive=recursive)))
+
     def remove(self, name: str = "") -> None:
         """Removes a file, or a folder with all it holds (this one, where no name is given), if there is one."""
+        retried(lambda: self._remove(name))
+
+    def _remove(self, name: str) -> None:
         if self.local:
             target = self.local / name
             if target.is_dir() and not target.is_symlink():
@@ -178,10 +268,15 @@ class Folder:
 
         system, path = self._remote(name)
         kind = system.get_file_info(path).type
-        if kind == FileType.Directory:
-            system.delete_dir(path)
-        elif kind == FileType.File:
-            system.delete_file(path)
+        try:
+            if kind == FileType.Directory:
+                system.delete_dir(path)
+            elif kind == FileType.File:
+                system.delete_file(path)
+        except OSError:
+            # After the file has gone pyarrow marks the folder that may now be empty, which some servers refuse.
+            if system.get_file_info(path).type != FileType.NotFound:
+                raise
 
     def remove_temporary(self, before: float) -> None:
         """Removes what killed writers left here and below, last changed before a time in seconds since 1970."""
@@ -190,22 +285,83 @@ class Folder:
                 with suppress(FileNotFoundError):
                     if path.stat().st_mtime < before:
                         path.unlink()
+            return
+        system, _ = self._remote()
+        for info in self._listed(recursive=True):
+            if ".tmp-" in info.base_name and info.mtime_ns is not None and info.mtime_ns < before * 1e9:
+                with suppress(FileNotFoundError):
+                    system.delete_file(info.path)
 
     def sha256(self, name: str) -> str:
-        """The SHA-256 of a file, as 64 hexadecimal digits, read in pieces."""
-        if self.local:
-            with (self.local / name).open("rb") as stream:
-                return hashlib.file_digest(stream, "sha256").hexdigest()
+        """The SHA-256 of a file, as 64 hexadecimal digits, read in pieces. Raises FileNotFoundError."""
         digest = hashlib.sha256()
-        system, path = self._remote(name)
-        with system.open_input_stream(path) as stream:
-            while piece := stream.read(1 << 20):
-                digest.update(piece)
+        for piece in self.read_pieces(name):
+            digest.update(piece)
         return digest.hexdigest()
 
 
+class _Source:
+    """A file of which ranges are read; opened once, and anew after a failure."""
+
+    def __init__(self, folder: Folder, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._stream: Any = None
+
+    def __enter__(self) -> "_Source":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._close()
+
+    def size(self) -> int:
+        def measured(stream: Any) -> int:
+            return int(stream.seek(0, os.SEEK_END))
+
+        return retried(lambda: self._with(measured))
+
+    def read(self, at: int, count: int) -> bytes:
+        def ranged(stream: Any) -> bytes:
+            stream.seek(at)
+            return bytes(stream.read(count))
+
+        return retried(lambda: self._with(ranged))
+
+    def _with(self, work: Callable[[Any], Result]) -> Result:
+        try:
+            if self._stream is None:
+                local = self._folder.local
+                system, path = (None, "") if local else self._folder._remote(self._name)
+                self._stream = (local / self._name).open("rb") if local else system.open_input_file(path)  # type: ignore[union-attr]
+            return work(self._stream)
+        except BaseException:
+            self._close()
+            raise
+
+    def _close(self) -> None:
+        if self._stream is not None:
+            with suppress(Exception):
+                self._stream.close()
+            self._stream = None
+
+
+def _pieces_of(source: Path) -> Iterator[bytes]:
+    with source.open("rb") as stream:
+        while piece := stream.read(PIECE):
+            yield piece
+
+
+def _local_sizes(folder: Path) -> dict[str, int]:
+    found = {}
+    for path, _, names in os.walk(folder):
+        for name in names:
+            file = os.path.join(path, name)
+            with suppress(FileNotFoundError):  # removed since it was listed
+                found[os.path.relpath(file, folder)] = os.stat(file).st_size
+    return found
+
+
 @contextmanager
-def _local_writer(target: Path) -> "Iterator[IO[bytes]]":
+def _local_writer(target: Path) -> Iterator[IO[bytes]]:
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f"{target.name}.tmp-{uuid.uuid4().hex[:8]}")
     try:

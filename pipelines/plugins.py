@@ -181,11 +181,16 @@ class Carried:
             {name: made for name, made in OBSERVERS.items() if made.__module__ == SCRIPT},
         )
 
-    def uses(self, config: Config) -> bool:
-        """Whether a run of these settings cannot do without it."""
+    def needed(self, config: Config) -> list[str]:
+        """The plug-ins without which a run of these settings cannot be opened, to be named in them: installed ones, and the
+        script. Needs `register`."""
         sources = (config.data.source, config.data.validation_source, config.data.test_source)
         named = {name.partition("#")[0] for name in sources if name}
-        return config.task in self.tasks or bool(named & set(self.sources)) or bool(self.observers)
+        used = [TASKS[config.task]] if config.task in TASKS else []
+        used += [SOURCES[name][0] for name in sorted(named & set(SOURCES))]
+        packages = {made.__module__.partition(".")[0] for made in used}
+        script = [SCRIPT] if config.task in self.tasks or named & set(self.sources) or self.observers else []
+        return [plugin for plugin in self.installed if plugin.partition(".")[0] in packages] + script
 
     def register(self) -> None:
         """Registers all of it in the process that it travelled to. Raises SettingError where an installed plug-in fails."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if __name__ == "__main__":  # started as a script, from any folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from raystride.pipelines.commands import command as printed
+from raystride.pipelines.commands import pasted
 from raystride.pipelines.config.jobs import Evaluate
 from raystride.pipelines.config.parse import Parsed, command
 from raystride.pipelines.files import Folder
@@ -41,9 +41,9 @@ def _evaluated(settings: Evaluate) -> int:
     if problem:
         print(problem, file=sys.stderr)
     print(f"results  {scored.folder}")
-    storage = Folder.at(settings.storage).uri
-    print(f"mlflow   {printed('ui', storage=storage)}" if scored.logged else "mlflow   not logged there")
-    print(f"next     {printed('predict', settings.run, storage, '--input FILES --output DIR')}")
+    storage = str(Folder.at(settings.storage))
+    print(f"mlflow   {pasted('ui', storage=storage)}" if scored.logged else "mlflow   not logged there")
+    print(f"next     {pasted('predict', settings.run, storage, '--input FILES --output DIR')}")
     return DONE
 
 

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 if __name__ == "__main__":  # started as a script, from any folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from raystride.pipelines.commands import command as printed
+from raystride.pipelines.commands import pasted
 from raystride.pipelines.config.jobs import Export
 from raystride.pipelines.config.parse import Parsed, command
+from raystride.pipelines.credentials import hidden
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.exit_codes import DONE, guarded
 
@@ -40,7 +41,7 @@ def _exported(settings: Export) -> int:
     to_mlflow = settings.to == "mlflow"
     what = opened.config.task if to_mlflow else opened.config.model.flavour
     print(f"{what} of step {opened.step}: {', '.join(folder.names())}")
-    logged = _log(settings, opened, storage) if to_mlflow else printed("ui", storage=str(storage))
+    logged = _log(settings, opened, storage) if to_mlflow else pasted("ui", storage=str(storage))
     print(f"results  {folder}")
     print(f"mlflow   {logged}")
     if to_mlflow:
@@ -55,11 +56,11 @@ def _log(settings: Export, opened: "Opened", storage: Folder) -> str:
     from raystride.pipelines.evaluate.mlflow_model import log_mlflow_model
     from raystride.pipelines.evaluate.recording import reopen
 
-    if reopened := reopen(storage / settings.run, opened.config.record, storage):
-        try:
+    try:
+        if reopened := reopen(storage / settings.run, opened.config.record, storage):
             return log_mlflow_model(opened, reopened, settings.sample)
-        except Exception as error:  # MLflow, its database and its server raise whatever they like
-            print(f"MLflow at {reopened.log.public_uri} does not have it: {error}", file=sys.stderr)
+    except Exception as error:  # MLflow, its database and its server raise whatever they like
+        print(hidden(f"MLflow does not have it: {error}"), file=sys.stderr)
     return "not logged there"
 
 

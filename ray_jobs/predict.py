@@ -13,7 +13,7 @@ from pathlib import Path
 if __name__ == "__main__":  # started as a script, from any folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from raystride.pipelines.commands import command as printed
+from raystride.pipelines.commands import pasted
 from raystride.pipelines.config.jobs import Predict
 from raystride.pipelines.config.parse import Parsed, command
 from raystride.pipelines.files import Folder
@@ -40,7 +40,7 @@ def _answer_files(settings: Predict) -> int:
     print(f"{predicted.rows:,} answers of step {predicted.step} in {len(predicted.files)} files{speed}{skipped}")
     print(f"results  {Folder.at(settings.output or '')}")
     print("mlflow   not logged there")
-    print(f"next     {printed('evaluate', settings.run, Folder.at(settings.storage).uri, '--split validation')}")
+    print(f"next     {pasted('evaluate', settings.run, str(Folder.at(settings.storage)), '--split validation')}")
     return DONE
 
 
@@ -54,7 +54,7 @@ def _answer_one(settings: Predict, text: str) -> int:
         print()
     print(f"results  {Folder.at(settings.storage) / settings.run}")
     print("mlflow   not logged there")
-    print(f"next     {printed('predict', settings.run, Folder.at(settings.storage).uri, '--input FILES --output DIR')}")
+    print(f"next     {pasted('predict', settings.run, str(Folder.at(settings.storage)), '--input FILES --output DIR')}")
     return DONE
 
 

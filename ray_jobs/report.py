@@ -14,7 +14,7 @@ from shlex import quote
 if __name__ == "__main__":  # started as a script, from any folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from raystride.pipelines.commands import command, of_storage, program
+from raystride.pipelines.commands import of_storage, pasted, program
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record.journal import stream_entries
 from raystride.pipelines.report import gather_figures, write_page
@@ -36,9 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (FileNotFoundError, ValueError):
         summary = {"run": given.run, "status": "not ended"}
     write_page(folder, figures, summary)
-    print(f"results  {folder}/report.html")
-    storage = Folder.at(given.storage).uri
-    print(f"mlflow   {command('ui', storage=storage)}")
+    storage = str(Folder.at(given.storage))
+    print(f"results  {folder / 'report.html'}")
+    print(f"mlflow   {pasted('ui', storage=storage)}")
     print(f"next     open the page in a browser, or {program()} runs show {quote(given.run)} {of_storage(storage)}".rstrip())
     return 0
 

@@ -10,7 +10,7 @@ nested. All functions raise SettingError for what is wrong with settings, before
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from raystride.pipelines.cluster.cluster import CannotRun, cluster
 from raystride.pipelines.config import Config, Sample, SettingError
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 Settings = Mapping[str, Any]
 Given = str | Settings | Config
+C = TypeVar("C", bound=Config)
 
 
 def train(
@@ -81,7 +82,8 @@ def sweep(
     from raystride.pipelines.sweep.driver import located, run_trials
 
     parsed = configured(SweepConfig, config, _placed(settings, run, storage))
-    return run_trials(*located(parsed), Screen() if progress else Quiet())
+    base, place = located(parsed)
+    return run_trials(_beside_others(base), place, Screen() if progress else Quiet())
 
 
 def evaluate(run: Run | str, split: str = "test", settings: Settings | None = None, *, storage: str = "runs") -> "Scored":
@@ -163,7 +165,7 @@ def _of_run(run: Run | str, storage: str) -> dict[str, Any]:
     return {"run": run.name, "storage": run.storage} if isinstance(run, Run) else {"run": run, "storage": storage}
 
 
-def _beside_others(config: Config) -> Config:
+def _beside_others(config: C) -> C:
     """A Ray that the caller has initialised may span hosts, for which the trainer that starts fast is not made."""
     if "ray" in sys.modules and config.launch.mode == "ray":
         import ray

@@ -46,7 +46,7 @@ class Run:
     @property
     def storage(self) -> str:
         """The folder or filesystem URI that the run's folder lies in."""
-        return self.folder.uri.rpartition("/")[0]
+        return self.folder.parent.uri
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class Run:
     @property
     def report_path(self) -> str:
         """Where the run's page is, or will be when it has ended: one self-contained HTML file."""
-        return f"{self.folder}/report.html"
+        return str(self.folder / "report.html")
 
     @property
     def mlflow_url(self) -> str | None:

@@ -1,4 +1,4 @@
-"""What tests share: one small Ray cluster for a whole session, and no deadlines, since machines are shared."""
+"""What tests share: one small Ray cluster and one S3 server for a session, and no deadlines, since machines are shared."""
 
 import logging
 import os
@@ -33,3 +33,12 @@ def ray_cluster() -> Iterator[None]:
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """The endpoint of a server that speaks S3, with an empty bucket, started once."""
+    from tests.storage import server
+
+    with server() as endpoint:
+        yield endpoint

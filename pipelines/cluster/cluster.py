@@ -5,14 +5,22 @@ with cluster(config.launch) as dashboard:                 # ray.init ... ray.shu
 """
 
 import os
+import secrets
+import signal
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TypeVar
 
+from raystride.pipelines.cluster.fallback import say
+from raystride.pipelines.cluster.internals import on_loopback
+from raystride.pipelines.cluster.versions import other_versions, ray_difference
 from raystride.pipelines.config import Launch
+from raystride.pipelines.credentials import hidden
 
 T = TypeVar("T")
 QUIET = {
@@ -30,54 +38,135 @@ QUIET = {
 class CannotRun(RuntimeError):
     """The cluster cannot run this configuration; the message has a line for each check that failed."""
 
+    def __init__(self, message: str = "") -> None:
+        super().__init__(hidden(message))
+
 
 class NoCluster(CannotRun):
     """The Ray cluster that was asked for cannot be joined or started."""
 
 
 @contextmanager
-def cluster(settings: Launch) -> Iterator[str | None]:
+def cluster(settings: Launch, metadata: Mapping[str, str] | None = None) -> Iterator[str | None]:
     """Joins or starts Ray for the block, unless it is inline; yields the address of its dashboard, if any.
 
-    Raises NoCluster, with what to try.
+    `metadata` is what a running cluster's dashboard says of the driver; of a submitted job see `launch.job_page`.
+    Raises NoCluster, with what to try, and CannotRun where driver and workers have other versions.
     """
     if settings.mode == "inline":
         yield None
         return
+    with _handlers_kept() as set_again, _ray(settings, metadata) as dashboard:
+        set_again()  # those of ray.init would end the process amid whatever it does
+        yield dashboard
+
+
+@contextmanager
+def _handlers_kept() -> Iterator[Callable[[], None]]:
+    """Leaves the handlers of signals as they were: ray.init and Ray Tune set their own, and never take them back.
+
+    Yields what sets them again.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None  # nobody can set any here
+        return
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGBREAK") if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def set_again() -> None:
+        for number, handler in before.items():
+            if handler is not None:  # set by another language, which Python cannot do again
+                signal.signal(number, handler)
+
+    try:
+        yield set_again
+    finally:
+        set_again()
+
+
+@contextmanager
+def _ray(settings: Launch, metadata: Mapping[str, str] | None) -> Iterator[str | None]:
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     address = settings.address or os.environ.get("RAY_ADDRESS")
-    if address and "RAY_AUTH_MODE" not in os.environ and (Path.home() / ".ray" / "auth_token").exists():
+    if address and "RAY_AUTH_MODE" not in os.environ and token_file().exists():
         # Clusters started on this machine ask for the token; a driver that does not send it waits 20 s and then fails.
         os.environ["RAY_AUTH_MODE"] = "token"
     import ray
 
-    if ray.is_initialized():  # by the sweep that this run is a trial of
+    if ray.is_initialized():  # by the caller, or by the sweep that this run is a trial of
+        if ray.get_runtime_context().get_actor_id() is None:
+            _refuse_other_versions(settings)
         yield None
         return
+    dashboard = _with_scheme(_init(settings, address, metadata))
+    try:
+        if address:
+            _refuse_other_versions(settings)
+        if dashboard:
+            # Has Ray Train tell the dashboard's server of its runs and their workers: GET /api/train/v2/runs/v1.
+            os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")
+        yield dashboard
+    finally:
+        ray.shutdown()
+
+
+def _init(settings: Launch, address: str | None, metadata: Mapping[str, str] | None) -> str | None:
+    """Joins Ray at the address, or starts it; the address of its dashboard. Raises NoCluster."""
+    import ray
+    from ray.job_config import JobConfig
+
+    quiet = {"logging_level": "ERROR", "log_to_driver": False}
     try:
         if address:
             _wait_for(address, settings.timeout_s)
-            context = ray.init(address=address, logging_level="ERROR", log_to_driver=False)
+            context = ray.init(address=address, job_config=JobConfig(metadata=dict(metadata or {})), **quiet)
         else:
-            # Without an address Ray would join a cluster that was started on this machine, if there is one.
-            context = ray.init(
-                address="local", include_dashboard=False, logging_level="ERROR", log_to_driver=False, runtime_env=None
-            )
+            keep_token_private()
+            with on_loopback():
+                # Without an address Ray would join a cluster that was started on this machine, if there is one.
+                context = ray.init(address="local", include_dashboard=False, runtime_env=None, **quiet)
     except Exception as error:  # ray.init raises ConnectionError, RuntimeError, ValueError, grpc's own, ...
+        if line := ray_difference(str(error)):
+            raise NoCluster(line) from None
         where = f"joined at {address} (launch.address)" if address else "started on this machine"
         raise NoCluster(
             f"no Ray cluster could be {where}: {error}\n  try `ray status`; with token authentication the driver needs "
             "RAY_AUTH_MODE=token and the cluster's token; or run without Ray: --launch inline"
         ) from None
-    dashboard = _with_scheme(context.dashboard_url)
-    if dashboard:
-        # Has Ray Train tell the dashboard's server of its runs and their workers: GET /api/train/v2/runs/v1.
-        os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")
-    try:
-        yield dashboard
-    finally:
-        ray.shutdown()
+    return str(context.dashboard_url or "") or None
+
+
+def _refuse_other_versions(settings: Launch) -> None:
+    if line := other_versions(settings.timeout_s):
+        raise CannotRun(line)
+
+
+def token_file() -> Path:
+    """Where Ray keeps the token that its clusters of this user ask for."""
+    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+
+
+def keep_token_private() -> None:
+    """Has nobody but the user read the token, with which one runs what one likes as that user.
+
+    Ray writes it for all to read (2.60 does), so it is made before. Says so where the user has Ray ask for none.
+    """
+    if os.environ.get("RAY_AUTH_MODE") == "disabled":
+        say("RAY_AUTH_MODE is disabled: whoever reaches Ray's ports on this machine can run code as you")
+        return
+    if "RAY_AUTH_TOKEN" in os.environ:
+        return
+    file = token_file()
+    with suppress(OSError):  # a home that cannot be written, where Ray says so itself
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if file.exists():
+            file.chmod(0o600)
+            return
+        with NamedTemporaryFile("w", dir=file.parent, prefix=".auth_token-") as made:  # which is its user's alone
+            made.write(secrets.token_hex(32))
+            made.flush()
+            os.link(made.name, file)  # fails where another job was faster, whose token then is everybody's
 
 
 def _with_scheme(address: str | None) -> str | None:
@@ -105,14 +194,21 @@ def joined(settings: Launch) -> bool:
     return bool(settings.address or os.environ.get("RAY_ADDRESS"))
 
 
-def on_a_worker(function: Callable[[], str]) -> str:
-    """Runs a function in a worker process, on another node than this one where there is one."""
-    return str(ask_a_node(function))
+def on_a_worker(function: Callable[[], str], timeout_s: float) -> str:
+    """Runs a function in a worker process, on another node than this one where there is one; what it returns.
+
+    Raises CannotRun where it is not back in `timeout_s` seconds.
+    """
+    return str(ask_a_node(function, timeout_s))
 
 
-def ask_a_node(function: Callable[[], T], *, gpu: bool = False) -> T:
-    """What a function gives in a worker process of another node than this one, if there is one; `gpu`: of one with GPUs."""
+def ask_a_node(function: Callable[[], T], timeout_s: float, *, gpu: bool = False) -> T:
+    """What a function gives in a worker process of another node than this one, if there is one; `gpu`: of one with GPUs.
+
+    Raises CannotRun where it is not back in `timeout_s` seconds.
+    """
     import ray
+    from ray.exceptions import GetTimeoutError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = ray.get_runtime_context().get_node_id()
@@ -123,7 +219,12 @@ def ask_a_node(function: Callable[[], T], *, gpu: bool = False) -> T:
     strategy = NodeAffinitySchedulingStrategy(others[0] if others else here, soft=True)
     # Without a processor: on a cluster that is in use there may be none free.
     task = ray.remote(num_cpus=0, scheduling_strategy=strategy)(_call)
-    found: T = ray.get(task.remote(function))
+    try:
+        found: T = ray.get(task.remote(function), timeout=timeout_s)
+    except GetTimeoutError:
+        raise CannotRun(
+            f"no worker answered in {timeout_s:g} s (launch.timeout_s): the cluster is busy or lost a node; see `ray status`"
+        ) from None
     return found
 
 

@@ -6,9 +6,11 @@
 | `free_by_node`               | what is free in all, counted as if it lay spread in the worst way                      |
 | `tell_of_nodes`              | Ray Train looks at the nodes by itself, each 20 s                                      |
 | `free_places_of_the_dead`    | the public table, where all places are this sweep's; else the sweep is to start again  |
+| `on_loopback`                | Ray listens on this machine's address, and its metrics on all of them                  |
 | `head_place`                 | the node that the driver is on                                                         |
 | `in_submitted_job`           | where the working directory lies                                                       |
 | `submission_id`              | Ray's other number of the job                                                          |
+| `tell_of_job`                | what `ray job submit --metadata-json` said of the job, and no more                     |
 
 Nothing of Ray is imported before it is asked for: a driver begins without it, and one name that is lost takes one use along.
 `tests/pipelines/cluster/test_internals.py` takes the names away, one by one; `make test-ray-next` asks the newest Ray.
@@ -16,17 +18,17 @@ Nothing of Ray is imported before it is asked for: a driver begins without it, a
     trainer = fast_start_trainer(function, settings, warn=print) or TorchTrainer(function, **settings)
 """
 
-import inspect
 import json
 import os
-import socket
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from raystride.pipelines.cluster.fallback import NotThere, Warn, fallen, fell_back, known, overrides, part, say, takes
+from raystride.pipelines.cluster.meeting import free_address, meet_here, set_address
+from raystride.pipelines.worker.group import LOOPBACK
 
 TRAIN = "ray.train.v2._internal"
 COORDINATOR = "AutoscalingCoordinator"
@@ -36,77 +38,10 @@ HEAD = "node:__internal_head__"
 LITTLE = 0.001
 JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """What `ray job submit` sets in the environment of the entry point, and the name under which Ray keeps that name."""
+CLUSTERS, ENABLED = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "ENABLE_RAY_CLUSTER"
+"""Whether Ray may be reached from other machines: in the environment, and as Ray keeps it."""
 PACKAGES = "/runtime_resources/working_dir_files/"
 """Where a node unpacks the working directories of jobs, below the session's folder."""
-
-Warn = Callable[[str], None]
-
-
-class NotThere(Exception):
-    """A private part of Ray is not where it was, or not as it was; the message says which."""
-
-
-def say(text: str) -> None:
-    """Warns on the screen, where there is no record yet."""
-    print(f"warning: {text}", file=sys.stderr)
-
-
-_told: set[str] = set()
-
-
-def _fell_back(missing: object, instead: str, warn: Warn) -> None:
-    """Warns, once a process, of what is done instead."""
-    if instead not in _told:
-        warn(_fallen(missing, instead))
-        _told.add(instead)
-
-
-def _fallen(missing: object, instead: str) -> str:
-    return f"Ray {version('ray')} is not as Raystride knows it ({missing}): {instead}"
-
-
-@contextmanager
-def _known(*others: type[Exception]) -> Iterator[None]:
-    """Raises NotThere for what a part that has changed raises, and for `others`."""
-    changed: tuple[type[Exception], ...] = (ImportError, AttributeError, TypeError, KeyError, *others)
-    try:
-        yield
-    except NotThere:
-        raise
-    except changed as error:
-        *_, last = str(error).strip().splitlines() or [""]  # an actor that died says why at the end
-        raise NotThere(f"{type(error).__name__}: {last}") from error
-
-
-def _part(module: str, name: str) -> Any:
-    """A private name. Raises NotThere."""
-    try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise NotThere(f"{module}.{name} is gone") from error
-
-
-def _takes(function: Any, *arguments: Any, **named: Any) -> None:
-    """Raises NotThere where the function cannot be called with these arguments."""
-    try:
-        inspect.signature(function).bind(*arguments, **named)
-    except TypeError as error:
-        raise NotThere(f"{function.__qualname__}: {error}") from error
-
-
-def _overrides(ours: type, *names: str) -> type:
-    """Our class, whose methods of these names stand for those of the class below it. Raises NotThere where they do not:
-    nothing would fail then, they would just not be called."""
-    base: Any = ours.__mro__[1]
-    for name in names:
-        theirs = getattr(base, name, None)
-        if theirs is None:
-            raise NotThere(f"{base.__name__}.{name} is gone")
-        if callable(theirs) and list(inspect.signature(theirs).parameters) != list(
-            inspect.signature(getattr(ours, name)).parameters
-        ):
-            raise NotThere(f"{base.__name__}.{name} takes {inspect.signature(theirs)}")
-    return ours
 
 
 def fast_start_trainer(function: Any, settings: Mapping[str, Any], warn: Warn = say) -> Any | None:
@@ -122,10 +57,10 @@ def fast_start_trainer(function: Any, settings: Mapping[str, Any], warn: Warn = 
     from ray.exceptions import RayActorError
 
     try:
-        with _known(RayActorError):
+        with known(RayActorError):
             return _trainer_class()(function, **settings)
     except NotThere as error:
-        warn(_fallen(error, "Ray Train's own trainer starts the workers, in about twice the time"))
+        warn(fallen(error, "Ray Train's own trainer starts the workers, in about twice the time"))
         return None
 
 
@@ -133,13 +68,13 @@ def _trainer_class() -> type:
     """Ray Train's data-parallel trainer with a controller, workers, failure handling, and nothing else."""
     import ray
 
-    accelerators = _part(f"{TRAIN}.callbacks", "AcceleratorSetupCallback")
-    backends = _part(f"{TRAIN}.callbacks", "BackendSetupCallback")
-    users = _part(f"{TRAIN}.callbacks.user_callback", "UserCallbackHandler")
-    failure_policy = _part(f"{TRAIN}.execution.failure_handling", "create_failure_policy")
-    reference = _part(f"{TRAIN}.util", "ObjectRefWrapper")
+    accelerators = part(f"{TRAIN}.callbacks", "AcceleratorSetupCallback")
+    backends = part(f"{TRAIN}.callbacks", "BackendSetupCallback")
+    users = part(f"{TRAIN}.callbacks.user_callback", "UserCallbackHandler")
+    failure_policy = part(f"{TRAIN}.execution.failure_handling", "create_failure_policy")
+    reference = part(f"{TRAIN}.util", "ObjectRefWrapper")
     controller, scaling, rendezvous = _controller_class(), _scaling_class(), _rendezvous_class()
-    base = _part("ray.train.v2.api.data_parallel_trainer", "DataParallelTrainer")
+    base = part("ray.train.v2.api.data_parallel_trainer", "DataParallelTrainer")
 
     class FastStartTrainer(base):  # type: ignore[misc, valid-type]
         """See `fast_start_trainer`."""
@@ -158,7 +93,7 @@ def _trainer_class() -> type:
                 ],
                 "validation_config": None,
             }
-            _takes(controller.__mro__[1], **arguments)
+            takes(controller.__mro__[1], **arguments)
             self._controller = ray.remote(num_cpus=0)(controller).remote(**arguments)
             ray.get(self._controller.stands.remote())
 
@@ -170,7 +105,7 @@ def _trainer_class() -> type:
                 raise result.error
             return result
 
-    return _overrides(FastStartTrainer, "fit")
+    return overrides(FastStartTrainer, "fit")
 
 
 def _controller_class() -> type:
@@ -179,11 +114,11 @@ def _controller_class() -> type:
     Local workers inherit the driver's anyway. Without one, Ray can use the worker processes that it started ahead; with one
     it starts each anew, and through one more Python.
     """
-    base = _part(f"{TRAIN}.execution.controller", "TrainController")
-    inherited = sorted(_part(f"{TRAIN}.constants", "ENV_VARS_TO_PROPAGATE"))
-    watcher = _part(f"{TRAIN}.constants", "ENABLE_PREEMPTION_WATCHER_ENV_VAR")
+    base = part(f"{TRAIN}.execution.controller", "TrainController")
+    inherited = sorted(part(f"{TRAIN}.constants", "ENV_VARS_TO_PROPAGATE"))
+    watcher = part(f"{TRAIN}.constants", "ENABLE_PREEMPTION_WATCHER_ENV_VAR")
     for name in ("run", "get_result"):
-        _takes(getattr(base, name), None)
+        takes(getattr(base, name), None)
 
     class Controller(base):  # type: ignore[misc, valid-type]
         def __init__(self, **arguments: Any) -> None:
@@ -201,7 +136,7 @@ def _controller_class() -> type:
 
 def _scaling_class() -> type:
     """A fixed number of workers, without asking an autoscaler that is not there."""
-    base = _part(f"{TRAIN}.execution.scaling_policy.fixed", "FixedScalingPolicy")
+    base = part(f"{TRAIN}.execution.scaling_policy.fixed", "FixedScalingPolicy")
 
     class QuietScaling(base):  # type: ignore[misc, valid-type]
         def after_controller_start(self, train_run_context: Any) -> None:
@@ -210,43 +145,62 @@ def _scaling_class() -> type:
         def _maybe_send_resource_request(self) -> None:
             pass
 
-    return _overrides(QuietScaling, "after_controller_start", "_maybe_send_resource_request")
+    return overrides(QuietScaling, "after_controller_start", "_maybe_send_resource_request")
 
 
 def _rendezvous_class() -> type:
-    """Tells every worker where rank 0 is; the worker makes the process group when it has imported torch."""
+    """Tells every worker where they meet; the worker makes the process group when it has imported torch."""
     from ray.train.backend import Backend, BackendConfig
 
-    group = _part(f"{TRAIN}.execution.worker_group", "WorkerGroup")
-    _takes(group.execute_single, None, 0, _free_address)
-    _takes(group.execute, None, _set_address, "address", 0)
+    group = part(f"{TRAIN}.execution.worker_group", "WorkerGroup")
+    takes(group.execute_single, None, 0, free_address)
+    takes(group.execute, None, set_address, "address", 0)
 
     class RendezvousBackend(Backend):  # type: ignore[misc]
         share_cuda_visible_devices = True
 
         def on_start(self, worker_group: Any, backend_config: Any) -> None:
-            address, port = worker_group.execute_single(0, _free_address)
-            worker_group.execute(_set_address, address, port)
+            if not meet_here(worker_group):
+                address, port = worker_group.execute_single(0, free_address)
+                worker_group.execute(set_address, address, port)
 
     class Rendezvous(BackendConfig):  # type: ignore[misc]
         @property
         def backend_cls(self) -> type[Backend]:
             return RendezvousBackend
 
-    _overrides(RendezvousBackend, "on_start", "share_cuda_visible_devices")
-    return _overrides(Rendezvous, "backend_cls")
+    overrides(RendezvousBackend, "on_start", "share_cuda_visible_devices")
+    return overrides(Rendezvous, "backend_cls")
 
 
-def _free_address() -> tuple[str, int]:
+@contextmanager
+def on_loopback(warn: Warn = say) -> Iterator[None]:
+    """Has the Ray that is started in this block listen on loopback alone, unless the user has set the variable for it.
+
+    By it others can reach a Ray on macOS or Windows, which listens on loopback there; here it keeps them out.
+    """
+    if CLUSTERS in os.environ:
+        yield
+        return
     import ray
 
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return ray.util.get_node_ip_address(), listener.getsockname()[1]
-
-
-def _set_address(address: str, port: int) -> None:
-    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
+    instead = "who reaches this machine reaches its ports, of which those for metrics ask for no token"
+    constants: Any = None
+    os.environ[CLUSTERS] = "0"  # for the processes that it starts
+    try:
+        try:
+            before = part("ray._private.ray_constants", ENABLED)
+            constants = import_module("ray._private.ray_constants")
+            setattr(constants, ENABLED, False)  # for this one
+        except NotThere as error:
+            fell_back(error, instead, warn)
+        yield
+        if constants and (address := ray.util.get_node_ip_address()) != LOOPBACK:
+            fell_back(f"{CLUSTERS} has it listen at {address}", instead, warn)
+    finally:
+        del os.environ[CLUSTERS]
+        if constants:
+            setattr(constants, ENABLED, before)
 
 
 def free_by_node(per_worker: Mapping[str, float], warn: Warn = say) -> list[Mapping[str, float]]:
@@ -254,10 +208,10 @@ def free_by_node(per_worker: Mapping[str, float], warn: Warn = say) -> list[Mapp
     import ray
 
     try:
-        with _known(Exception):
-            return [dict(free) for free in _part("ray._private.state", "available_resources_per_node")().values()]
+        with known(Exception):
+            return [dict(free) for free in part("ray._private.state", "available_resources_per_node")().values()]
     except NotThere as error:
-        _fell_back(error, "an elastic run grows only by workers that find a place however the free ones lie", warn)
+        fell_back(error, "an elastic run grows only by workers that find a place however the free ones lie", warn)
     free, nodes = ray.available_resources(), sum(node["Alive"] for node in ray.nodes())
     # What is left over on a node is at most one less than a worker takes.
     sure = {name: -((nodes * (size - 1) - free.get(name, 0)) // size) for name, size in per_worker.items()}
@@ -273,14 +227,14 @@ def tell_of_nodes(training: bool, warn: Warn = say) -> None:
 
     instead = "an elastic run that loses a node waits up to 20 s for places on it"
     try:
-        actor = _part("ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator", f"_{COORDINATOR}Actor")
-        with _known():
-            _takes(actor.get_reserved_resources, None, "", recompute=True)
+        actor = part("ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator", f"_{COORDINATOR}Actor")
+        with known():
+            takes(actor.get_reserved_resources, None, "", recompute=True)
         coordinator = ray.get_actor(COORDINATOR, namespace=COORDINATOR)
     except NotThere as error:
-        return _fell_back(error, instead, warn)
+        return fell_back(error, instead, warn)
     except ValueError:
-        return _fell_back(f"no actor is called {COORDINATOR}", instead, warn) if training else None
+        return fell_back(f"no actor is called {COORDINATOR}", instead, warn) if training else None
     with suppress(Exception):  # a busy actor: the run waits, and that is all
         ray.get(coordinator.get_reserved_resources.remote("", recompute=True), timeout=5)
     return None
@@ -297,11 +251,11 @@ def free_places_of_the_dead(alone: bool, warn: Warn = say) -> None:
     from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
     try:
-        with _known(Exception):
+        with known(Exception):
             left = _places_of_the_dead()
     except NotThere as error:
         instead = "all workers' places are given back before a trial" if alone else "after a trial that hung, start again"
-        _fell_back(error, instead, warn)
+        fell_back(error, instead, warn)
         table = placement_group_table().items() if alone else ()
         left = [
             bytes.fromhex(key)
@@ -316,8 +270,8 @@ def _places_of_the_dead() -> list[bytes]:
     """The placement groups of this job whose makers are dead."""
     import ray
 
-    actors = _part("ray._private.state", "actors")()
-    accessor = _part("ray._private.state", "state")._connect_and_get_accessor()
+    actors = part("ray._private.state", "actors")()
+    accessor = part("ray._private.state", "state")._connect_and_get_accessor()
     tables = import_module("ray.core.generated.gcs_pb2")
     dead_state = tables.ActorTableData.ActorState.Name(tables.ActorTableData.DEAD)
     job = ray.get_runtime_context().get_job_id()
@@ -338,7 +292,7 @@ def head_place(warn: Warn = say) -> dict[str, float]:
 
     if HEAD in ray.cluster_resources():
         return {HEAD: LITTLE}
-    _fell_back(f"no node has {HEAD}", "trials are driven from this node, whether it is the head or not", warn)
+    fell_back(f"no node has {HEAD}", "trials are driven from this node, whether it is the head or not", warn)
     return {f"node:{ray.util.get_node_ip_address()}": LITTLE}
 
 
@@ -348,7 +302,7 @@ def in_submitted_job(warn: Warn = say) -> bool:
         return True
     unpacked = PACKAGES in f"{Path.cwd()}/"
     if unpacked:
-        _fell_back(
+        fell_back(
             f"{JOB} is not set", "this is taken for a submitted job, since it runs in a package that Ray unpacked", warn
         )
     return unpacked
@@ -357,12 +311,40 @@ def in_submitted_job(warn: Warn = say) -> bool:
 def submission_id(warn: Warn = say) -> str | None:
     """The name of the submitted job; None where there is none, or Ray does not tell."""
     try:
-        text = os.environ.get(JOB) or os.environ.get(_part("ray._private.runtime_env.constants", JOB))
+        text = os.environ.get(JOB) or os.environ.get(part("ray._private.runtime_env.constants", JOB))
         if text is None:
             return None
-        with _known(ValueError):
+        with known(ValueError):
             return str(json.loads(text)["metadata"]["job_submission_id"])
     except NotThere as error:
         if in_submitted_job(warn):
-            _fell_back(error, "the record names the job by Ray's other number", warn)
+            fell_back(error, "the record names the job by Ray's other number", warn)
         return None
+
+
+def tell_of_job(told: Mapping[str, str], message: str = "", warn: Warn = say) -> bool:
+    """Adds to the metadata that Ray's dashboard and job API show of the submitted job that this is, and says how far it is.
+
+    Whether it did: only of a job that was submitted and runs. What the user has given as `job_name` stays. Needs ray.init.
+    Ray has no public way to change a job that runs; its supervisor keeps what stands there when it writes the job's end.
+    """
+    if (name := submission_id(warn)) is None:
+        return False
+    try:
+        with known(Exception):
+            key = part("ray.dashboard.modules.job.common", "JobInfoStorageClient").JOB_DATA_KEY.format(job_id=name).encode()
+            place = {"namespace": part("ray._private.ray_constants", "KV_NAMESPACE_JOB")}
+            get, put = (part("ray.experimental.internal_kv", f"_internal_kv_{verb}") for verb in ("get", "put"))
+            takes(put, key, b"", True, **place)
+            info = json.loads(get(key, **place))
+            if info["status"] != "RUNNING":
+                return False
+            metadata = dict(info["metadata"] or {})
+            named = {"job_name": metadata["job_name"]} if "job_name" in metadata else {}
+            changed = info | {"metadata": metadata | dict(told) | named} | ({"message": message} if message else {})
+            if changed != info:
+                put(key, json.dumps(changed).encode(), True, **place)
+            return True
+    except NotThere as error:
+        fell_back(error, "Ray's dashboard shows the job without its run; the log begins with where that is", warn)
+        return False

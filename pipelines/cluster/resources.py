@@ -12,7 +12,7 @@ from shutil import which
 
 from raystride.pipelines.cluster.cluster import ask_a_node
 from raystride.pipelines.config import Config
-from raystride.pipelines.hardware.torch_gpus import asked, asked_apart, problem_with
+from raystride.pipelines.hardware.torch_gpus import LIMIT_S, asked, asked_apart, problem_with
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,9 @@ class Resources:
         totals = [node["Resources"] for node in nodes]
         shown = sum(total.get("GPU", 0) for total in totals)
         # Ray counts what NVIDIA's driver shows, and this process may be on a node without any.
-        answer = ask_a_node(asked_apart, gpu=True) if gpus and shown else {"count": shown, "name": None, "memory": None}
+        answer = (
+            ask_a_node(asked_apart, LIMIT_S, gpu=True) if gpus and shown else {"count": shown, "name": None, "memory": None}
+        )
         problem = problem_with(answer, shown)
         return cls(
             cpus=sum(total.get("CPU", 0) for total in totals),

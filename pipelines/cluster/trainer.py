@@ -11,9 +11,13 @@ from functools import partial
 from typing import Any, cast
 
 from raystride.pipelines.cluster.elastic import NEVER_S, train_elastic
-from raystride.pipelines.cluster.internals import Warn, fast_start_trainer
+from raystride.pipelines.cluster.fallback import Warn
+from raystride.pipelines.cluster.internals import fast_start_trainer
+from raystride.pipelines.cluster.meeting import torch_config
 from raystride.pipelines.cluster.recorder_handle import RecorderHandle, StopPoll
 from raystride.pipelines.cluster.resources import Share
+from raystride.pipelines.credentials import conceal, hidden
+from raystride.pipelines.files import Folder, filesystem
 from raystride.pipelines.hang.heartbeat import HeartbeatSender
 from raystride.pipelines.hang.watch import HangWatch, heartbeat_every_s
 from raystride.pipelines.profiling.nsight_commands import worker_executable
@@ -71,13 +75,21 @@ def trainer_settings(job: Job, share: Share, recorder: RecorderHandle, most: int
         ),
         "run_config": RunConfig(
             name=f"{job.run}-{job.attempt}" + (f"-{number}" if number else ""),
-            storage_path=(job.folder / ".ray").uri,
+            **ray_storage(job.folder / ".ray"),
             failure_config=FailureConfig(max_failures=job.config.launch.restarts),
             # Ray would print a failure's traceback three times; the last screen shows the lines that matter.
             logging_config=LoggingConfig(log_level="CRITICAL"),
             worker_runtime_env=under_nsys,
         ),
     }
+
+
+def ray_storage(folder: Folder) -> dict[str, Any]:
+    """A folder as Ray's RunConfig takes it, which Ray also writes down: one that is reached by a key as its file system."""
+    if str(folder) == folder.uri:
+        return {"storage_path": folder.uri}
+    system, path = filesystem(folder.uri)
+    return {"storage_path": path, "storage_filesystem": system}
 
 
 def _with_less_time(job: Job, seconds: float) -> Job:
@@ -97,7 +109,7 @@ def make_trainer(function: Any, settings: dict[str, Any], *, fast_start: bool, w
         return trainer
     from ray.train.torch import TorchTrainer
 
-    return TorchTrainer(function, **settings)
+    return TorchTrainer(function, torch_config=torch_config(), **settings)
 
 
 def worker_main(config: dict[str, Any]) -> RunSummary:
@@ -108,12 +120,11 @@ def worker_main(config: dict[str, Any]) -> RunSummary:
     from raystride.pipelines.worker.worker import run_worker
 
     context, recorder = ray.train.get_context(), config["recorder"]
-    world, here = context.get_world_size(), context.get_local_world_size()
+    world = context.get_world_size()
     worker = WorkerInfo(
         rank=context.get_world_rank(),
         world=world,
         local_rank=context.get_local_rank(),
-        nodes=-(-world // here),
         node=ray.util.get_node_ip_address(),
     )
     # One rank's request reaches all in the next step, so one rank asks.
@@ -127,8 +138,9 @@ def worker_main(config: dict[str, Any]) -> RunSummary:
     try:
         return run_worker(config["job"], worker, recorder.post, stopping or (lambda: False), milestones)
     except BaseException as error:
+        conceal(error)  # Ray writes it into its logs
         # Written into the error it outlives the way to another process.
-        error.add_note("".join(traceback.format_exception(error)))
+        error.add_note(hidden("".join(traceback.format_exception(error))))
         raise
     finally:
         if stopping:

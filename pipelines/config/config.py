@@ -10,9 +10,11 @@ from raystride.pipelines.config.combinations import refuse_combinations, refuse_
 from raystride.pipelines.config.data import Data, Tokenizer
 from raystride.pipelines.config.model import Model
 from raystride.pipelines.config.profile import Profile
+from raystride.pipelines.config.renamed import old_names
 from raystride.pipelines.config.run import Decoding, Launch, Record, Sample, Scaling
 from raystride.pipelines.config.section import Section, setting
 from raystride.pipelines.config.train import Checkpoint, Guard, Objective, Optimizer, Train, Validation
+from raystride.pipelines.credentials import masked_all, stripped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,22 +90,27 @@ class Config(Section):
             raise self.error("run", "must be a folder's name without slashes that does not begin with a dot")
 
     def flat(self) -> dict[str, Any]:
-        """Every setting under its full name, `train.steps` for instance."""
-        return dict(_flatten(asdict(self)))
+        """Every setting under its full name, `train.steps` for instance, without passwords and keys, to be written down."""
+        return {key: masked_all(value) for key, value in _flatten(asdict(self))}
 
     def fixed(self) -> dict[str, Any]:
-        """The settings, under their full names, that may not differ when the run is resumed."""
-        return {key: value for key, value in self.flat().items() if key in _fixed_keys(type(self))}
+        """The settings, under their full names, that may not differ when the run is resumed; with other passwords
+        or keys they are the same."""
+        fixed = _fixed_keys(type(self))
+        return {key: stripped(value) for key, value in self.flat().items() if key in fixed}
 
     def lasting(self) -> dict[str, Any]:
-        """What names are made of: every setting under its full name, later ones (`since`) only where they were changed."""
-        later = _later_defaults(type(self))
-        return {key: value for key, value in self.flat().items() if key not in later or value != later[key]}
+        """What names are made of: every setting under its first full name, later ones (`since`) only where they were
+        changed."""
+        later, first = _later_defaults(type(self)), {new: old for old, (new, _) in old_names(type(self)).items()}
+        kept = {key: value for key, value in self.flat().items() if key not in later or value != later[key]}
+        return {first.get(key, key): stripped(value) for key, value in kept.items()}
 
     def default_run(self, preset: str) -> str:
         """A run's name when none is given: the preset's name and 8 hexadecimal digits of the fixed settings."""
-        fixed = _fixed_keys(type(self))
-        text = json.dumps({key: value for key, value in self.lasting().items() if key in fixed}, sort_keys=True, default=str)
+        old, fixed = old_names(type(self)), _fixed_keys(type(self))
+        kept = {key: value for key, value in self.lasting().items() if old.get(key, (key,))[0] in fixed}
+        text = json.dumps(kept, sort_keys=True, default=str)
         return f"{preset}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 

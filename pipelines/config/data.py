@@ -36,6 +36,9 @@ class Data(Section):
     image_size: tuple[int, int, int] | None = setting(None, at_least=1, fixed=True)
     """Channels (1: grey, or 3), height and width to which images are brought, `[3, 32, 32]` for instance; None: all images
     have one size."""
+    image_root: str | None = setting(None, since="0.2")
+    """Another folder or URI below which images lie that data names by their paths; None: below that of the data alone. From
+    elsewhere no row has a file read, whoever wrote it."""
     target_source: str | None = setting(None, fixed=True)
     """Text files whose lines belong to those of `source`, which are text files too: each pair of lines is a document. Other
     sources then name two files with a comma between."""

@@ -5,6 +5,7 @@ parsed.settings.train.steps                               # 500
 parsed.preset                                             # "lm_python"
 """
 
+import logging
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,7 +16,9 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_typ
 
 import yaml
 
+from raystride.pipelines.config.renamed import Tell, with_new_flags, with_new_names
 from raystride.pipelines.config.section import SettingError, nearest
+from raystride.pipelines.credentials import MissingSecret, masked_all
 
 T = TypeVar("T")
 PRESETS = Path(__file__).parents[2] / "configs"
@@ -41,13 +44,13 @@ def parse(cls: type[T], arguments: Sequence[str], *, program: str, description: 
     import jsonargparse
 
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    given = list(_with_presets(_long_forms(arguments)))
+    given = list(with_new_flags(list(_with_presets(_long_forms(arguments))), cls, _warn))
     known = set(_keys(cls))
     # Ahead of jsonargparse, which does not name the nearest key.
     _check_flags(given, known)
     files = _config_files(given)
-    for file in files:
-        _check_file(file, known)
+    for file in dict.fromkeys(files):
+        given = _with_content(given, file, _read_file(file, cls, known, _warn))
     parser = jsonargparse.ArgumentParser(prog=program, description=description, exit_on_error=False)
     parser.add_argument(
         "--config", action="config", help="YAML file of settings; later ones and flags go over earlier ones."
@@ -65,15 +68,15 @@ def configured(cls: type[T], given: Any, changes: Mapping[str, Any] | None = Non
     import jsonargparse
 
     known, preset = set(_keys(cls)), "run"
+    tell = logging.getLogger("raystride").warning
     if isinstance(given, cls):
         content: dict[str, Any] = _plain(asdict(given))  # type: ignore[call-overload]
     elif isinstance(given, Mapping):
-        content = _nested(given)
+        content = with_new_names(_nested(given), cls, tell)
     else:
         file = find_config(str(given))
-        _check_file(file, known)
-        content, preset = yaml.safe_load(Path(file).read_text()) or {}, Path(file).stem
-    _merge(content, _nested(changes or {}), known)
+        content, preset = _read_file(file, cls, known, tell), Path(file).stem
+    _merge(content, with_new_names(_nested(changes or {}), cls, tell), known)
     _check_keys(content, known, "settings")
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(cls, as_group=False)
@@ -129,8 +132,8 @@ def find_config(name: str) -> str:
 
 
 def to_yaml(settings: Any) -> str:
-    """The settings as YAML that `--config` reads."""
-    return yaml.safe_dump(_plain(asdict(settings)), sort_keys=False, allow_unicode=True)
+    """The settings as YAML that `--config` reads, without passwords and keys: `Section.filled` has them again."""
+    return yaml.safe_dump(masked_all(_plain(asdict(settings))), sort_keys=False, allow_unicode=True)
 
 
 def _plain(value: Any) -> Any:
@@ -141,7 +144,7 @@ def _plain(value: Any) -> Any:
 
 def from_yaml(cls: type[T], text: str) -> T:
     """Settings from YAML as `to_yaml` wrote it. Keys that this version does not know are left out. Raises SettingError."""
-    settings: T = _build(cls, yaml.safe_load(text) or {})
+    settings: T = _build(cls, with_new_names(yaml.safe_load(text) or {}, cls, None))
     return settings
 
 
@@ -197,7 +200,8 @@ def _config_files(arguments: Sequence[str]) -> list[str]:
     return files + [a.removeprefix("--config=") for a in arguments if a.startswith("--config=")]
 
 
-def _check_file(file: str, known: set[str]) -> None:
+def _read_file(file: str, cls: type, known: set[str], tell: Tell) -> dict[str, Any]:
+    """The settings in a file, by their new names. Raises SettingError."""
     try:
         content = yaml.safe_load(Path(file).read_text())
     except FileNotFoundError:
@@ -206,7 +210,21 @@ def _check_file(file: str, known: set[str]) -> None:
         raise SettingError(f"--config {file} cannot be read: {error}") from None
     if content is not None and not isinstance(content, dict):
         raise SettingError(f"--config {file} must hold settings by name, not {type(content).__name__}")
-    _check_keys(content or {}, known, file)
+    content = with_new_names(_nested(content or {}), cls, lambda text: tell(f"{file}: {text}"))
+    _check_keys(content, known, file)
+    return content
+
+
+def _with_content(arguments: Sequence[str], file: str, content: dict[str, Any]) -> list[str]:
+    """The arguments with what stands in the file in place of its name, where old names of settings were replaced."""
+    if content == _nested(yaml.safe_load(Path(file).read_text()) or {}):
+        return list(arguments)
+    text = yaml.safe_dump(content, sort_keys=False)
+    return [{file: text, f"--config={file}": f"--config={text}"}.get(argument, argument) for argument in arguments]
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr)
 
 
 def _check_keys(content: dict[str, Any], known: set[str], where: str) -> None:
@@ -275,6 +293,6 @@ def command(
     try:
         given = sys.argv[1:] if arguments is None else arguments
         return job(parse(cls, given, program=program, description=description))
-    except SettingError as error:
+    except (SettingError, MissingSecret) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

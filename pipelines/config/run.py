@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from raystride.pipelines.config.section import Section, setting
+from raystride.pipelines.credentials import MLFLOW_LOGIN
 
 LEAST_HANG_S = 5
 """A shorter `launch.hang_s` would end trainings that merely wait for a busy machine."""
@@ -71,6 +72,8 @@ class Launch(Section):
     stopped it, never. 0: never."""
     timeout_s: float = setting(60.0, above=0)
     """Seconds that the preflight waits for the cluster to answer."""
+    wait_s: float = setting(0.0, at_least=0, since="0.2")
+    """Seconds that the workers wait for places on a cluster that is in use, after which the job ends. 0: for ever."""
 
     def __post_init__(self) -> None:
         """Raises SettingError where a field is out of range, or `hang_s` is shorter than pauses that any machine has."""
@@ -96,8 +99,9 @@ class Record(Section):
 
     mlflow: bool = setting(True)
     """Log the run to MLflow; without, the run's folder alone holds the record."""
-    mlflow_uri: str | None = setting(None)
-    """A tracking server or database; when not given, SQLite file `mlflow.db` beside the runs."""
+    mlflow_uri: str | None = setting(None, logins=MLFLOW_LOGIN)
+    """A tracking server or database; when not given, SQLite file `mlflow.db` beside the runs. A password in it is not kept;
+    MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment will do as well."""
     experiment: str = setting("raystride")
     """The MLflow experiment that runs are filed under."""
     tensorboard: bool = setting(False)

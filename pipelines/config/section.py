@@ -11,14 +11,19 @@ checked when the section is made, whether that happens from YAML, from a flag or
 
 import difflib
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+
+from raystride.pipelines.credentials import MissingSecret, hidden, is_masked, masked_all, note, whole
 
 
 class SettingError(ValueError):
     """A setting has a value that cannot work. The message names the setting, the value and what is allowed."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(hidden(message))
 
 
 def setting(
@@ -30,13 +35,19 @@ def setting(
     below: float | None = None,
     fixed: bool = False,
     since: str = "",
+    was: str = "",
+    renamed: str = "",
+    logins: Sequence[str] = (),
 ) -> Any:
     """A field with a range. `fixed` settings may not differ when a run is resumed; the others may.
 
     One that was added later says `since` which version: at its default it leaves the names that runs have as they were.
+    One that got another name says which full name it `was` and in which version it was `renamed`: see `config.renamed`.
+    `logins` are variables of the environment of which one will do instead of the password in an address.
     """
     limits = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
-    return field(default=default, metadata={"limits": limits, "fixed": fixed, "since": since})
+    told = {"fixed": fixed, "since": since, "was": was, "renamed": renamed, "logins": logins}
+    return field(default=default, metadata={"limits": limits, **told})
 
 
 @cache
@@ -55,6 +66,37 @@ class Section:
         for item in fields(self):
             if "limits" in item.metadata:
                 self._check(item.name, getattr(self, item.name), item.metadata["limits"])
+        self._note_secrets()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In another process: it, too, keeps to itself what it must not say."""
+        self.__dict__.update(state)
+        self._note_secrets()
+
+    def _note_secrets(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            for text in value if isinstance(value, tuple) else (value,):
+                if isinstance(text, str) and "://" in text:
+                    note(text)
+
+    def filled(self, *, optional: Collection[str] = ()) -> Self:
+        """The settings with the secrets that they were written without.
+
+        Raises SettingError for one that nothing gives, but for those whose full names are in `optional`.
+        """
+        changes: dict[str, Any] = {}
+        for item in fields(self):
+            value, name = getattr(self, item.name), f"{self.name}.{item.name}".lstrip(".")
+            if isinstance(value, Section):
+                changes[item.name] = value.filled(optional=optional)
+            elif isinstance(value, str) and is_masked(value):
+                try:
+                    changes[item.name] = whole(value, item.metadata["logins"])
+                except MissingSecret as error:
+                    if name not in optional:
+                        raise SettingError(f"{name} is {value!r}: {error}") from None
+        return replace(self, **changes) if any(getattr(self, key) != value for key, value in changes.items()) else self
 
     def _check(self, key: str, value: Any, limits: dict[str, float | None]) -> None:
         cls: Any = type(self)
@@ -82,7 +124,7 @@ class Section:
     def error(self, key: str, rule: str) -> SettingError:
         """The error for field `key`: its full name, its value and `rule`, which says what is allowed."""
         name = f"{self.name}.{key}" if self.name else key
-        return SettingError(f"{name} is {getattr(self, key)!r}: it {rule}")
+        return SettingError(f"{name} is {masked_all(getattr(self, key))!r}: it {rule}")
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:

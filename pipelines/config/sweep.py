@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 from raystride.pipelines.config.condition import Condition
 from raystride.pipelines.config.config import Config
 from raystride.pipelines.config.section import Section, setting
+from raystride.pipelines.credentials import masked_all
 
 RANGES = ("uniform", "log_uniform", "integers")
 """Kinds of ranges that random search and Optuna draw from; each takes [lowest, highest]."""
@@ -112,6 +113,8 @@ class Sweep(Section):
             raise self.error("price_per_hour", "must be given, or sweep.cluster, with sweep.objective cost")
 
     def _check_choices(self, key: str, choices: Any) -> None:
+        if masked_all(choices) != choices:
+            raise self.error("space", f"must give {key} no passwords or keys, as what trials differ in is written down")
         if isinstance(choices, list | tuple) and choices:
             return
         if isinstance(choices, Mapping) and len(choices) == 1:

@@ -179,3 +179,6 @@ class Checkpoint(Section):
     """Steps between two checkpoints; 0: none at all, not even at the end."""
     keep: int = setting(3, at_least=1)
     """Newest checkpoints whose data is kept, besides the best; manifests are kept for ever."""
+    failures: int = setting(3, at_least=1, since="0.2")
+    """Saves in a row that the storage may refuse before the run fails. Each is a warning, and the next save tries again; the
+    last one of a run must succeed."""

@@ -20,6 +20,7 @@ from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import from_yaml
 from raystride.pipelines.config.section import SettingError
 from raystride.pipelines.files import Folder
+from raystride.pipelines.plugins import load_plugins
 from raystride.pipelines.tasks import Task, build_task
 from raystride.pipelines.tasks.task import Encoder
 from raystride.pipelines.tokenizers import Tokenizers
@@ -76,7 +77,7 @@ class Chosen:
     def place(self) -> Folder:
         """Where the tokenizers' folders lie."""
         newest = self.checkpoints[0]
-        return newest.folder / str(newest.manifest["attempt"])
+        return newest.data
 
     @property
     def task(self) -> Task:
@@ -109,12 +110,13 @@ def open_run(storage: Folder, run: str, checkpoint: str | int = "best", average:
 
 
 def choose(storage: Folder, run: str, checkpoint: str | int = "best", average: int = 1) -> Chosen:
-    """What `open_run` opens. Raises SettingError as it does."""
+    """What `open_run` opens. Raises SettingError as it does, and where a plug-in is missing."""
     folder = storage / run
     if not folder.exists("config.yaml"):
         others = [name for name in storage.names() if (storage / name).exists("config.yaml")]
         raise SettingError(f"--run {run}: there is no such run in {storage} (there is: {', '.join(others) or 'none'})")
     config = from_yaml(Config, folder.read("config.yaml").decode())
+    load_plugins(config.plugins)  # one that is missing is said before a cluster is started
     checkpoints = Checkpoints(folder / "checkpoints", attempt="", keep=1)
     chosen = _chosen(checkpoints, checkpoint, average)
     if isinstance(checkpoint, int) and not chosen:

@@ -27,8 +27,9 @@ def confusion_picture(labels: list[str], confusion: np.ndarray) -> bytes:
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     axes.set(xlabel="given", ylabel="true")
     if len(labels) <= NAMED:
-        axes.set_xticks(range(len(labels)), labels, rotation=90)
-        axes.set_yticks(range(len(labels)), labels)
+        # Labels are whatever the data has: two `$` in one would be read as TeX, and refused where that is none.
+        axes.set_xticks(range(len(labels)), labels, rotation=90, parse_math=False)
+        axes.set_yticks(range(len(labels)), labels, parse_math=False)
     if len(labels) <= COUNTED:
         for (true, given), count in np.ndenumerate(confusion):
             colour = "white" if shares[true, given] > 0.5 else "black"

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raystride.pipelines.config import Record
+from raystride.pipelines.config import Record, SettingError
+from raystride.pipelines.credentials import hidden
 from raystride.pipelines.evaluate.evaluation import Scored, Split
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record.entry import Entry, new_entry
@@ -63,11 +64,10 @@ class Reopened:
 
 
 def reopen(run: Folder, record: Record, storage: Folder) -> Reopened | None:
-    """The MLflow run of a training; None where MLflow is off."""
+    """The MLflow run of a training; None where MLflow is off. Raises SettingError as `MlflowLog.at` does."""
     reference = run.read_json(MLFLOW_REFERENCE) if run.exists(MLFLOW_REFERENCE) else {}
-    # An address in the settings may have had a password, which the run's folder does not keep.
     settings = replace(record, mlflow_uri=record.mlflow_uri or reference.get("uri"))
-    log = MlflowLog.at(run, run.uri.rpartition("/")[2], settings, storage)
+    log = MlflowLog.at(run, run.name, settings, storage)
     # Evaluations come after the training, whose end stays where it was.
     ours = (float(entry["time"]) for entry in stream_entries(run) if entry["sender"] != SENDER)
     status = _summary(run).get("status") or "stopped"
@@ -79,11 +79,14 @@ def _summary(run: Folder) -> dict[str, Any]:
         found: dict[str, Any] = run.read_json("summary.json")
         return found
     except (FileNotFoundError, ValueError):
-        return {"run": run.uri.rpartition("/")[2]}
+        return {"run": run.name}
 
 
 def _tell_mlflow(run: Folder, record: Record, storage: Folder) -> str | None:
-    reopened = reopen(run, record, storage)
+    try:
+        reopened = reopen(run, record, storage)
+    except SettingError as error:
+        return f"MLflow lacks it: {error}"
     if reopened is None:
         return None
     problems: list[str] = []
@@ -92,6 +95,6 @@ def _tell_mlflow(run: Folder, record: Record, storage: Folder) -> str | None:
         Follower(run, log, warn=problems.append).catch_up()
         reopened.end()
     except Exception as error:  # MLflow, its database and its server raise whatever they like
-        cause = f"{type(error).__name__}: {error}".replace(log.uri, log.public_uri)[:200]
+        cause = hidden(f"{type(error).__name__}: {error}")[:200]
         return f"MLflow at {log.public_uri} cannot be reached ({cause}); {replay_hint(run)} tells it later"
     return "; ".join(problems) or None

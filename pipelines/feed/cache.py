@@ -27,7 +27,7 @@ class NodeCache:
 
     def fetch(self, folder: Folder, name: str, size: int) -> Path:
         """The local path of a file of `size` bytes; downloads it once a node, whichever worker asks first."""
-        target = self.root / hashlib.sha256(f"{folder}/{name}".encode()).hexdigest()[:32]
+        target = self.root / hashlib.sha256(f"{folder / name}".encode()).hexdigest()[:32]
         with self._locked():
             if not (target.exists() and target.stat().st_size == size):
                 self._make_room(size)

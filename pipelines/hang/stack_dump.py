@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from raystride.pipelines.hang.process import Process, process_start
+from raystride.pipelines.hang.process import Process, start_ticks
 
 SPY_S = 15.0
 FRAMES = (
@@ -57,7 +57,7 @@ def end(processes: Iterable[Process]) -> None:
 
 
 def _same(process: Process) -> bool:
-    return process_start(process.pid) == process.started
+    return start_ticks(process.pid) == process.started
 
 
 def _examine(process: Process) -> StackDump:

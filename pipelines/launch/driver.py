@@ -19,8 +19,9 @@ from typing import Any, cast
 from raystride.model.hugging_face_config import check_description
 from raystride.pipelines.cluster.cluster import CannotRun, ask_a_node, cluster, joined, on_a_worker, several_nodes
 from raystride.pipelines.cluster.internals import submission_id
+from raystride.pipelines.cluster.places import PlacesWatch
 from raystride.pipelines.cluster.resources import Resources, Share, resolve
-from raystride.pipelines.commands import command, of_storage, program
+from raystride.pipelines.commands import of_storage, pasted, program
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.feed.cache import node_cache
@@ -30,8 +31,9 @@ from raystride.pipelines.feed.stream import TokenStream
 from raystride.pipelines.files import Folder
 from raystride.pipelines.hang.detector import Hung
 from raystride.pipelines.hang.process import process_start
-from raystride.pipelines.launch.exit_codes import CANNOT_RUN, DONE, guarded
+from raystride.pipelines.launch.exit_codes import CANNOT_RUN, CODE_OF_SIGNAL, DONE, guarded
 from raystride.pipelines.launch.failure import TrainingFailed
+from raystride.pipelines.launch.job_page import JobPage, metadata_of
 from raystride.pipelines.launch.owner import Ownership, new_attempt
 from raystride.pipelines.launch.place import locate, settled
 from raystride.pipelines.launch.preflight import Check, failing, preflight
@@ -48,8 +50,8 @@ from raystride.pipelines.launch.resume import (
     write_settings,
 )
 from raystride.pipelines.launch.screen import Screen
-from raystride.pipelines.launch.session import Watcher, conduct
-from raystride.pipelines.plugins import SCRIPT, Carried
+from raystride.pipelines.launch.session import Beside, Watcher, conduct
+from raystride.pipelines.plugins import Carried
 from raystride.pipelines.prepare.fingerprint import fingerprint
 from raystride.pipelines.prepare.manifest import Manifest
 from raystride.pipelines.prepare.prepare import Prepared, check_data, prepare
@@ -86,14 +88,14 @@ def _train(config: Config, storage: Folder) -> int:
     if (code := under_profiler(config, storage)) is not None:
         return code
     try:
-        train(config, storage, Screen())
+        summary = train(config, storage, Screen())
     except TrainingFailed as failed:
         if isinstance(failed.cause, Hung) and config.launch.mode == "inline":
             # What the training waits for may hold up Python's end too. This watchdog is no thread of Python's, and exits
             # with 1.
             faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=os.open(os.devnull, os.O_WRONLY))
         raise
-    return DONE
+    return CODE_OF_SIGNAL[by] if (by := summary.get("interrupted_by")) else DONE
 
 
 def train(
@@ -112,37 +114,31 @@ def train(
     milestones = {"driver": time.time()}
     carried = carried or Carried.here()
     carried.register()
-    if carried.uses(config) and SCRIPT not in config.plugins:
-        config = replace(config, plugins=(*config.plugins, SCRIPT))
+    config = replace(config, plugins=tuple(dict.fromkeys([*config.plugins, *carried.needed(config)])))
     folder = storage / str(config.run)
     earlier = read_earlier(folder)
-    reached_step = newest_step(folder) if earlier else None
-    goes_on = f", going on from step {reached_step}" if reached_step else ""
-    screen.line(f"run {config.run} in {storage}{goes_on}")
-    _check_settings(config, earlier)
-    if earlier and (reached := completed(earlier, config)):
-        screen.line(_complete(folder, config, reached, earlier))
-        return earlier.summary or {}
-    refuse_fewer_steps(config, reached_step)
+    if _nothing_left(config, storage, folder, earlier, screen):
+        return (earlier and earlier.summary) or {}
     check_data(config, storage, build_task(config))
     attempt = new_attempt()
-    with Ownership.take(folder, attempt), cluster(config.launch) as dashboard:
+    told = metadata_of(str(config.run), str(storage), config.record.mlflow)
+    with (
+        Ownership.take(folder, attempt, screen.line) as mine,
+        cluster(config.launch, told) as dashboard,
+        JobPage(told, folder) as page,
+    ):
         milestones["cluster"] = time.time()
         there, share = resources_for(config)
         if there.gpu_problem and config.scaling.device == "auto":
             screen.warning(f"training on CPUs: {there.gpu_problem}")
-        if problems := list(failing(checks_for(config, storage, there, share))):
-            raise CannotRun("this cluster cannot run it:\n" + "\n".join(problems))
+        _refuse_failing(checks_for(config, storage, there, share))
         prepared = prepare_data(config, storage, screen)
         if earlier:
             # Once more, since only now it is known whether the same settings still mean the same data.
             refuse_changes(earlier, config, prepared.manifest.fingerprint)
         milestones["data"] = time.time()
-        environment: RunEnvironment = {
-            **surroundings(config, there, share),
-            "attempt": attempt,
-            "data": prepared.manifest.fingerprint,
-        }
+        data = prepared.manifest.fingerprint
+        environment: RunEnvironment = {**surroundings(config, there, share), "attempt": attempt, "data": data}
         job = Job(
             config=config,
             run=str(config.run),
@@ -160,7 +156,21 @@ def train(
         write_settings(folder, attempt, settled(config), environment)
         all_tags = _tags(environment, config, share) | _ray_tags(dashboard) | dict(tags or {})
         _show_pages(folder, all_tags, screen)
-        return _conduct(job, share, storage, all_tags, screen, watcher)
+        page.end(summary := _conduct(job, share, storage, all_tags, Beside(screen, watcher or page, mine.check)))
+        return summary
+
+
+def _nothing_left(config: Config, storage: Folder, folder: Folder, earlier: Earlier | None, screen: Screen) -> bool:
+    """Says which run this is and whether it goes on; whether there is nothing left to do. Raises SettingError."""
+    reached, step = (completed(earlier, config), newest_step(folder)) if earlier else (None, None)
+    goes_on = f", going on from step {step}" if step and not reached else ""
+    screen.line(f"run {config.run} in {storage}{goes_on}")
+    _check_settings(config, earlier)
+    if earlier and reached:
+        screen.line(_complete(folder, config, reached, earlier))
+        return True
+    refuse_fewer_steps(config, step)
+    return False
 
 
 def _check_settings(config: Config, earlier: Earlier | None) -> None:
@@ -171,6 +181,11 @@ def _check_settings(config: Config, earlier: Earlier | None) -> None:
         refuse_changes(earlier, config, same_data=lambda: fingerprint(config, build_task(config)) == earlier.data)
     elif config.model.init_from:
         _check_init(config.model.init_from, config)
+
+
+def _refuse_failing(checks: list[Check]) -> None:
+    if problems := list(failing(checks)):
+        raise CannotRun("this cluster cannot run it:\n" + "\n".join(problems))
 
 
 def prepare_data(config: Config, storage: Folder, screen: Screen) -> Prepared:
@@ -219,7 +234,7 @@ def surroundings(config: Config, there: Resources, share: Share) -> Environment:
     """What the run runs on: of this process, and versions and hardware of a node where its workers are."""
     found = describe_environment()
     if config.launch.mode == "ray" and several_nodes():
-        found.update(cast(Environment, ask_a_node(describe_node, gpu=share.device == "cuda")))
+        found.update(cast(Environment, ask_a_node(describe_node, config.launch.timeout_s, gpu=share.device == "cuda")))
     if share.device == "cuda" and not found["gpus"] and there.gpu_name:  # no NVML there, or GPUs of another make
         found["gpus"] = [{"name": there.gpu_name, "memory_bytes": int(there.gpu_memory_bytes or 0), "driver": ""}]
     return found
@@ -227,7 +242,8 @@ def surroundings(config: Config, there: Resources, share: Share) -> Environment:
 
 def checks_for(config: Config, storage: Folder, there: Resources, share: Share) -> list[Check]:
     """All that the preflight looks at. Needs ray.init unless the run is inline."""
-    probe = on_a_worker if config.launch.mode == "ray" and joined(config.launch) else None
+    asks = config.launch.mode == "ray" and joined(config.launch)
+    probe = partial(on_a_worker, timeout_s=config.launch.timeout_s) if asks else None
     return preflight(config, share, there, storage, config.tokenizer.vocabulary_size, probe)
 
 
@@ -237,7 +253,7 @@ def _complete(folder: Folder, config: Config, reached: str, earlier: Earlier) ->
     return "\n".join(
         [
             f"this run is complete ({reached}). To train it further, give more steps or epochs, for instance",
-            f"  {command('train', str(config.run), folder.uri.rpartition('/')[0], f'--train.steps {more}')}",
+            f"  {pasted('train', str(config.run), str(folder.parent), f'--train.steps {more}')}",
             "and to train another one, another name (--run NAME) or other settings",
             closing_screen(earlier.summary or {}, folder),
         ]
@@ -271,9 +287,7 @@ def _check_samples(config: Config, prepared: Prepared) -> None:
             )
 
 
-def _conduct(
-    job: Job, share: Share, storage: Folder, tags: dict[str, str], screen: Screen, watcher: Watcher | None
-) -> RunSummary:
+def _conduct(job: Job, share: Share, storage: Folder, tags: dict[str, str], beside: Beside) -> RunSummary:
     """Runs the workers beside the progress line, closes the record, and shows the last screen; the summary."""
     from raystride.pipelines.launch.inline import InlineRecorder, train_inline
 
@@ -289,7 +303,7 @@ def _conduct(
     }
     if job.config.launch.mode == "inline":
         inline = InlineRecorder(**arguments)
-        return conduct(job, inline, partial(train_inline, job, inline), screen, watcher)
+        return conduct(job, inline, partial(train_inline, job, inline), beside)
     from raystride.pipelines.cluster.recorder_handle import RecorderHandle
     from raystride.pipelines.cluster.trainer import train_on_ray
 
@@ -297,7 +311,7 @@ def _conduct(
     # An elastic run needs the parts of Ray Train that the fast start leaves out.
     fast_start = job.config.launch.lean and not joined(job.config.launch) and not share.least
     run = partial(train_on_ray, job, share, recorder, fast_start=fast_start)
-    return conduct(job, recorder, run, screen, watcher)
+    return conduct(job, recorder, run, replace(beside, waits_for=PlacesWatch(share, job.config.launch.wait_s).look))
 
 
 def _total_steps(job: Job) -> int | None:
@@ -325,6 +339,7 @@ def _tags(environment: RunEnvironment, config: Config, share: Share) -> dict[str
     strategy = config.scaling.strategy
     tags = {
         "strategy": strategy if strategy != "auto" else "ddp" if share.workers > 1 else "single",
+        "version": environment["versions"]["raystride"],
         "commit": environment.get("commit"),
         "dirty": environment.get("dirty"),
         "data": environment["data"],

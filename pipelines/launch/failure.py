@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+from raystride.pipelines.credentials import hidden
 from raystride.pipelines.files import Folder
 from raystride.pipelines.hang.detector import Hung
 
@@ -54,7 +55,7 @@ class TrainingFailed(RuntimeError):
     """A training ended by an error. Its text is the screen that people see; what it says stands in the attributes."""
 
     def __init__(self, error: BaseException, *, step: int | None, folder: Folder) -> None:
-        super().__init__(failure_screen(error, step=step, folder=folder))
+        super().__init__(hidden(failure_screen(error, step=step, folder=folder)))
         self.rank, self.cause = first_cause(error)
         """The rank that failed first (None: all of them, or the driver), and what it raised."""
         self.step = step

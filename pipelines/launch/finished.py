@@ -83,6 +83,7 @@ def answer_questions(settings: Predict, questions: Sequence[Any]) -> list[dict[s
     from raystride.pipelines.evaluate.parts import named_probabilities
     from raystride.pipelines.sources.faults import Fault
     from raystride.pipelines.sources.fields import document
+    from raystride.pipelines.sources.image_files import ANYWHERE
 
     chosen = choose(Folder.at(settings.storage), settings.run, settings.checkpoint, settings.average)
     answerer = Answerer(chosen.with_beams(settings.beams).open(), settings, settings.sample)
@@ -91,7 +92,9 @@ def answer_questions(settings: Predict, questions: Sequence[Any]) -> list[dict[s
     def examples() -> Iterator[Any]:
         for question in questions:
             values = list(question) if isinstance(question, tuple) else [question]
-            piece = next(document(values, "the question", columns[: len(values)]), Fault("the question", "is empty"))
+            piece = next(
+                document(values, "the question", columns[: len(values)], ANYWHERE), Fault("the question", "is empty")
+            )
             if isinstance(piece, Fault):
                 raise SettingError(f"the question {question!r} {piece.reason}")
             yield from answerer.examples(piece)

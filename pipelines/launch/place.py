@@ -47,8 +47,9 @@ def locate(parsed: Parsed[Config]) -> tuple[Config, Folder]:
     """The settings with the run's name and absolute places, and the storage.
 
     Inside a submitted job the working directory is a temporary package, so relative places go to $RAYSTRIDE_STORAGE or
-    ~/raystride on the head.
+    ~/raystride on the head. Raises SettingError for an address whose password nothing gives again.
     """
-    config = parsed.settings
+    unused = () if parsed.settings.record.mlflow else ("record.mlflow_uri",)
+    config = parsed.settings.filled(optional=("data.test_source", *unused))
     storage = Folder.at(config.storage, storage_base())
     return replace(config, storage=storage.uri, run=config.run or config.default_run(parsed.preset)), storage

@@ -16,6 +16,7 @@ from shutil import which
 
 from raystride.pipelines.cluster.resources import Resources, resolve
 from raystride.pipelines.config import Config
+from raystride.pipelines.credentials import hidden
 from raystride.pipelines.files import Folder
 from raystride.pipelines.pages import heading, page, paragraph, table
 from raystride.pipelines.profiling.nsight_commands import COMPUTE, SESSION, compute_command, read_csv_table, systems_command
@@ -81,7 +82,7 @@ def _under_compute(config: Config, storage: Folder) -> int:
         (scratch / f"{REPORT}.json").write_text(json.dumps(rows, indent=1) + "\n")
         (scratch / f"{REPORT}.html").write_text(compute_page(config.run, rows))
         _keep(config, storage, folder, scratch)
-    print(f"profile  {folder}/{PLACE}/{REPORT}.html")
+    print(f"profile  {folder / PLACE / f'{REPORT}.html'}")
     return code
 
 
@@ -146,4 +147,4 @@ def _keep(config: Config, storage: Folder, folder: Folder, scratch: Path) -> Non
         log.log([new_entry("artifact", {"name": name}) for name in names])
         log.finish(folder.read_json("summary.json")["status"], time.time())
     except Exception as error:  # a tracking server that is away; the files are in the run's folder
-        print(f"warning: the profile is not in MLflow ({type(error).__name__}: {error})", file=sys.stderr)
+        print(hidden(f"warning: the profile is not in MLflow ({type(error).__name__}: {error})"), file=sys.stderr)

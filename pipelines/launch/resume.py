@@ -48,7 +48,7 @@ def read_earlier(folder: Folder) -> Earlier | None:
         config = from_yaml(Config, folder.read(SETTINGS).decode())
     except (ValueError, TypeError, AttributeError, YAMLError) as error:
         raise SettingError(
-            f"{folder}/{SETTINGS} of the earlier attempt cannot be read ({error}): use another --run"
+            f"{folder / SETTINGS} of the earlier attempt cannot be read ({error}): use another --run"
         ) from None
     return Earlier(config, _json(folder, ENVIRONMENT).get("data"), cast(RunSummary, _json(folder, "summary.json")) or None)
 

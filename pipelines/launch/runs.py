@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from raystride.pipelines.commands import command
+from raystride.pipelines.commands import pasted
 from raystride.pipelines.config.run import Record
+from raystride.pipelines.config.section import SettingError
+from raystride.pipelines.credentials import MissingSecret, hidden
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.owner import Owner, read_owner
 from raystride.pipelines.launch.resume import read_earlier
@@ -61,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     storage = Folder.at(given.storage)
     try:
         return int(given.action(storage, given) or 0)
-    except Refused as refusal:
-        print(refusal, file=sys.stderr)
+    except (Refused, SettingError, MissingSecret) as refusal:
+        print(hidden(str(refusal)), file=sys.stderr)
         return 2
 
 
@@ -113,7 +115,7 @@ def compare_runs(storage: Folder, given: argparse.Namespace) -> None:
     print(f"         {runs_link(references[0], given.port)}   (all runs)")
     if not on_a_server(references[0]):
         port = "" if given.port == UI_PORT else f" --port {given.port}"
-        print(f"         while this runs: {command('ui', storage=str(storage))}{port}")
+        print(f"         while this runs: {pasted('ui', storage=str(storage))}{port}")
 
 
 def show_run(storage: Folder, given: argparse.Namespace) -> None:
@@ -174,7 +176,8 @@ def replay_run(storage: Folder, given: argparse.Namespace) -> int:
         # The time of its last entry, since the run has not ended just now.
         log.finish(run.summary.get("status") or "stopped", float(last["time"]))
     except Exception as error:
-        print(f"MLflow at {log.public_uri} cannot be reached ({type(error).__name__}: {error})", file=sys.stderr)
+        cause = hidden(f"{type(error).__name__}: {error}")
+        print(f"MLflow at {log.public_uri} cannot be reached ({cause})", file=sys.stderr)
         return 1
     print(f"MLflow has all of {run.name}, run {log.run_id}")
     return 0
@@ -188,7 +191,7 @@ def audit_run(storage: Folder, given: argparse.Namespace) -> int:
     from raystride.pipelines.record.audit import main as audit
 
     find_run(storage, given.run)
-    return audit([given.run, "--storage", str(storage)])
+    return audit([given.run, "--storage", storage.uri])
 
 
 def run_names(storage: Folder) -> list[str]:
@@ -214,15 +217,7 @@ def find_run(storage: Folder, name: str) -> StoredRun:
 
 def folder_size(folder: Folder) -> int:
     """Bytes of all files below a folder."""
-    if folder.local:
-        return sum(path.stat().st_size for path in folder.local.rglob("*") if path.is_file())
-    from pyarrow.fs import FileSelector
-
-    from raystride.pipelines.files import filesystem
-
-    system, path = filesystem(folder.uri)
-    found = system.get_file_info(FileSelector(path, recursive=True, allow_not_found=True))
-    return sum(info.size or 0 for info in found)
+    return sum(folder.sizes(temporary=True).values())
 
 
 def _data_folders(step: Folder) -> list[str]:

@@ -10,6 +10,7 @@ import sys
 from types import TracebackType
 from typing import Protocol, Self
 
+from raystride.pipelines.credentials import hidden
 from raystride.pipelines.launch.progress import Progress
 from raystride.pipelines.record.state import TrainingState
 
@@ -44,15 +45,15 @@ class Screen:
 
     def line(self, text: str) -> None:
         """Prints lines on standard output."""
-        print(text, flush=True)
+        print(hidden(text), flush=True)
 
     def warning(self, text: str) -> None:
         """Says on standard error that something is not as it should be."""
-        print(f"warning: {text}", file=sys.stderr)
+        print(f"warning: {hidden(text)}", file=sys.stderr)
 
     def failure(self, text: str) -> None:
         """Shows on standard error why a training failed."""
-        print(text, file=sys.stderr)
+        print(hidden(text), file=sys.stderr)
 
     def progress(self) -> LiveLine:
         """The live line of a training."""
@@ -69,7 +70,7 @@ class Quiet(Screen):
 
     def warning(self, text: str) -> None:
         """Hands the warning to the logger `raystride`."""
-        logging.getLogger("raystride").warning(text)
+        logging.getLogger("raystride").warning(hidden(text))
 
     def failure(self, text: str) -> None:
         """Says nothing: the failure is raised."""

@@ -1,18 +1,24 @@
 """A training under way, as the driver sees it: progress, signals, and the end with its record and last screen.
 
-summary = conduct(job, recorder, partial(train_on_ray, job, share, recorder, fast_start=True), Screen())
+train = partial(train_on_ray, job, share, recorder, fast_start=True)
+summary = conduct(job, recorder, train, Beside(Screen(), Watcher()))
 """
 
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from raystride.pipelines.cluster.cluster import CannotRun
 from raystride.pipelines.files import Folder
+from raystride.pipelines.launch.exit_codes import interruption
 from raystride.pipelines.launch.failure import TrainingFailed
+from raystride.pipelines.launch.owner import Owned
 from raystride.pipelines.launch.screen import Screen
 from raystride.pipelines.record.journal import stream_entries
 from raystride.pipelines.record.state import TrainingState
@@ -22,6 +28,8 @@ from raystride.pipelines.report.figures import Figures, Points
 from raystride.pipelines.worker.job import Job
 
 POLL_S = 0.5
+LOOK_S = 5.0
+"""Seconds of a start after which it is said what it waits for, and between two looks at that."""
 
 Train = Callable[[], RunSummary]
 """Trains to the end; returns the summary, raises what the training raises."""
@@ -57,20 +65,37 @@ class Watcher:
         """Is told what ended the training."""
 
 
-def conduct(job: Job, recorder: Recording, train: Train, screen: Screen, watcher: Watcher | None = None) -> RunSummary:
+@dataclass(frozen=True)
+class Beside:
+    """What there is beside a training, in the driver."""
+
+    screen: Screen
+    watcher: Watcher
+    check: Callable[[], None] = lambda: None
+    """Raises Owned where another driver has taken the run over."""
+    waits_for: Callable[[], str | None] = lambda: None
+    """What a training that has not begun waits for, if it is known. Raises CannotRun where it has waited long enough."""
+
+
+def conduct(job: Job, recorder: Recording, train: Train, beside: Beside) -> RunSummary:
     """Trains beside the progress line, closes the record, shows the last screen; returns the summary as written.
 
-    Raises TrainingFailed where the training raised.
+    Raises TrainingFailed where the training raised; Owned where another driver has taken the run over, and CannotRun where
+    the workers find no places, both without touching the run's files.
     """
-    watcher = watcher or Watcher()
-    outcome = _watch(train, recorder, screen, f"starting on {job.device} ...", watcher)
-    if isinstance(outcome, BaseException):
-        watcher.on_failure(outcome)
-    return _end(job, recorder, screen, outcome)
+    with _stop_signals(recorder.request_stop) as told:
+        outcome = _watch(train, recorder, beside, f"starting on {job.device} ...", told)
+        if isinstance(outcome, Owned | CannotRun):
+            raise outcome
+        if isinstance(outcome, BaseException):
+            beside.watcher.on_failure(outcome)
+        elif told and outcome.get("ending") == "stopped":
+            outcome["interrupted_by"] = told[0]
+        return _end(job, recorder, beside.screen, outcome)
 
 
-def _watch(train: Train, recorder: Recording, screen: Screen, phase: str, watcher: Watcher) -> RunSummary | BaseException:
-    """Trains in a thread while this one draws progress and listens to signals; the summary, or what was raised."""
+def _watch(train: Train, recorder: Recording, beside: Beside, phase: str, told: Sequence[str]) -> RunSummary | BaseException:
+    """Trains in a thread while this one draws progress; the summary, or what was raised."""
     outcome: list[RunSummary | BaseException] = []
 
     def body() -> None:
@@ -80,44 +105,51 @@ def _watch(train: Train, recorder: Recording, screen: Screen, phase: str, watche
             outcome.append(error)
 
     thread = threading.Thread(target=body, name="training", daemon=True)
-    with _stop_signals(recorder.request_stop) as told, screen.progress() as progress:
+    with beside.screen.progress() as progress:
         progress.update({"phase": phase})
         thread.start()
-        said, linked = False, ""
+        began, looked_at, said, linked = time.monotonic(), 0.0, False, ""
         while thread.is_alive():
             try:
                 thread.join(POLL_S)
-            except KeyboardInterrupt as error:
-                return error
-            try:
-                state = recorder.state()
-            except Exception:  # the recorder may be starting again; the training does not depend on it
-                continue
-            progress.update(state | {"phase": state.get("phase") or (phase if not state.get("step") else None)})
-            if not linked and (linked := state.get("mlflow") or ""):
-                progress.note(f"mlflow   {linked}")
-            if told and not said:
-                said = True
-                progress.note("stopping: all workers save and end at the same step (once more to end at once)")
-            try:
-                watcher.on_state(state, recorder.request_stop)
-            except Exception as error:
+                beside.check()
+                if (state := _state(recorder)) is None:
+                    continue
+                if not state.get("step") and time.monotonic() - max(began, looked_at) > LOOK_S:
+                    looked_at = time.monotonic()
+                    phase = beside.waits_for() or phase
+                waiting = state.get("phase") or (phase if not state.get("step") else None)
+                progress.update(state | {"phase": waiting})
+                if not linked and (linked := state.get("mlflow") or ""):
+                    progress.note(f"mlflow   {linked}")
+                if told and not said:
+                    said = True
+                    progress.note("stopping: all workers save and end at the same step (once more to end at once)")
+                beside.watcher.on_state(state, recorder.request_stop)
+            except (Exception, KeyboardInterrupt) as error:
                 return error
         progress.close()
     return outcome[0]
 
 
+def _state(recorder: Recording) -> TrainingState | None:
+    try:
+        return recorder.state()
+    except Exception:  # the recorder may be starting again; the training does not depend on it
+        return None
+
+
 @contextmanager
 def _stop_signals(request_stop: Callable[[], None]) -> Iterator[list[str]]:
-    """Turns Ctrl-C and SIGTERM into a stop request; a second one ends the process as usual. Yields what was received.
+    """Turns Ctrl-C and SIGTERM into a stop request, while the record is closed too; a second one ends the process as usual.
 
-    Set after ray.init, which puts its own handlers in place.
+    Yields what was received. Set after ray.init, which puts its own handlers in place.
     """
     told: list[str] = []
 
     def handle(number: int, frame: object) -> None:
         if told:
-            raise KeyboardInterrupt(f"asked twice to end ({signal.Signals(number).name})")
+            raise interruption(number, f"asked twice to end ({signal.Signals(number).name})")
         told.append(signal.Signals(number).name)
         # From a thread, as the request goes to an actor and may have to wait, which a handler must not.
         threading.Thread(target=request_stop, daemon=True).start()

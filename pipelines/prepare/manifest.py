@@ -160,7 +160,7 @@ class Manifest:
         elif form == COLUMNED:
             known = _read_columns(folder, splits, content.pop("columns"))
         else:
-            raise ValueError(f"{folder}/{FILE} has another format than {COLUMNED}: remove the folder to prepare it again")
+            raise ValueError(f"{folder / FILE} has another format than {COLUMNED}: remove the folder to prepare it again")
         return cls(splits=known, **content)
 
 
@@ -201,7 +201,7 @@ def _read_columns(folder: Folder, counts: Mapping[str, int], columns: Mapping[st
     else:
         content = np.frombuffer(folder.read(COLUMNS), np.uint8)
     if len(content) != columns["bytes"]:
-        raise ValueError(f"{folder}/{COLUMNS} has {len(content)} bytes, not {columns['bytes']}: prepare it again")
+        raise ValueError(f"{folder / COLUMNS} has {len(content)} bytes, not {columns['bytes']}: prepare it again")
     total, found, first = sum(counts.values()), {}, 0
     whole = {name: np.frombuffer(content, np.dtype(of), total, offset=at) for name, (at, of) in columns["places"].items()}
     for name, count in counts.items():

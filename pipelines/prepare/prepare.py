@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raystride.pipelines.config import Config, Tokenizer
+from raystride.pipelines.credentials import masked
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.fingerprint import fingerprint_of, open_sources
 from raystride.pipelines.prepare.manifest import FILE, Manifest, Shard, Shards
@@ -55,6 +56,8 @@ def prepare(config: Config, storage: Folder, task: Task, *, on_ray: bool = True,
         echo(f"data: {_counts(manifest, task)}, prepared before ({folder})")
         return Prepared(folder, manifest, reused=True)
     _look_at(config, source, validation)
+    if on_ray:
+        _say_if_full(echo)
     started = time.time()
     parts = divide(source, validation, config.data)
     readers = {"train": source.reader, "validation": (validation or source).reader}
@@ -90,6 +93,15 @@ def _look_at(config: Config, source: Source, validation: Source | None) -> None:
             check_source(each)
 
 
+def _say_if_full(echo: Echo) -> None:
+    """Its tasks wait without a word where others have all processors of a cluster."""
+    import ray
+
+    free, there = (found.get("CPU", 0) for found in (ray.available_resources(), ray.cluster_resources()))
+    if free < 1:
+        echo(f"data: waiting for a processor, {free:g} of {there:g} CPUs are free (see `ray status`)")
+
+
 def finished(folder: Folder) -> Manifest | None:
     """The manifest of a folder whose preparation is whole: every shard is there with its size. Else None."""
     try:
@@ -97,7 +109,8 @@ def finished(folder: Folder) -> Manifest | None:
     except (FileNotFoundError, ValueError):
         return None
     shards = [shard for some in manifest.splits.values() for shard in some]
-    return manifest if all(folder.size(shard.file) == shard.bytes for shard in shards) else None
+    sizes = folder.sizes()  # one listing: a request a shard would take minutes, at each start, where there are thousands
+    return manifest if all(sizes.get(shard.file) == shard.bytes for shard in shards) else None
 
 
 def _make_tokenizer(config: Config, job: Preparation, parts: tuple[Part, ...], name: str, on_ray: bool, echo: Echo) -> None:
@@ -188,7 +201,7 @@ def _manifest(config: Config, digest: str, source: Source, task: Task, records: 
     skipped = [fault for record in records for fault in record["faults"]]
     unnamed = sum(record["skipped"] for record in records) - len(skipped)
     if unnamed:
-        skipped.append({"place": config.data.source, "reason": f"and {unnamed} more documents"})
+        skipped.append({"place": masked(config.data.source), "reason": f"and {unnamed} more documents"})
     learned = dict(task.facts)
     shards = {
         split: Shards.of(Shard(**shard) for record in records if (shard := record["shards"][split])) for split in SPLITS
@@ -199,7 +212,7 @@ def _manifest(config: Config, digest: str, source: Source, task: Task, records: 
         vocabulary_size=learned.pop("vocabulary_size", 0),
         end_id=learned.pop("end_id", 0),
         splits=shards,
-        source={"kind": source.kind, "name": config.data.source, "files": len(source.files)}
+        source={"kind": source.kind, "name": masked(config.data.source), "files": len(source.files)}
         | {"bytes": sum(file.size for file in source.files)},
         skipped=skipped,
         learned=learned,
@@ -233,7 +246,7 @@ def _report(
     if count := sum(record["skipped"] for record in records):
         first = manifest.skipped[0]
         named = f"the first {first['place']}: {first['reason']}"
-        echo(f"data: {count} files or documents skipped, {named}; listed in {folder}/{FILE}")
+        echo(f"data: {count} files or documents skipped, {named}; listed in {folder / FILE}")
     echo(f"data: {_counts(manifest, task)}, prepared in {seconds:.1f} s ({folder})")
 
 

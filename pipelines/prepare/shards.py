@@ -75,11 +75,9 @@ class ShardWriter:
             if not self._tokens:
                 return None
             batch = self._batch()
-            with folder.writer(name) as stream:
-                with pa.ipc.new_file(stream, batch.schema) as out:
+            with folder.file(name) as path:
+                with pa.ipc.new_file(str(path), batch.schema) as out:
                     out.write_batch(batch)
-                stream.flush()
-                path = Path(stream.name)
                 offsets = _offsets(path, batch)
                 digest = _sha256(path)
                 size = path.stat().st_size

@@ -10,7 +10,9 @@ tells mypy what its `values` are. `sequence` counts a sender's entries from 1; `
 
 import time as clock
 from collections.abc import Mapping
-from typing import Any, Literal, NotRequired, TypedDict, get_args, overload
+from typing import Any, Literal, NotRequired, TypedDict, cast, get_args, overload
+
+from raystride.pipelines.credentials import hidden, masked_all
 
 Figures = Mapping[str, float]
 """Measurements by name."""
@@ -218,6 +220,18 @@ def new_entry(kind: Any, values: Any, step: _Step = None, time: _Time = None) ->
 def warning(text: str) -> Entry:
     """Returns a warning for people."""
     return new_entry("event", {"name": "warning", "text": text})
+
+
+TOLD = frozenset({"parameters", "tags", "checkpoint", "event", "error"})
+"""The kinds with texts that people read."""
+
+
+def without_secrets(entry: Entry) -> Entry:
+    """The entry without what this process knows to be a password or key; of figures there are none."""
+    if entry["kind"] not in TOLD or not any(isinstance(value, str | tuple | list) for value in entry["values"].values()):
+        return entry
+    values = {key: hidden(value) if isinstance(value, str) else masked_all(value) for key, value in entry["values"].items()}
+    return cast(Entry, entry | {"values": values})
 
 
 def check_entry(entry: Entry) -> None:

@@ -14,6 +14,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypedDict
 
+import raystride
+from raystride.pipelines.credentials import hidden
+
 PACKAGES = ("torch", "triton", "ray", "mlflow", "numpy", "pyarrow", "datasets", "tokenizers", "deepspeed")
 
 
@@ -76,7 +79,7 @@ def describe_environment() -> Environment:
     """Commit and changes of the source, versions, and the hardware of this machine."""
     return {
         **describe_source(Path(__file__).resolve().parents[2]),
-        "command": sys.argv,
+        "command": [hidden(argument) for argument in sys.argv],
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": _versions(),
@@ -99,7 +102,9 @@ def describe_node() -> Node:
 
 
 def _versions() -> dict[str, str]:
-    return {name: found for name in PACKAGES if (found := _version(name)) is not None}
+    """Raystride's own version, as the code that runs says it, and those of the packages that are installed."""
+    found = {name: found for name in PACKAGES if (found := _version(name)) is not None}
+    return {"raystride": raystride.__version__} | found
 
 
 def describe_source(root: Path) -> Commit:

@@ -98,18 +98,21 @@ NOTE_HEAD = "| Raystride | |"
 def describe_run(run_folder: Folder, tags: Mapping[str, str]) -> str:
     """The description in markdown, from the tags of the run's newest attempt."""
     known = {key.removeprefix("raystride."): value for key, value in tags.items()}
-    storage, _, run = run_folder.uri.rpartition("/")
+    storage, run = run_folder.parent, run_folder.name
     rows = {"folder": f"`{run_folder}`"}
     if "ray_job" in known:
         rows["Ray job"] = f"[{known['ray_job_id']}]({known['ray_job']}): log, state and metrics, while the cluster lives"
     rows["newest attempt"] = f"`{known['attempt']}`"
     if "workers" in known:
         rows["trained by"] = f"{known['workers']} worker(s) on {known['device']}, {known['strategy']}"
+    source = [f"Raystride {known['version']}"] if "version" in known else []
     if "commit" in known:
-        rows["source"] = f"commit `{known['commit'][:12]}`{', with changes' if known.get('dirty') == 'True' else ''}"
+        source.append(f"commit `{known['commit'][:12]}`{', with changes' if known.get('dirty') == 'True' else ''}")
+    if source:
+        rows["source"] = ", ".join(source)
     rows["report"] = "`report.html` among the artifacts, once the run has ended"
     table = [NOTE_HEAD, "| --- | --- |", *(f"| {name} | {text} |" for name, text in rows.items())]
-    return "\n".join([*table, "", f"`raystride runs show {in_shell(run)} --storage {in_shell(storage)}`"])
+    return "\n".join([*table, "", f"`raystride runs show {in_shell(run)} --storage {in_shell(str(storage))}`"])
 
 
 def is_our_note(note: str | None) -> bool:

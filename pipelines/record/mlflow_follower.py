@@ -15,6 +15,7 @@ from collections.abc import Callable
 from shlex import quote
 
 from raystride.pipelines.commands import of_storage, program
+from raystride.pipelines.credentials import hidden
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record.entry import Entry
 from raystride.pipelines.record.journal import Segment, read_segment, segments
@@ -30,8 +31,8 @@ MOST_HELD = 64
 
 def replay_hint(run_folder: Folder) -> str:
     """The command that brings MLflow up to date with a run's journal."""
-    storage, _, run = run_folder.uri.rpartition("/")
-    return f"{program()} runs replay {quote(run)} {of_storage(storage)}".rstrip()
+    storage, run = run_folder.parent, run_folder.name
+    return f"{program()} runs replay {quote(run)} {of_storage(str(storage))}".rstrip()
 
 
 class Follower:
@@ -84,17 +85,25 @@ class Follower:
 
     def catch_up(self) -> None:
         """Logs every segment above the reference, here and now. Raises what MLflow or the storage raises."""
+        try:
+            self._log_missing()
+        except FileNotFoundError:  # a segment was merged with its neighbours before it was logged
+            self._known = None
+            self._log_missing()
+
+    def _log_missing(self) -> None:
         self._log.connect()
         logged = self._log.reference["logged"]
         missing = [segment for segment in self._listed() if segment.number > logged.get(segment.attempt, 0)]
-        for start in range(0, len(missing), SEGMENTS_A_CALL):
-            self._log_segments(missing[start : start + SEGMENTS_A_CALL])
+        while missing:
+            call = missing[:SEGMENTS_A_CALL]
+            # One that was merged of a hundred ends a call, so that few are in memory.
+            some = next((number for number, segment in enumerate(call, 1) if segment.first < segment.number), len(call))
+            self._log_segments(call[:some])
+            missing = missing[some:]
 
     def _listed(self) -> list[Segment]:
-        """All segments: listed once, as listing the folder again and again takes long where there are many.
-
-        One that was merged with its neighbours before it was logged is then missing, and all are listed anew.
-        """
+        """All segments: listed once, as listing the folder again and again takes long where there are many."""
         with self._changed:
             if self._known is None:
                 self._known = segments(self._folder)
@@ -140,10 +149,9 @@ class Follower:
                     self._changed.wait_for(self._is_ending, PACE_S)
             except Exception as error:  # MLflow, its database and its server raise whatever they like
                 self._log.disconnect()
-                self._known = None
                 if not said:
                     said = True
-                    cause = f"{type(error).__name__}: {error}".replace(self._log.uri, self._log.public_uri)[:200]
+                    cause = hidden(f"{type(error).__name__}: {error}")[:200]
                     self._warn(
                         f"MLflow at {self._log.public_uri} cannot be reached; training goes on, and what it misses is "
                         f"replayed when it is back ({cause})"

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from raystride.pipelines.config.run import Record
+from raystride.pipelines.credentials import public
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record.entry import Entry, Metrics, System
 from raystride.pipelines.record.journal import Segment, stream_entries
@@ -67,8 +67,12 @@ class MlflowLog:
 
     @classmethod
     def at(cls, folder: Folder, run: str, settings: Record, storage: Folder) -> "MlflowLog | None":
-        """The log of a run, or None where MLflow is off: switched off, or no URI and a storage that holds no database."""
-        uri = settings.mlflow_uri or (database(storage) if storage.local else None)
+        """The log of a run, or None where MLflow is off: switched off, or no URI and a storage that holds no database.
+
+        Raises SettingError where the URI was written down without its password, and nothing gives it.
+        """
+        uri = settings.filled().mlflow_uri if settings.mlflow else None
+        uri = uri or (database(storage) if storage.local else None)
         if uri and uri.startswith("sqlite:///") and not uri.startswith("sqlite:////") and storage.local:
             # Against the storage, since the recorder's working directory under Ray is one that nobody has chosen.
             uri = f"sqlite:///{storage.local}/{uri.removeprefix('sqlite:///')}"
@@ -251,6 +255,8 @@ class MlflowLog:
 
     def _log_artifact(self, name: str) -> list[str]:
         client, run_id = self.connect()
+        if os.path.isabs(name) or ".." in name.split("/"):
+            return [f"artifact {name} is not inside the run's folder, and is not in MLflow"]
         if not self._folder.exists(name):
             return [f"artifact {name} is not in {self._folder}"]
         place = os.path.dirname(name) or None
@@ -272,12 +278,6 @@ def database(storage: Folder) -> str:
 def artifact_place(uri: str) -> str | None:
     """Where a database's experiments keep artifacts: `mlartifacts` beside it; None for a server, which has its own place."""
     return str(Path(uri.removeprefix("sqlite:///")).parent / "mlartifacts") if uri.startswith("sqlite:///") else None
-
-
-def public(uri: str) -> str:
-    """The URI without a user's name and password, as it may be written down."""
-    parts = urlsplit(uri)
-    return uri.replace(f"{parts.netloc}", parts.netloc.rpartition("@")[2], 1) if "@" in parts.netloc else uri
 
 
 def metric_name(key: str) -> str:

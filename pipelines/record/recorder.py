@@ -18,7 +18,7 @@ from typing import Any
 
 from raystride.pipelines.config.run import Record
 from raystride.pipelines.files import Folder
-from raystride.pipelines.record.entry import Entry, EventText, check_entry, new_entry, warning
+from raystride.pipelines.record.entry import Entry, EventText, check_entry, new_entry, warning, without_secrets
 from raystride.pipelines.record.group import Group
 from raystride.pipelines.record.journal import Journal, join
 from raystride.pipelines.record.mlflow_follower import Follower, replay_hint
@@ -164,6 +164,7 @@ class Recorder:
             return False
         try:
             check_entry(entry)
+            entry = without_secrets(entry)
             self._state.see(entry)
         except (KeyError, TypeError, ValueError) as error:
             # A warning takes its place under its number, so that the sender does not offer it for ever.

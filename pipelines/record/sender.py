@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from raystride.pipelines.record.entry import Entry, new_entry, warning
+from raystride.pipelines.record.entry import Entry, new_entry, warning, without_secrets
 
 
 class Receipt(NamedTuple):
@@ -68,6 +68,7 @@ class Sender:
 
     def put(self, entry: Entry) -> None:
         """Queues an entry, under this sender's next number, and returns at once."""
+        entry = without_secrets(entry)
         with self._changed:
             self._append(entry)
             if len(self._waiting) > self._most_waiting:

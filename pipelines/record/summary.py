@@ -54,16 +54,18 @@ class _Always(TypedDict, total=False):
 
 
 class RunSummary(_Always, total=False):
-    """What `summary.json` holds, or what is known of it while the run goes on; `workers` are those of the last attempt.
-
-    `ending` says why the loop ended, `complete` whether its steps are all done or it ended early by itself,
-    `kernels` which implementation of each operation ran.
-    """
+    """What `summary.json` holds, or what is known of it while the run goes on."""
 
     ending: str
+    """Why the loop ended."""
+    interrupted_by: str
+    """The signal that asked for it."""
     workers: int
+    """Of the last attempt."""
     complete: bool
+    """Whether all steps are done, or the run ended early by itself."""
     kernels: dict[str, str]
+    """Which implementation of each operation ran."""
 
 
 SUMMARY_KEYS = tuple(_Always.__annotations__)

@@ -6,7 +6,7 @@ print(closing_screen(summary, run_folder, text_curve(points, validation), sample
 from collections.abc import Callable
 from typing import Any
 
-from raystride.pipelines.commands import command
+from raystride.pipelines.commands import pasted
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record.summary import RunSummary
 
@@ -35,20 +35,20 @@ def closing_screen(
 
 
 def _last_lines(summary: RunSummary, run_folder: Folder, link: str | None, next_job: str, *, writes: bool) -> list[str]:
-    storage, _, run = run_folder.uri.rpartition("/")
+    storage, run = str(run_folder.parent), run_folder.name
     if summary.get("mlflow_run_id") is None:
         tracking = "not logged there"
     elif link:
         tracking = link
     else:
-        tracking = command("ui", storage=storage)
+        tracking = pasted("ui", storage=storage)
     if not next_job:
         if summary.get("status") not in WELL:
-            next_job = f"{command('train', run, storage)}   # resumes it"
+            next_job = f"{pasted('train', run, storage)}   # resumes it"
         elif writes:
-            next_job = command("generate", run, storage)
+            next_job = pasted("generate", run, storage)
         else:
-            next_job = command("evaluate", run, storage, "--split validation")
+            next_job = pasted("evaluate", run, storage, "--split validation")
     return [f"results  {run_folder}", f"mlflow   {tracking}", f"next     {next_job}"]
 
 

@@ -24,6 +24,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from raystride.pipelines.credentials import masked
 from raystride.pipelines.files import filesystem
 from raystride.pipelines.sources.faults import DataError, Fault, Faulty, faults_of
 from raystride.pipelines.sources.pieces import Archive, File
@@ -61,7 +62,7 @@ def members(archive: File) -> list[File]:
 
     A folder that holds all of them is left out of their names, unless it is the only one.
     """
-    place = _cache() / hashlib.sha256(f"{archive.uri} {archive.size} {archive.stamp}".encode()).hexdigest()[:16]
+    place = _cache() / hashlib.sha256(f"{masked(archive.uri)} {archive.size} {archive.stamp}".encode()).hexdigest()[:16]
     kept = Archive(archive.uri, archive.size, str(place / os.path.basename(archive.name)))
     _unpack(kept)
     found = []
@@ -77,7 +78,7 @@ def members(archive: File) -> list[File]:
 
 def _member(kept: Archive, archive: File, path: str, name: str) -> File:
     uri = f"{kept.folder}/{path}"
-    return File(uri, name, os.path.getsize(uri), archive.stamp, archive.encoding, kept)
+    return File(uri, name, os.path.getsize(uri), archive.stamp, archive.encoding, archive=kept)
 
 
 def is_archive(name: str) -> bool:
@@ -141,7 +142,7 @@ def _write(archive: Archive, folder: Path) -> None:
         with faults_of(archive.uri):
             system, path = filesystem(archive.uri)
             source = system.open_input_file(path)
-        with source, closing(_opened(archive.uri, source)) as opened:
+        with source, closing(_opened(archive.uri, folder.name, source)) as opened:
             for number, (name, member) in enumerate(_entries(archive.uri, opened)):
                 if number >= MEMBERS:
                     raise DataError(f"{archive.uri}: has more than {MEMBERS:,} members: unpack it yourself")
@@ -165,10 +166,10 @@ def _write(archive: Archive, folder: Path) -> None:
         raise faulty.fault.error() from faulty
 
 
-def _opened(uri: str, stream: Any) -> Any:
+def _opened(uri: str, name: str, stream: Any) -> Any:
     """The archive. Raises DataError where it is none."""
     try:
-        return zipfile.ZipFile(stream) if uri.lower().endswith(".zip") else tarfile.open(fileobj=stream, mode="r:*")
+        return zipfile.ZipFile(stream) if name.lower().endswith(".zip") else tarfile.open(fileobj=stream, mode="r:*")
     except (*_BROKEN, OSError) as error:
         raise DataError(f"{uri}: is no archive, or a broken one: {error}; mend it, or leave it out with a glob") from error
 

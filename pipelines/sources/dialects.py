@@ -73,7 +73,9 @@ def _by_position(rows: list[list[str]], delimiter: str, form: Form, columns: Col
     if form.names:
         named = form.header if form.header != "auto" else list(form.names) == first
         if len(form.names) != len(first):
-            reason = f"has {len(first)} fields in its first line ({shown(first)}), and data.columns {len(form.names)} names"
+            reason = (
+                f"has {len(first)} fields in its first line ({glimpse(first)}), and data.columns {len(form.names)} names"
+            )
             raise Faulty(Fault(file.uri, reason, f"name as many columns with --data.columns, {_other(delimiter)}"))
         for column in columns:
             if column.name not in form.names:
@@ -88,7 +90,7 @@ def _by_position(rows: list[list[str]], delimiter: str, form: Form, columns: Col
             reason = f"has no column {column.name} but 0 to {len(first) - 1}: {_numbered(first)}"
             raise Faulty(Fault(file.uri, reason, f"choose another with --{column.setting}, {_other(delimiter)}"))
     if header is None:
-        reason = f"names or values: its first line could be either ({shown(first)})"
+        reason = f"names or values: its first line could be either ({glimpse(first)})"
         raise Faulty(Fault(file.uri, reason, "say whether it has a line of names with --data.header true or false"))
     names = first if header else map(str, range(len(first)))
     return Dialect(delimiter, header, tuple(int(column.name) for column in columns), tuple(names))
@@ -109,7 +111,7 @@ def _nameless(first: list[str], header: bool | None, delimiter: str, form: Form,
     if form.header is False:
         reason = f"has no line of names, so there is no column {missing.name!r} but {_numbered(first)}"
         return Fault(file.uri, reason, f"give {remedy}, {_other(delimiter)}")
-    reason = f"has no column {missing.name!r}: the first line looks like data: {shown(first)}"
+    reason = f"has no column {missing.name!r}: the first line looks like data: {glimpse(first)}"
     return Fault(file.uri, reason, f"if there is no header give --data.header false and {remedy}")
 
 
@@ -167,7 +169,7 @@ def _numbered(row: Sequence[str]) -> str:
     return ", ".join(f"{number}: {_short(value)}" for number, value in enumerate(row[:12]))
 
 
-def shown(row: Sequence[str]) -> str:
+def glimpse(row: Sequence[str]) -> str:
     """The beginning of a row, to be seen by people."""
     return " | ".join(map(_short, row[:8])) + (" | ..." if len(row) > 8 else "")
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from raystride.pipelines.credentials import hidden
+
 REMEDY = "mend or remove it, or leave out what cannot be read with --data.on_error skip"
 
 OTHER_ENCODING = f"name its encoding (--data.encoding latin-1, for instance), {REMEDY}"
@@ -17,6 +19,9 @@ OTHER_ENCODING = f"name its encoding (--data.encoding latin-1, for instance), {R
 
 class DataError(ValueError):
     """The data cannot be prepared. The message names the file or setting, the reason and the remedy."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(hidden(message))
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,10 @@ class Fault:
     """What is wrong, as the rest of a sentence about the file."""
     remedy: str = REMEDY
     """What the user can do."""
+
+    def __post_init__(self) -> None:
+        for name in ("place", "reason", "remedy"):  # they are listed in the prepared folder
+            object.__setattr__(self, name, hidden(getattr(self, name)))
 
     def error(self) -> DataError:
         """The error that the fault becomes where nothing may be skipped."""

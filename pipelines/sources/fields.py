@@ -1,7 +1,7 @@
 """What a row's values become: a document of the columns that a task reads, a fault, or nothing where all are empty.
 
-A text stays as it is, a label becomes text, an image (bytes, Hugging Face's {"bytes", "path"}, or the path of a file beside
-the one that names it) a data URI (RFC 2397).
+A text stays as it is, a label becomes text, an image (bytes, Hugging Face's {"bytes", "path"}, or the path of a file to
+which the row may lead) a data URI (RFC 2397).
 
     for piece in document(["free money", 1], "mails.csv, line 7", (Column(...), Column(..., "label"))):
         piece.document                                        # ("free money", "1")
@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from raystride.pipelines.files import filesystem
-from raystride.pipelines.sources.faults import OTHER_ENCODING, REMEDY, Fault, Faulty, faults_of
+from raystride.pipelines.credentials import masked
+from raystride.pipelines.sources.faults import OTHER_ENCODING, REMEDY, Fault, Faulty
+from raystride.pipelines.sources.image_files import MOST_BYTES, NOWHERE, Reach, read_image
 from raystride.pipelines.sources.pieces import Piece
 from raystride.pipelines.tasks.task import Column
 
@@ -22,15 +23,15 @@ Columns = tuple[Column, ...]
 _SIGNATURES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"BM": "bmp", b"RIFF": "webp"}
 
 
-def document(values: Sequence[Any], place: str, columns: Columns, folder: str = "") -> Iterator[Piece | Fault]:
-    """The document of the columns' values. Paths of images are relative to `folder`."""
+def document(values: Sequence[Any], place: str, columns: Columns, reach: Reach = NOWHERE) -> Iterator[Piece | Fault]:
+    """The document of the columns' values. Paths of images lead as far as `reach` says, to no file if it says nothing."""
     try:
-        fields = tuple(_field(value, place, column, folder) for value, column in zip(values, columns, strict=True))
+        fields = tuple(_field(value, place, column, reach) for value, column in zip(values, columns, strict=True))
     except Faulty as faulty:
         yield faulty.fault
         return
     if all(fields):
-        yield Piece(fields, place=place)
+        yield Piece(fields, place=masked(place))
     elif any(fields):
         empty = columns[fields.index("")]
         remedy = f"fill it, name another column with --{empty.setting}, or leave such rows out with --data.on_error skip"
@@ -42,14 +43,14 @@ def with_row(items: Iterator[Piece | Fault], row: Callable[[], Mapping[str, Any]
     return (replace(item, row=row()) if isinstance(item, Piece) else item for item in items) if keep else items
 
 
-def named(row: Mapping[str, Any], place: str, columns: Columns, folder: str = "") -> Iterator[Piece | Fault]:
+def named(row: Mapping[str, Any], place: str, columns: Columns, reach: Reach = NOWHERE) -> Iterator[Piece | Fault]:
     """The document of a row whose values have names."""
     try:
         keys = find_columns(place, columns, list(row), nested=True)
     except Faulty as faulty:
         yield faulty.fault
         return
-    yield from document([inner(row[key], field) for key, field in keys], place, columns, folder)
+    yield from document([inner(row[key], field) for key, field in keys], place, columns, reach)
 
 
 def no_column(place: str, column: Column, found: Sequence[str]) -> Fault:
@@ -86,11 +87,11 @@ def data_uri(content: bytes) -> str:
     return f"data:{f'image/{kind}' if kind else 'application/octet-stream'};base64,{b64encode(content).decode()}"
 
 
-def _field(value: Any, place: str, column: Column, folder: str) -> str:
+def _field(value: Any, place: str, column: Column, reach: Reach) -> str:
     if value is None:
         return ""
     if column.kind == "image":
-        value = _image(value, place, column, folder)
+        value = _image(value, place, column, reach)
     elif column.kind == "label":
         value = _label(value)
     if not isinstance(value, str):
@@ -113,20 +114,18 @@ def _label(value: Any) -> Any:
     return str(value) if isinstance(value, int) else value.strip() if isinstance(value, str) else value
 
 
-def _image(value: Any, place: str, column: Column, folder: str) -> Any:
+def _image(value: Any, place: str, column: Column, reach: Reach) -> Any:
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path") or ""
+    if isinstance(value, str | bytes) and len(value) > 2 * MOST_BYTES:
+        raise Faulty(Fault(place, f"column {column.name!r} is refused: it is larger than {2 * MOST_BYTES >> 20} MiB"))
     if isinstance(value, bytes):
         return data_uri(value) if value else ""
     if not value or not isinstance(value, str) or value.startswith("data:"):
         return value
-    uri = value if value.startswith("/") or "://" in value or not folder else f"{folder}/{value}"
     try:
-        with faults_of(uri):
-            system, path = filesystem(uri)
-            with system.open_input_stream(path) as stream:
-                content = stream.read()
+        content = read_image(value, reach)
     except Faulty as faulty:
-        reason = f"column {column.name!r} names {uri!r}, which {faulty.fault.reason}"
+        reason = f"column {column.name!r} names {faulty.fault.place!r}, which {faulty.fault.reason}"
         raise Faulty(Fault(place, reason, faulty.fault.remedy)) from faulty
     return data_uri(content) if content else ""

@@ -18,10 +18,15 @@ from typing import Any
 from raystride.pipelines.files import Folder
 from raystride.pipelines.sources.faults import DataError, Fault
 from raystride.pipelines.sources.fields import Columns, document, find_columns, inner, with_row
+from raystride.pipelines.sources.image_files import Reach
 from raystride.pipelines.sources.pieces import File, Piece, Slice
 
 _ROWS = 256
 _SAVED = ("state.json", "dataset_dict.json")
+
+
+def _is_place(source: str) -> bool:
+    return source.startswith("/") or "://" in source
 
 
 def saved_dataset(folder: Folder) -> bool:
@@ -37,6 +42,8 @@ class HuggingFaceReader:
     """Name on the hub with an optional `:configuration`, or absolute path of a folder."""
     split: str
     columns: Columns
+    image_root: str | None = None
+    """Another folder below which images may lie that rows name."""
     keep: bool = False
     """Whether documents come with their whole row."""
 
@@ -67,6 +74,7 @@ class HuggingFaceReader:
         """
         dataset = self._dataset()
         keys = find_columns(self.source, self.columns, dataset.column_names, nested=True)
+        reach = self._reach()
         table, stop = dataset.select_columns(sorted({name for name, _ in keys})).with_format("arrow"), piece.stop or 0
         if self.keep:
             table = dataset.with_format("arrow")
@@ -74,8 +82,17 @@ class HuggingFaceReader:
             rows = table[first : min(first + _ROWS, stop)]
             fields = [_values(rows[name].to_pylist(), dataset.features[name], field) for name, field in keys]
             for row, values in enumerate(zip(*fields, strict=True), first + 1):
-                found = document(values, f"{self.source}, split {self.split}, row {row}", self.columns)
+                found = document(values, f"{self.source}, split {self.split}, row {row}", self.columns, reach)
                 yield from with_row(found, partial(_row, rows, row - first - 1, dataset.features), self.keep)
+
+    def _reach(self) -> Reach:
+        """Below the folder, or for a data set of the hub where `datasets` keeps what it loads."""
+        import datasets
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        local = _is_place(self.source)
+        own = (self.source,) if local else (str(datasets.config.HF_DATASETS_CACHE), str(HF_HUB_CACHE))
+        return Reach(self.source if local else "", (*own, self.image_root) if self.image_root else own)
 
     def _dataset(self) -> Any:
         return _load(self.source, self.split)
@@ -98,7 +115,7 @@ def _load(source: str, split: str) -> Any:
     """The split, memory-mapped. Raises DataError. Kept, since every slice that a process reads asks for it."""
     import datasets
 
-    local = source.startswith("/") or "://" in source
+    local = _is_place(source)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it reports each of its retries; the last one is raised
     if local:
         datasets.disable_progress_bars()  # a download's are worth seeing, those of files at hand are not

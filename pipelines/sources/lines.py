@@ -120,7 +120,7 @@ class JsonReader(LineReader):
 
     def _object(self, row: Any, place: str, file: File) -> Iterator[Piece | Fault]:
         if isinstance(row, dict):
-            yield from with_row(named(row, place, self.columns, file.folder), lambda: row, self.keep)
+            yield from with_row(named(row, place, self.columns, file.reach), lambda: row, self.keep)
         else:
             yield Fault(place, f"is no JSON object but a {type(row).__name__}")
 

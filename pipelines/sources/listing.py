@@ -12,10 +12,13 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from raystride.pipelines.credentials import stripped
 from raystride.pipelines.files import absolute, filesystem
+from raystride.pipelines.retries import retried
 from raystride.pipelines.sources.archives import is_archive, members
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.pieces import File
+from raystride.pipelines.stores import address_of
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileInfo, FileSystem
@@ -42,18 +45,17 @@ def _unpacked(file: File, *, alone: bool) -> list[File]:
 def _list(place: str) -> list[File]:
     uri = absolute(place)
     system, path = _reach(uri)
-    info = system.get_file_info(path)
-    prefix = uri.removesuffix(path)  # what turns a path inside the file system into a URI again
+    info = retried(lambda: system.get_file_info(path))
     kind = info.type.name
     if kind == "File":
-        return [_file(info, prefix, os.path.dirname(path))]
+        return [_file(info, uri, os.path.dirname(path))]
     if kind == "Directory":
-        files = [_file(found, prefix, path) for found in _below(system, path, recursive=True)]
+        files = [_file(found, uri, path) for found in _below(system, path, recursive=True)]
         if not files:
             raise DataError(f"data.source {place!r} is a folder without files: put the data there, or name another place")
         return files
     if re.search(r"[*?\[]", path):
-        return _matching(system, prefix, path, place)
+        return _matching(system, uri, path, place)
     raise DataError(f"data.source {place!r} does not exist ({uri}): name a file, a folder, a glob or a URI that does")
 
 
@@ -74,7 +76,7 @@ def _reach(uri: str) -> "tuple[FileSystem, str]":
 def _below(system: "FileSystem", path: str, *, recursive: bool) -> "list[FileInfo]":
     from pyarrow.fs import FileSelector
 
-    found = system.get_file_info(FileSelector(path, allow_not_found=True, recursive=recursive))
+    found = retried(lambda: system.get_file_info(FileSelector(path, allow_not_found=True, recursive=recursive)))
     files = [info for info in found if info.type.name == "File" and not _hidden(info.path, path)]
     return sorted(files, key=lambda info: str(info.path))
 
@@ -84,13 +86,13 @@ def _hidden(path: str, base: str) -> bool:
     return any(part.startswith(".") or part == "__pycache__" for part in parts)
 
 
-def _matching(system: "FileSystem", prefix: str, pattern: str, place: str) -> list[File]:
+def _matching(system: "FileSystem", uri: str, pattern: str, place: str) -> list[File]:
     parts = pattern.split("/")
     first = next(i for i, part in enumerate(parts) if re.search(r"[*?\[]", part))
     base, rest = "/".join(parts[:first]) or "/", "/".join(parts[first:])
     wanted = re.compile(_regex(rest))
     found = _below(system, base, recursive="/" in rest or "**" in rest)
-    files = [_file(info, prefix, base) for info in found if wanted.fullmatch(os.path.relpath(info.path, base))]
+    files = [_file(info, uri, base) for info in found if wanted.fullmatch(os.path.relpath(info.path, base))]
     if not files:
         raise DataError(f"data.source {place!r} matches no file: mend the pattern (`**/` stands for any folders)")
     return files
@@ -102,5 +104,8 @@ def _regex(glob: str) -> str:
     return "".join(steps.get(t) or (t.replace("[!", "[^") if t[0] == "[" and len(t) > 1 else re.escape(t)) for t in tokens)
 
 
-def _file(info: "FileInfo", prefix: str, base: str) -> File:
-    return File(f"{prefix}{info.path}", os.path.relpath(info.path, base), info.size or 0, info.mtime_ns or 0)
+def _file(info: "FileInfo", uri: str, base: str) -> File:
+    name = os.path.relpath(info.path, base)
+    if "://" in info.path:  # a web address: with another key in it, it is the same file
+        name = stripped(info.path).rpartition("/")[2]
+    return File(address_of(info.path, uri), name, info.size or 0, info.mtime_ns or 0)

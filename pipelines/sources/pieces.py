@@ -8,9 +8,12 @@ A reader knows one format. It says which slices a file has, and reads one of the
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
+from raystride.pipelines.files import parent_and_name
 from raystride.pipelines.sources.faults import Fault
+from raystride.pipelines.sources.image_files import Reach
 from raystride.pipelines.tasks.task import Document
 
 PIECE = 1 << 20
@@ -49,6 +52,8 @@ class File:
     """Time of the last change in nanoseconds; 0 where the file system has none."""
     encoding: str = "utf-8"
     """How its text is encoded, as Python calls it."""
+    image_root: str | None = None
+    """Another folder below which images may lie that it names."""
     archive: Archive | None = None
     """What it is a member of."""
 
@@ -60,7 +65,13 @@ class File:
     @property
     def folder(self) -> str:
         """The path or URI of the folder in which it lies."""
-        return self.uri.rpartition("/")[0]
+        return parent_and_name(self.uri)[0].uri
+
+    @cached_property
+    def reach(self) -> Reach:
+        """Where paths of images in it lead: from its folder, to somewhere below the source's."""
+        base = self.uri.removesuffix(f"/{self.name}") if self.uri.endswith(f"/{self.name}") else self.folder
+        return Reach(self.folder, (base, self.image_root) if self.image_root else (base,))
 
 
 @dataclass(frozen=True)

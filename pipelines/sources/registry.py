@@ -16,6 +16,7 @@ from typing import Any
 from raystride.pipelines.plugins import SOURCES, Documents, installed_plugins, load_plugins
 from raystride.pipelines.sources.faults import DataError, Fault, Faulty
 from raystride.pipelines.sources.fields import Columns, document, named
+from raystride.pipelines.sources.image_files import NOWHERE, Reach
 from raystride.pipelines.sources.pieces import File, Piece, Slice
 
 EMBEDDED = "raystride.pipelines.sources.embedded"
@@ -28,7 +29,7 @@ def registered_sources() -> Mapping[str, tuple[Documents, str]]:
     return SOURCES
 
 
-def open_registered(source: str, split: str, columns: Columns) -> "RegisteredReader":
+def open_registered(source: str, split: str, columns: Columns, image_root: str | None = None) -> "RegisteredReader":
     """The reader of a source. Raises DataError where no such source is registered."""
     known = registered_sources()
     if source not in known:
@@ -39,7 +40,7 @@ def open_registered(source: str, split: str, columns: Columns) -> "RegisteredRea
             f"data.source {source!r} is not registered by a module in plugins; registered are: {', '.join(sorted(known))}"
         )
     function, version = known[source]
-    return RegisteredReader(source, columns, function, version, split)
+    return RegisteredReader(source, columns, function, version, split, image_root)
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class RegisteredReader:
     version: str = ""
     split: str = ""
     """What the function is told, where it takes an argument."""
+    image_root: str | None = None
+    """The folder below which images lie that its documents name, and to which they are relative."""
 
     def file(self) -> File:
         """What stands for the function where other sources have files; its name changes with code and version."""
@@ -81,14 +84,18 @@ class RegisteredReader:
         for number, value in enumerate(islice(self._documents(), piece.start, piece.stop), piece.start + 1):
             place = f"registered source {self.source}, document {number}"
             if isinstance(value, Mapping):
-                yield from named(value, place, self.columns)
+                yield from named(value, place, self.columns, self._reach)
                 continue
             values = value if isinstance(value, tuple) else (value,)
             if len(values) == len(self.columns):
-                yield from document(values, place, self.columns)
+                yield from document(values, place, self.columns, self._reach)
             else:
                 wanted = ", ".join(column.name for column in self.columns)
                 yield Fault(place, f"is {len(values)} values for the columns {wanted}", "yield a tuple of them, or a dict")
+
+    @property
+    def _reach(self) -> Reach:
+        return Reach(self.image_root, (self.image_root,)) if self.image_root else NOWHERE
 
     def _documents(self) -> Iterator[Any]:
         try:

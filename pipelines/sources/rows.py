@@ -15,10 +15,12 @@ from itertools import repeat
 from typing import Any
 
 from raystride.pipelines.files import filesystem
+from raystride.pipelines.retries import retried
 from raystride.pipelines.sources.archives import at_hand
-from raystride.pipelines.sources.dialects import HEAD, Dialect, Form, find_dialect, shown
+from raystride.pipelines.sources.dialects import HEAD, Dialect, Form, find_dialect, glimpse
 from raystride.pipelines.sources.faults import REMEDY, Fault, Faulty, faults_of
 from raystride.pipelines.sources.fields import Columns, document, find_columns, inner, with_row
+from raystride.pipelines.sources.image_files import Reach
 from raystride.pipelines.sources.pieces import File, Piece, Slice
 from raystride.pipelines.sources.streams import ByteRange, length, lines, open_range
 
@@ -64,7 +66,7 @@ class CsvReader:
                             return
                         if at >= piece.start and row:
                             place = f"{file.uri}, line {rows.line_num}"
-                            found = self._document(row, dialect.chosen, place, file.folder)
+                            found = self._document(row, dialect.chosen, place, file.reach)
                             yield from with_row(found, partial(_by_name, row, dialect.names), self.keep)
                     at = text.at
             except csv.Error as error:
@@ -77,13 +79,13 @@ class CsvReader:
                 head += data
         return find_dialect(head, self.form, self.columns, file)
 
-    def _document(self, row: list[str], chosen: tuple[int, ...], place: str, folder: str) -> Iterator[Piece | Fault]:
+    def _document(self, row: list[str], chosen: tuple[int, ...], place: str, reach: Reach) -> Iterator[Piece | Fault]:
         for index, column in zip(chosen, self.columns, strict=True):
             if index >= len(row):
-                seen = f"has {len(row)} fields, too few for column {column.name!r}: {shown(row)}"
+                seen = f"has {len(row)} fields, too few for column {column.name!r}: {glimpse(row)}"
                 yield Fault(place, seen, f"name what is between them with --data.delimiter, {REMEDY}")
                 return
-        yield from document([row[index] for index in chosen], place, self.columns, folder)
+        yield from document([row[index] for index in chosen], place, self.columns, reach)
 
 
 def _by_name(row: list[str], names: tuple[str, ...]) -> dict[str, str]:
@@ -149,7 +151,7 @@ class ParquetReader:
                 if after > piece.start and row < stop:
                     for at, values, whole in _values(table, number, self.columns, row, file.uri, self.keep):
                         if piece.start <= at < stop:
-                            found = document(values, f"{file.uri}, row {at + 1}", self.columns, file.folder)
+                            found = document(values, f"{file.uri}, row {at + 1}", self.columns, file.reach)
                             yield from with_row(found, partial(dict, whole), self.keep)
                 row = after
 
@@ -190,7 +192,7 @@ class _Parquet:
             if self._file.size == 0:
                 raise Faulty(Fault(self._file.uri, "is empty"))
             system, path = filesystem(self._file.uri)
-            self._stream = system.open_input_file(path)
+            self._stream = retried(lambda: system.open_input_file(path))
             table = ParquetFile(self._stream)
         try:
             find_columns(self._file.uri, self._columns, table.schema_arrow.names, nested=True)

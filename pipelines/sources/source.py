@@ -77,18 +77,20 @@ def open_source(data: Data, name: str, columns: Columns, *, whole: bool = False)
     if data.target_source:
         return _parallel(data, name, columns)
     kind = data.kind if data.kind != "auto" else _kind(name)
+    image_root = absolute(data.image_root) if data.image_root else None
     if kind == "python":
         _refuse_columns(kind, name, columns)
         return Source(kind, standard_library(), TextReader(data.on_error == "skip", whole))
     if kind == "registered":
         place, split = _with_split(name)
-        own = open_registered(place, split or data.split, columns)
+        own = open_registered(place, split or data.split, columns, image_root)
         return Source(kind, (own.file(),), own)
     if kind == "huggingface":
         place, split = _with_split(name)
-        hub = HuggingFaceReader(absolute(place) if place_exists(place) else place, split or data.split, columns)
+        place = absolute(place) if place_exists(place) else place
+        hub = HuggingFaceReader(place, split or data.split, columns, image_root)
         return Source(kind, (hub.file(),), hub)
-    files = list_files(name, data.encoding)
+    files = [replace(file, image_root=image_root) for file in list_files(name, data.encoding)]
     if kind == "files":
         kind = _kind_of_files(name, files, columns)
     elif kind in ("json", "csv", "parquet") and len(files) > 1:

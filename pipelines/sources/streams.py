@@ -7,9 +7,11 @@ with open_range(file, 0, None) as stream:
 import codecs
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from raystride.pipelines.files import filesystem
+from raystride.pipelines.retries import retried
 from raystride.pipelines.sources.archives import at_hand, foreign
 from raystride.pipelines.sources.faults import Fault, Faulty, faults_of
 from raystride.pipelines.sources.pieces import COMPRESSIONS, PIECE, File
@@ -29,7 +31,7 @@ class ByteRange:
         """
         wanted = size if self._left is None else min(size, self._left)
         with faults_of(self._place):
-            data: bytes = self._stream.read(wanted)
+            data: bytes = retried(lambda: self._stream.read(wanted))  # a read that failed has not moved the stream on
             if self._left is not None:
                 self._left -= len(data)
                 if len(data) < wanted:
@@ -46,7 +48,10 @@ def open_range(file: File, start: int = 0, stop: int | None = None) -> Iterator[
     with faults_of(file.uri):
         system, path = filesystem(file.uri)
         packed = next((name for end, name in COMPRESSIONS.items() if file.name.endswith(end)), None)
-        stream = system.open_input_stream(path, compression=packed) if packed else system.open_input_file(path)
+        opened = (
+            partial(system.open_input_stream, path, compression=packed) if packed else partial(system.open_input_file, path)
+        )
+        stream = retried(opened)
     with stream:
         with faults_of(file.uri):
             source = stream if file.encoding == "utf-8" else _Recoded(stream, file)

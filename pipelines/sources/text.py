@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from raystride.pipelines.credentials import masked
 from raystride.pipelines.sources.archives import at_hand
 from raystride.pipelines.sources.faults import Fault, Faulty, not_utf8
 from raystride.pipelines.sources.fields import Columns, document
@@ -69,7 +70,7 @@ class TextReader:
                 yield Piece(("",), begins=False, head=self._head(file))
             return
         head = None if ends and not piece.start else self._head(file)  # a range may be shorter than a head
-        place, at = file.uri, piece.start
+        place, shown, at = file.uri, masked(file.uri), piece.start
         with open_range(file, piece.start, piece.stop) as stream:
             blocks = iter([b"".join(_blocks(stream))]) if self.whole else _blocks(stream)
             for data, last in _with_last(block for block in blocks if block):
@@ -78,7 +79,7 @@ class TextReader:
                 except UnicodeDecodeError as error:
                     raise Faulty(not_utf8(place, error, at)) from error
                 head = text[:HEAD] if head is None else head
-                yield Piece((text,), at == 0, last and ends, head, place)
+                yield Piece((text,), at == 0, last and ends, head, shown)
                 at += len(data)
         if at == 0:
             yield Fault(place, "is empty")
@@ -176,4 +177,4 @@ class FolderReader:
                     yield item
                     return
                 values["text"] = item.document[0]
-        yield from document([values[column.kind] for column in self.columns], file.uri, self.columns)
+        yield from document([values[column.kind] for column in self.columns], file.uri, self.columns, file.reach)

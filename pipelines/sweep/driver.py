@@ -7,18 +7,20 @@ same command again measures only what is missing.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from shlex import quote
 
 from raystride.pipelines.cluster.cluster import cluster, joined
+from raystride.pipelines.cluster.internals import tell_of_job
 from raystride.pipelines.cluster.resources import Resources
-from raystride.pipelines.commands import command, of_storage, program
+from raystride.pipelines.commands import of_storage, pasted, program
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import Parsed, to_yaml
 from raystride.pipelines.config.sweep import SweepConfig
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.exit_codes import DONE, FAILED, guarded
+from raystride.pipelines.launch.job_page import metadata_of
 from raystride.pipelines.launch.owner import Ownership, new_attempt
 from raystride.pipelines.launch.place import locate
 from raystride.pipelines.launch.screen import Screen
@@ -47,7 +49,7 @@ def located(parsed: Parsed[SweepConfig]) -> tuple[SweepConfig, Folder]:
     config, storage = locate(Parsed(parsed.settings.training(), parsed.preset))
     if config.launch.mode != "ray":
         raise config.launch.error("mode", "must be `ray` for a sweep, whose trials Ray Tune runs")
-    return replace(parsed.settings, run=config.run, storage=config.storage), storage
+    return replace(parsed.settings, **{item.name: getattr(config, item.name) for item in fields(Config)}), storage
 
 
 def run_trials(base: SweepConfig, storage: Folder, screen: Screen) -> Answer:
@@ -92,7 +94,9 @@ def _measure_missing(
     if left <= 0:
         return
     _each_kind(base, missing, lambda config: check_data(config, storage, build_task(config)))
-    with cluster(base.launch):
+    told = metadata_of(str(base.run), str(storage), base.record.mlflow)
+    with cluster(base.launch, told):
+        tell_of_job(told)
         _prepare_all(base, storage, missing, screen)
         plan = SweepPlan(base, storage, price_of(base, described), Resources.of_cluster(), Carried.here())
         with Board(base.sweep.space, left, quiet=not screen.seen) as board:
@@ -202,14 +206,14 @@ def _conclude(
 
 
 def _show_closing(folder: Folder, outcome: Answer, tracking: Tracking, unfinished: int, screen: Screen) -> None:
-    storage = folder.uri.rpartition("/")[0]
+    storage = folder.parent
     screen.line(outcome.text)
     if unfinished:
         screen.warning(f"{unfinished} trials are missing: the same command again goes on with them")
     if link := tracking.comparison([result for result in outcome.results if result.measured]):
         screen.line(f"compare  {link}")
     screen.line(f"results  {folder}")
-    ui = command("ui", storage=storage)
+    ui = pasted("ui", storage=str(storage))
     screen.line(f"mlflow   {tracking.link or (ui if tracking.run_id else 'not logged there')}")
-    next_job = f"{program()} train --config {quote(f'{folder}/recommended.yaml')} {of_storage(storage)}".rstrip()
+    next_job = f"{program()} train --config {quote(str(folder / 'recommended.yaml'))} {of_storage(str(storage))}".rstrip()
     screen.line(f"next     {next_job if outcome.best else 'look at the causes in report.html, and change sweep.space'}")

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from raystride.pipelines.config.sweep import SweepConfig
+from raystride.pipelines.credentials import hidden
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record.entry import Entry, new_entry
 from raystride.pipelines.record.links import comparison_link
@@ -100,7 +101,7 @@ class Tracking:
         except Exception as error:  # MLflow, its database and its server raise whatever they like
             self._log.disconnect()
             if not self._away:
-                cause = f"{type(error).__name__}: {error}".replace(self._log.uri, self._log.public_uri)[:200]
+                cause = hidden(f"{type(error).__name__}: {error}")[:200]
                 _warn(f"MLflow at {self._log.public_uri} cannot be told; the same command again tells it ({cause})")
             self._away = True
             return False

@@ -11,10 +11,11 @@ Tune stops ends its training first, since Tune knows nothing of the workers.
 import logging
 import math
 import os
-import pickle
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,14 @@ from ray import tune
 from raystride.pipelines.cluster.cluster import joined
 from raystride.pipelines.cluster.internals import free_places_of_the_dead, head_place
 from raystride.pipelines.cluster.resources import Resources, resolve
+from raystride.pipelines.cluster.trainer import ray_storage
 from raystride.pipelines.config.sweep import SweepConfig
 from raystride.pipelines.files import Folder
 from raystride.pipelines.plugins import Carried
 from raystride.pipelines.sweep.choice import score, token_score
 from raystride.pipelines.sweep.result import MeasuredWindow, Result, keep_result, result_at
 from raystride.pipelines.sweep.space import Candidate, meets
-from raystride.pipelines.sweep.trial import TookTooLong, ended, refusal, result_of, run_trial, why
+from raystride.pipelines.sweep.trial import TookTooLong, ended, refusal, result_of, run_trial
 
 QUIET = {
     "RAY_AIR_NEW_OUTPUT": "0",
@@ -93,7 +95,7 @@ def measure(
             reuse_actors=True,
         ),
         run_config=tune.RunConfig(
-            name="tune", storage_path=(plan.folder / ".ray").uri, verbose=0, callbacks=[_Ends(plan, done)]
+            name="tune", **ray_storage(plan.folder / ".ray"), verbose=0, callbacks=[_Ends(plan, done)]
         ),
     ).fit()
 
@@ -182,8 +184,9 @@ class _Ends(tune.Callback):  # type: ignore[misc]
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         candidate = candidate_of(trial.config, self._plan.base)
         cause = "the process that drove the trial ended"
-        if trial.run_metadata.pickled_error_filename:  # its public reader looks where the file comes to only later
-            cause = why(pickle.loads(Path(trial.pickled_error_file).read_bytes()))[1]  # noqa: S301  (Tune wrote it just now)
+        if trial.run_metadata.error_filename:  # its public reader looks where the file comes to only later
+            with suppress(OSError):
+                cause = cause_in(Path(trial.error_file).read_text()) or cause
         unsaid = ended(candidate, "failed", f"{cause}; its trial.txt and Ray's logs may say more")
         self._done(self._kept(trial) or self._keep(unsaid))
 
@@ -205,6 +208,16 @@ class _Ends(tune.Callback):  # type: ignore[misc]
     def _keep(self, result: Result) -> Result:
         keep_result(self._plan.folder, result)
         return result
+
+
+def cause_in(text: str) -> str:
+    """What a trial's `error.txt` says in a line, empty where it says nothing.
+
+    Tune pickles the error beside it, but by a pickle whoever can write the storage has this process run what they like.
+    """
+    *_, newest = text.rpartition("Failure # ")
+    *_, told = re.split(r'^ +File ".*", line \d+.*$', newest.partition("\n")[2], flags=re.MULTILINE)
+    return next((line.strip() for line in told.splitlines() if line and not line.startswith((" ", "\t", "\x1b"))), "")
 
 
 def _scheduler(base: SweepConfig) -> Any:

@@ -125,12 +125,17 @@ class Images(Labelling):
 
 def _open(uri: str) -> Any:
     """The picture in a data URI. Raises ValueError where there is none."""
+    import struct
+    import zlib
+
     from PIL import Image
 
+    # Of broken files, and of those that would fill the memory, Pillow's readers raise more than its manual says.
+    broken = (ValueError, OSError, SyntaxError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
     try:
         picture = Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2], validate=True)))
         picture.load()
-    except (ValueError, OSError) as error:
+    except broken as error:
         raise ValueError(f"is no image that can be read: {error}") from error
     return picture
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from raystride.pipelines.files import Folder
+from raystride.pipelines.files import Folder, parent_and_name
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -120,8 +120,8 @@ def find_chat(place: Folder, chosen: str) -> dict[str, Any] | None:
     config = place.read_json("tokenizer_config.json") if place.exists("tokenizer_config.json") else {}
     template: Any = None
     if chosen not in ("auto", "none"):
-        file = Folder.at(chosen)
-        template = Folder(file.uri.rpartition("/")[0]).read(file.uri.rpartition("/")[2]).decode()
+        where, name = parent_and_name(Folder.at(chosen).uri)
+        template = where.read(name).decode()
     elif chosen == "auto" and place.exists("chat_template.jinja"):
         template = place.read("chat_template.jinja").decode()
     elif chosen == "auto":

@@ -32,7 +32,7 @@ def load_tokenizer(folder: Folder) -> AnyEncoder:
     """
     kind = folder.read_json(KIND_FILE)
     if kind.get("format") != FORMAT:
-        raise ValueError(f"{folder}/{KIND_FILE} has another format than {FORMAT}: prepare the data again")
+        raise ValueError(f"{folder / KIND_FILE} has another format than {FORMAT}: prepare the data again")
     content = folder.read(READY_FILE).decode() if "encoder" in kind else ""
     encoder = build_encoder(kind, content)
     if isinstance(encoder, BytePairEncoder | ReadyEncoder):

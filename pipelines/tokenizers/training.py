@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from raystride.pipelines.config import Tokenizer
-from raystride.pipelines.files import Folder, absolute
+from raystride.pipelines.files import Folder, absolute, parent_and_name
 from raystride.pipelines.tokenizers.alphabets import count_characters
 from raystride.pipelines.tokenizers.byte_pairs import NotBytePairs, byte_pairs
 from raystride.pipelines.tokenizers.chat import FILE as CHAT_FILE
@@ -62,9 +62,9 @@ def train_tokenizer(settings: Tokenizer, texts: Iterable[str], folder: Folder, e
 def read_file(settings: Tokenizer) -> str:
     """The text of `tokenizer.file`. Raises SettingError where it cannot be read or is no tokenizer."""
     assert settings.file is not None  # the section checked it
-    place, _, name = absolute(settings.file).rpartition("/")
+    place, name = parent_and_name(absolute(settings.file))
     try:
-        content = Folder(place or "/").read(name).decode()
+        content = place.read(name).decode()
         parse_tokenizer(content)
     except (OSError, ValueError) as error:
         raise settings.error("file", f"must be a readable Hugging Face `tokenizer.json`: {error}") from error
@@ -75,7 +75,7 @@ def read_chat(settings: Tokenizer) -> dict[str, Any] | None:
     """The chat template that the settings choose, as it is saved. Raises SettingError where it is none."""
     assert settings.file is not None
     try:
-        return find_chat(Folder(absolute(settings.file).rpartition("/")[0] or "/"), settings.chat_template)
+        return find_chat(parent_and_name(absolute(settings.file))[0], settings.chat_template)
     except (OSError, ValueError) as error:
         raise settings.error("chat_template", f"must be `auto`, `none` or a readable template: {error}") from error
 

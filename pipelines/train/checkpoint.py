@@ -6,31 +6,37 @@ their manifests, so that the whole history of what was fed can be audited.
     checkpoints = Checkpoints(run / "checkpoints", attempt, keep=3, group=group)
     checkpoints.claim()                                       # whoever wrote here before writes no more
     checkpoints.save(model, optimizer, state, header)         # returns when parameters are copied
+    checkpoints.finish()                                      # raises where the last one could not be written
     found = checkpoints.newest()                              # step and manifest, or None
     checkpoints.load(found, model, optimizer)
 """
 
+import re
 import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from raystride.pipelines.files import Folder
+from raystride.pipelines.retries import transient
 from raystride.pipelines.train.names import MANIFEST, step_name
 from raystride.pipelines.train.optimizer import Updater
+from raystride.pipelines.train.pruning import data_of, hinted, prune
 from raystride.pipelines.train.staging import Staging
 from raystride.pipelines.train.state import TrainState
 
 Log = Callable[[str], None]
+Answer = TypeVar("Answer")
 CLAIM = "attempt"
 """A file beside the checkpoints that says who may commit one."""
+_MANIFESTS = re.compile(rf"step-\d+/{re.escape(MANIFEST)}")
 LINGER_S = 30.0
 """How long a save that is under way is waited for after an error."""
 
@@ -50,6 +56,11 @@ class Found:
     world: int = 1
 
     @property
+    def data(self) -> Folder:
+        """Where its files lie: tensors, tokenizers. Checkpoints of 0.1 have them in a folder of the attempt's name."""
+        return self.folder / data_of(self.manifest)
+
+    @property
     def state(self) -> TrainState:
         """The loop's state as it was saved, as this rank goes on with it.
 
@@ -61,6 +72,17 @@ class Found:
         fed = (int(digest, 16) for rank, digest in self.manifest["fed"].items() if int(rank) % self.world == self.rank)
         state.fed_digest, state.saved = sum(fed) % 2**64, True
         return state
+
+
+@dataclass(frozen=True)
+class _Save:
+    """A save that was begun, with what ties it to the checkpoint before it."""
+
+    step: int
+    parent_step: int
+    parent_position: int
+    fed_digest: int
+    best: bool
 
 
 class Checkpoints:
@@ -75,25 +97,42 @@ class Checkpoints:
         attempt: str,
         *,
         keep: int,
+        failures: int = 1,
         group: dist.ProcessGroup | None = None,
         log: Log = print,
         extra: dict[str, bytes] | None = None,
     ) -> None:
         self.folder, self.attempt, self.keep, self.group, self.log = folder, attempt, keep, group, log
+        self.failures = failures
+        """Saves in a row that a store may refuse before the run ends."""
         self.extra = extra or {}
         """Small files, by name, that every checkpoint holds: the tokenizer, the settings."""
         self.rank = dist.get_rank() if group else 0
         self.world = dist.get_world_size() if group else 1
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._refused: OSError | None = None
+        """What the newest save met, where the next one is to try again; the same on all ranks."""
+        self._failed = 0
+        """Saves in a row that were refused."""
+        self._newest: _Save | None = None
+        self._best = ""
+        """The step that `best` is to name, until it does."""
+        self._notes: deque[str] = deque()
         self._committed: deque[int] = deque()
-        self._claim = ""
+        self._claim, self.data = "", attempt
         self._staging = Staging()
 
     def claim(self) -> None:
-        """Lets no other group commit from here on. One that was given up and still writes learns of it, and ends."""
+        """Lets no other group commit from here on; all ranks call it. One that was given up learns of it, and ends."""
+        # Ray's restarts of a group keep the attempt's name; what is drawn here tells their claims and their files apart.
+        drawn = torch.tensor([secrets.randbits(32)])
+        if self.group:
+            dist.broadcast(drawn, src=0, group=self.group)
+        token = f"{int(drawn):08x}"
+        self.data = f"{self.attempt}-{token}"
+        self._claim = f"{self.attempt} {token}\n"
         if self.rank == 0:
-            self._claim = f"{self.attempt} {secrets.token_hex(4)}\n"  # Ray's restarts of a group keep the attempt's name
             self.folder.put(CLAIM, self._claim)
 
     def _may_commit(self) -> None:
@@ -103,8 +142,16 @@ class Checkpoints:
             raise Superseded(f"attempt {now} has taken this run over from {self.attempt}, which therefore ends")
 
     def save(self, model: nn.Module, optimizer: Updater, state: TrainState, header: dict[str, Any], *, best: bool) -> None:
-        """Copies everything now and writes it in a thread. Waits first for the save before, and raises what that one met."""
+        """Copies everything now and writes it in a thread. Waits first for the save before, as `wait` does."""
         self.wait()
+        if (lost := self._newest) and self._refused:
+            # Nobody can follow a checkpoint that is not there: this one follows the same parent, and says what both fed.
+            if lost.step == state.step:
+                best = best or lost.best
+            elif state.parent_step == lost.step:
+                state.parent_step, state.parent_position = lost.parent_step, lost.parent_position
+                state.fed_digest = (state.fed_digest + lost.fed_digest) % 2**64
+        self._newest = _Save(state.step, state.parent_step, state.parent_position, state.fed_digest, best)
         tensors, arrived = self._staging.copy(named_tensors(model, optimizer))
         content = {
             **header,
@@ -114,7 +161,7 @@ class Checkpoints:
             "positions": [state.parent_position, state.position],
             "state": state.to_json(),
         }
-        arguments = (tensors, arrived, self.path(state.step), content, state.step, state.fed_digest, best)
+        arguments = (tensors, arrived, content, self._newest)
         self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
         # A validation may have this step saved once more; that checkpoint follows the same parent as this one.
@@ -134,13 +181,41 @@ class Checkpoints:
             yield self._committed.popleft()
 
     def wait(self) -> None:
-        """Waits for a save that is under way. Raises what it met."""
+        """Waits for a save that is under way. One that the store refused is a warning, and the next one tries again.
+
+        Raises what it met when that was one too many in a row, at once where it is no fault of the store's. All ranks were
+        told the same of each save, and ask at the same step, so they decide alike.
+        """
         if self._thread:
             self._thread.join()
             self._thread = None
+            if self._refused is None:
+                self._failed = 0
+            elif self._newest:
+                self._failed += 1
+                count = f"{self._failed} in a row, {self.failures} end the run"
+                problem = f"{type(self._refused).__name__}: {self._refused}"
+                self._notes.append(f"the checkpoint of step {self._newest.step} could not be written ({problem}); {count}")
+        while self._notes:
+            note = self._notes.popleft()
+            if self.rank == 0:
+                self.log(f"warning: {note}")
         if self._error:
             error, self._error = self._error, None
             raise error
+        if self._refused and self._failed >= self.failures:
+            raise self._refused
+
+    @property
+    def refused(self) -> bool:
+        """Whether the newest save could not be written, as far as `wait` knows."""
+        return self._refused is not None and self._thread is None
+
+    def finish(self) -> None:
+        """Waits for the last save of the run. Raises what it met."""
+        self.wait()
+        if self._refused:
+            raise self._refused
 
     def wait_after_error(self) -> None:
         """After an error: a save that is under way may still end, but not hold up the process for ever.
@@ -152,64 +227,51 @@ class Checkpoints:
             self._thread.join(LINGER_S)
 
     def _write(
-        self,
-        tensors: dict[str, torch.Tensor],
-        arrived: Callable[[], None],
-        folder: Folder,
-        header: dict[str, Any],
-        step: int,
-        fed: int,
-        best: bool,
+        self, tensors: dict[str, torch.Tensor], arrived: Callable[[], None], header: dict[str, Any], what: _Save
     ) -> None:
         # A new thread has Python's lock and keeps it for 5 ms if it can; the loop, which waits for it, goes first.
         time.sleep(0.001)
-        from raystride.pipelines.train.storage import CheckpointWriter, save
+        from raystride.pipelines.train.storage import CheckpointWriter, NotWritten, save
 
+        names = self.path(what.step), self.attempt, self.data
+        writer = CheckpointWriter(*names, self.rank, header, what.fed_digest, self.extra, self._may_commit, arrived)
         try:
-            arrived()
-            writer = CheckpointWriter(folder, self.attempt, self.rank, header, fed, self.extra, self._may_commit)
             save(tensors, writer, self.group)
-            self._committed.append(step)  # the coordinator answers its ranks when the manifest is there
+            self._refused = None
+            self._committed.append(what.step)  # the coordinator answers its ranks when the manifest is there
             if self.rank == 0:
-                self.folder.put("last", f"{step_name(step)}\n")
-                if best:
-                    self.folder.put("best", f"{step_name(step)}\n")
-                self._prune(step_name(step))
+                self._tidy(step_name(what.step), what.best)
+        except NotWritten as failed:
+            if isinstance(failed.cause, OSError):
+                self._refused = failed.cause
+            else:
+                self._error = failed.cause
         except BaseException as error:
             self._error = error
 
-    def _prune(self, newest: str) -> None:
-        """Removes data, never manifests, of all but the newest `keep` and the best, and what dead attempts left.
-
-        Later steps than `newest`, which was just saved, are left alone: they were damaged when this attempt began, so they
-        must not count, and this attempt will come to them.
-        """
-        best = self.folder.read("best").decode().strip() if self.folder.exists("best") else ""
-        whole = [name for name in self.steps() if name <= newest]
-        keep = {*whole[-self.keep :], best}
-        for name in (name for name in self.folder.names() if name.startswith("step-") and name <= newest):
-            folder = self.folder / name
-            owner = _attempt_of(folder) if name in keep else None
-            if name in keep and owner is None:
-                continue  # damaged: nobody can say what belongs to it
-            for inside in folder.names():
-                if inside not in (MANIFEST, owner):
-                    folder.remove(inside)
-            if name not in whole:
-                folder.remove()
+    def _tidy(self, name: str, best: bool) -> None:
+        """What follows a commit, and can follow the next one as well: hints, and the end of what is no longer kept."""
+        self._best = name if best else self._best
+        try:
+            self.folder.put("last", f"{name}\n")
+            if self._best:
+                self.folder.put("best", f"{self._best}\n")
+                self._best = ""
+            prune(self.folder, name, self.keep)
+        except Exception as error:
+            self._notes.append(f"what checkpoint {name} replaces could not be cleared ({type(error).__name__}: {error})")
 
     def steps(self) -> list[str]:
-        """Names of the checkpoints that have a manifest, oldest first."""
-        names = [name for name in self.folder.names() if name.startswith("step-")]
-        return sorted(name for name in names if self.folder.exists(f"{name}/{MANIFEST}"))
+        """Names of the checkpoints that have a manifest, oldest first; one listing."""
+        return sorted(name.partition("/")[0] for name in self.folder.sizes() if _MANIFESTS.fullmatch(name))
 
     def newest(self) -> Found | None:
-        """The newest checkpoint that is whole. All ranks get the same."""
+        """The newest checkpoint that is whole. All ranks get the same. Raises OSError where the store cannot be asked."""
         return next(self.whole(), None)
 
     def whole(self) -> Iterator[Found]:
         """The checkpoints that are whole, the newest first; those that are not are named and passed over."""
-        for name in reversed(self.steps()):
+        for name in reversed(self._of_first(self.steps)):
             problem, manifest = self._problem(self.folder / name)
             if problem is None:
                 yield Found(manifest["step"], self.folder / name, manifest, self.rank, self.world)
@@ -218,16 +280,20 @@ class Checkpoints:
 
     def at_hint(self, hint: str) -> Found | None:
         """The checkpoint that `best` or `last` names, None where there is none or it is damaged."""
-        if not self.folder.exists(hint):
+        if not (name := self._of_first(lambda: hinted(self.folder, hint))):
             return None
-        folder = self.folder / self.folder.read(hint).decode().strip()
+        folder = self.folder / name
         problem, manifest = self._problem(folder)
         return None if problem else Found(manifest["step"], folder, manifest, self.rank, self.world)
 
     def _problem(self, folder: Folder) -> tuple[str | None, dict[str, Any]]:
-        """What is wrong with a checkpoint; the ranks share out the files and tell each other."""
+        """What is wrong with a checkpoint; the ranks share out the files and tell each other.
+
+        Raises OSError on all ranks where one cannot ask the store: what is not seen now is not damaged.
+        """
         from raystride.pipelines.train.storage import FORMAT, check_file
 
+        unseen: str | None = None
         try:
             manifest = folder.read_json(MANIFEST)
             if manifest["format"] != FORMAT:
@@ -236,12 +302,31 @@ class Checkpoints:
             problem = next(filter(None, (check_file(folder, name, stated) for name, stated in files)), None)
         except (ValueError, KeyError, TypeError, OSError) as error:
             problem, manifest = f"its manifest cannot be read ({error})", {}
+            if folder.local is None and transient(error):
+                unseen = f"{folder}: {error}"
         # A rank whose own files are damaged must come here too, so what it found is a value and no exception.
         if self.group:
-            problems: list[str | None] = [None] * self.world
-            dist.all_gather_object(problems, problem, group=self.group)
-            problem = next(filter(None, problems), None)
+            problems: list[tuple[str | None, str | None]] = [(None, None)] * self.world
+            dist.all_gather_object(problems, (problem, unseen), group=self.group)
+            problem, unseen = (next(filter(None, each), None) for each in zip(*problems, strict=True))
+        if unseen:
+            raise OSError(unseen)
         return problem, manifest
+
+    def _of_first(self, ask: Callable[[], Answer]) -> Answer:
+        """What rank 0 is answered, on all ranks: asked by each, a store could answer them differently. Raises OSError."""
+        if not self.group:
+            return ask()
+        answer: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                answer[0] = ask()
+            except Exception as error:
+                answer[1] = f"{type(error).__name__}: {error}"
+        dist.broadcast_object_list(answer, src=0, group=self.group)
+        if answer[1]:
+            raise OSError(answer[1])
+        return answer[0]  # type: ignore[no-any-return]
 
     def load(self, found: Found, model: nn.Module, optimizer: Updater | None = None) -> None:
         """Fills the model and, where given, the optimiser, whatever number of workers wrote the checkpoint."""
@@ -254,14 +339,6 @@ class Checkpoints:
         if optimizer is not None:
             for name, parameter in model.named_parameters():
                 optimizer.load_state(parameter, _held(name, wanted, optimizer))
-
-
-def _attempt_of(folder: Folder) -> str | None:
-    """The attempt that a checkpoint's manifest names; None where it cannot be read."""
-    try:
-        return str(folder.read_json(MANIFEST)["attempt"])
-    except (ValueError, KeyError, TypeError, OSError):
-        return None
 
 
 def named_tensors(model: nn.Module, optimizer: Updater) -> dict[str, torch.Tensor]:

@@ -296,10 +296,12 @@ class Training:
         finished = ending is not Ending.STOPPED
         if finished and self._validated_at != self.state.step:
             improved = self._validate()
-        if self.checkpoints:
-            if self._saved_at != self.state.step or improved:
+        if checkpoints := self.checkpoints:
+            if self._saved_at == self.state.step:
+                checkpoints.wait()  # for what became of it
+            if self._saved_at != self.state.step or improved or checkpoints.refused:
                 self._save(best=improved)
-            self.checkpoints.wait()
+            checkpoints.finish()
             self._tell_of_commits()
 
     def _pause(self, began: float) -> None:

@@ -58,7 +58,7 @@ class _Tensors(Mapping[str, torch.Tensor]):
         from safetensors import safe_open
 
         if folder.exists(INDEX):
-            files = sorted(set(folder.read_json(INDEX)["weight_map"].values()))
+            files = _named_files(folder.read_json(INDEX))
         elif folder.exists(WEIGHTS):
             files = [WEIGHTS]
         else:
@@ -84,13 +84,24 @@ class _Tensors(Mapping[str, torch.Tensor]):
         return len(self._homes)
 
 
+def _named_files(index: Any) -> list[str]:
+    """The files that an index names. Raises ValueError for a name by which one could be read or written elsewhere."""
+    named = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(named, dict):
+        raise ValueError(f"its {INDEX} has no weight_map")
+    for file in named.values():
+        if not isinstance(file, str) or not file or set(file) & set("/\\\0") or file.startswith("."):
+            raise ValueError(f"its {INDEX} names {file!r}, which is no plain name of a file beside it")
+    return sorted(set(named.values()))
+
+
 def _check_tokenizer(folder: Folder, tokenizer: Folder) -> None:
     theirs = parse_tokenizer(folder.read("tokenizer.json").decode()).encode(PROBE, add_special_tokens=False).ids
     if theirs != load_tokenizer(tokenizer).encode(PROBE).tolist():
         raise _error(
             folder,
             "its tokenizer gives other ids than the run's: train with its own, --tokenizer.kind file "
-            f"--tokenizer.file {folder}/tokenizer.json",
+            f"--tokenizer.file {folder / 'tokenizer.json'}",
         )
 
 

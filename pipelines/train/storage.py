@@ -6,21 +6,19 @@ and a tensor is the bytes between two offsets of a file whose SHA-256 the manife
 
     step-00000500/
       MANIFEST.json                     the last thing written: without it there is no checkpoint
-      <attempt>/rank-0.bin ...          bytes of tensors;  tokenizer/... and other small files
+      <attempt>-<group>/rank-0.bin ...  bytes of tensors;  tokenizer/... and other small files
 
-    save(tensors, CheckpointWriter(folder, attempt, rank, header, fed_digest, extra), group)
+    save(tensors, CheckpointWriter(folder, attempt, data, rank, header, fed_digest, extra), group)
     load(tensors, CheckpointReader(folder, manifest), group)
 """
 
 import hashlib
 import mmap
 import os
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,16 +32,18 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from raystride.pipelines.files import Folder
+from raystride.pipelines.files import PIECE, Folder
 from raystride.pipelines.train.names import MANIFEST
 
 # One worker saves and loads without a process group, which DCP takes for a mistake.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", module="torch.distributed")
 FORMAT = 1
+_READ, _GAP = 64 << 20, 1 << 20
+"""Bytes of a remote file that are read together at most, and bytes between two ranges that are rather read than left out."""
 
 
 @dataclass(frozen=True)
@@ -65,16 +65,22 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
         self,
         folder: Folder,
         attempt: str,
+        data: str,
         rank: int,
         header: dict[str, Any],
         fed_digest: int,
         extra: dict[str, bytes],
         may_commit: Callable[[], None] = lambda: None,
+        arrived: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder, self.attempt, self.rank, self.header = folder, attempt, rank, header
+        self.data = data
+        """The folder of this group's files inside the checkpoint's: no two groups of workers ever write the same file."""
         self.fed_digest, self.extra = fed_digest, extra
         self.may_commit = may_commit
-        """Raises where this attempt no longer may; asked just before the commit."""
+        """Raises where this group no longer may; asked before anything is written, and just before the commit."""
+        self.arrived = arrived
+        """Waits until the tensors are in main memory."""
         self.fed: dict[str, str] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -86,29 +92,40 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
         return checkpoint_id is None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: folders appear with their first file."""
+        """Waits for the tensors, here where DCP tells all ranks of one that fails. Folders appear with their first file."""
+        self.arrived()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Adds to the plan what the coordinator is to know: the digest of what this rank fed since the checkpoint before."""
         return replace(plan, storage_data=(self.rank, self.fed_digest))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Collects the digests of all ranks."""
+        """Collects the digests of all ranks. Raises what `may_commit` raises where a later group writes here."""
+        with _portable():
+            self.may_commit()
         self.fed = {str(rank): f"{digest:016x}" for rank, digest in (plan.storage_data for plan in plans)}
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
-        """Writes this rank's pieces into one file, hashing them on the way."""
-        name = f"{self.attempt}/rank-{self.rank}.bin"
-        digest, offset, placed = hashlib.sha256(), 0, []
+        """Writes this rank's pieces into one file, in parts, hashing them on the way. Raises OSError where it cannot."""
+        name = f"{self.data}/rank-{self.rank}.bin"
+        digest, offset = hashlib.sha256(), 0
+        placed: list[tuple[MetadataIndex, StoredPiece]] = []
+
+        def pieces() -> Iterator[memoryview]:
+            nonlocal digest, placed, offset
+            digest, placed, offset = hashlib.sha256(), [], 0  # a try that failed begins at the beginning
+            for item in plan.items:
+                data = _bytes_of(planner.resolve_data(item))
+                for at in range(0, len(data), PIECE):
+                    digest.update(data[at : at + PIECE])
+                    yield data[at : at + PIECE]
+                placed.append((item.index, StoredPiece(name, offset, len(data))))
+                offset += len(data)
+
         if plan.items:
-            with self.folder.writer(name) as stream:
-                for item in plan.items:
-                    data = _bytes_of(planner.resolve_data(item))
-                    stream.write(data)
-                    digest.update(data)
-                    placed.append((item.index, StoredPiece(name, offset, len(data))))
-                    offset += len(data)
+            with _portable():
+                self.folder.put_pieces(name, pieces)
         sha256 = digest.hexdigest()
         future: Future[list[WriteResult]] = Future()
         future.set_result(
@@ -124,23 +141,25 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
         written = [result for rank in results for result in rank]
         pieces = {result.index: result.storage_data for result in written}
         files = {piece.file: {"bytes": piece.file_bytes, "sha256": piece.sha256} for piece in pieces.values()}
-        for name, content in self.extra.items():
-            path = f"{self.attempt}/{name}"
-            self.folder.put(path, content)
-            files[path] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         tensors = {name: _tensor_to_json(name, entry, pieces) for name, entry in metadata.state_dict_metadata.items()}
-        self.may_commit()
-        self.folder.put_json(
-            MANIFEST,
-            {
-                "format": FORMAT,
-                "attempt": self.attempt,
-                **self.header,
-                "fed": self.fed,
-                "files": files,
-                "tensors": tensors,
-            },
-        )
+        with _portable():
+            for name, content in self.extra.items():
+                path = f"{self.data}/{name}"
+                self.folder.put(path, content)
+                files[path] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+            self.may_commit()
+            self.folder.put_json(
+                MANIFEST,
+                {
+                    "format": FORMAT,
+                    "attempt": self.attempt,
+                    "folder": self.data,
+                    **self.header,
+                    "fed": self.fed,
+                    "files": files,
+                    "tensors": tensors,
+                },
+            )
 
 
 class CheckpointReader(StorageReader):  # type: ignore[misc]
@@ -149,6 +168,8 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
     def __init__(self, folder: Folder, manifest: dict[str, Any]) -> None:
         self.folder, self.manifest = folder, manifest
         self.pieces: dict[MetadataIndex, StoredPiece] = {}
+        self.sizes: dict[MetadataIndex, list[int]] = {}
+        self.mapped: dict[str, mmap.mmap] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing to do, though DCP asks for it: one reader reads one checkpoint."""
@@ -166,7 +187,9 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
             for chunk in entry["chunks"]:
                 offsets = torch.Size(chunk["offsets"])
                 chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk["sizes"])))
-                self.pieces[MetadataIndex(name, offsets)] = StoredPiece(chunk["file"], chunk["offset"], chunk["bytes"])
+                index = MetadataIndex(name, offsets)
+                self.pieces[index] = StoredPiece(chunk["file"], chunk["offset"], chunk["bytes"])
+                self.sizes[index] = chunk["sizes"]
             properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
             metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, torch.Size(entry["size"]), chunks)
         return metadata
@@ -183,54 +206,136 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
-        """Copies the pieces that this rank needs into its tensors."""
-        with tempfile.TemporaryDirectory() as scratch:
-            mapped: dict[str, mmap.mmap] = {}
-            for item in plan.items:
-                entry = self.manifest["tensors"][item.storage_index.fqn]
-                piece = self.pieces[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)]
-                if piece.file not in mapped:
-                    mapped[piece.file] = _map(self.folder, piece.file, Path(scratch))
-                chunk = next(c for c in entry["chunks"] if torch.Size(c["offsets"]) == item.storage_index.offset)
-                source = _tensor_of(mapped[piece.file], piece, getattr(torch, entry["dtype"]), chunk["sizes"])
-                for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                    source = source.narrow(dimension, start, length)
-                target = planner.resolve_tensor(item).detach()
-                target.copy_(source)
-                planner.commit_tensor(item, target)
+        """Copies the pieces that this rank needs into its tensors: from mapped files, or by ranges from a remote store."""
+        by_file: dict[str, list[_Wanted]] = {}
+        for item in plan.items:
+            if (wanted := self._wanted(item)).bytes:
+                by_file.setdefault(wanted.file, []).append(wanted)
+            else:
+                planner.commit_tensor(item, planner.resolve_tensor(item).detach())
+        for file, wanted_there in by_file.items():
+            for run in _runs(wanted_there):
+                begin, end = run[0].offset, max(wanted.offset + wanted.bytes for wanted in run)
+                content, first = self._content(file, begin, end)
+                for wanted in run:
+                    target = planner.resolve_tensor(wanted.item).detach()
+                    target.copy_(wanted.cut(content, first))
+                    planner.commit_tensor(wanted.item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
+    def _wanted(self, item: ReadItem) -> "_Wanted":
+        """Where what a rank wants of a stored piece lies: of its rows those that it needs, which lie side by side."""
+        index = MetadataIndex(item.storage_index.fqn, item.storage_index.offset)
+        piece, sizes = self.pieces[index], list(self.sizes[index])
+        dtype: torch.dtype = getattr(torch, self.manifest["tensors"][item.storage_index.fqn]["dtype"])
+        if not sizes or not piece.bytes:
+            return _Wanted(item, piece.file, piece.offset, piece.bytes, dtype, sizes)
+        row = piece.bytes // sizes[0]
+        first, count = item.storage_offsets[0], item.lengths[0]
+        return _Wanted(item, piece.file, piece.offset + first * row, count * row, dtype, [count, *sizes[1:]])
+
+    def _content(self, file: str, begin: int, end: int) -> "tuple[mmap.mmap | bytearray, int]":
+        """A buffer that holds the bytes [begin, end) of a file, and at which byte of the file it begins."""
+        if not self.folder.local:
+            return bytearray().join(self.folder.read_pieces(file, begin, end)), begin
+        if file not in self.mapped:
+            with (self.folder.local / file).open("rb") as stream:
+                # Copied where it is written to: PyTorch takes no read-only memory, and the file must stay as it is.
+                self.mapped[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self.mapped[file], 0
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A range of a file, and what of it goes where."""
+
+    item: ReadItem
+    file: str
+    offset: int
+    bytes: int
+    dtype: torch.dtype
+    sizes: list[int]
+    """Of the tensor that these bytes are."""
+
+    def cut(self, content: "mmap.mmap | bytearray", first: int) -> torch.Tensor:
+        """The tensor, from a buffer that begins at the file's byte `first`."""
+        at = self.offset - first
+        raw = torch.frombuffer(content, dtype=torch.uint8, offset=at, count=self.bytes)
+        # A piece may begin at any byte; a view of another type needs its own alignment.
+        tensor = (raw.clone() if at % 16 else raw).view(self.dtype).reshape(self.sizes)
+        for dimension in range(1, len(self.sizes)):
+            tensor = tensor.narrow(dimension, self.item.storage_offsets[dimension], self.item.lengths[dimension])
+        return tensor
+
+
+def _runs(wanted: list[_Wanted]) -> Iterator[list[_Wanted]]:
+    """Ranges of one file in groups that are read at once: neighbours, up to `_READ` bytes."""
+    run: list[_Wanted] = []
+    for each in sorted(wanted, key=lambda each: each.offset):
+        end = run[-1].offset + run[-1].bytes if run else 0
+        if run and (each.offset > end + _GAP or each.offset + each.bytes - run[0].offset > _READ):
+            yield run
+            run = []
+        run.append(each)
+    if run:
+        yield run
+
+
+class NotWritten(Exception):
+    """A save that went wrong on some rank. All ranks get it, of the same save, so all can decide alike what follows."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+        """What the first rank raised."""
+
 
 def save(tensors: dict[str, torch.Tensor], writer: CheckpointWriter, group: dist.ProcessGroup | None) -> None:
-    """Writes a checkpoint; all ranks of `group` call it together (None: one worker). Raises what the first rank raised."""
-    with _plain_errors():
+    """Writes a checkpoint; all ranks of `group` call it together (None: one worker).
+
+    Raises NotWritten on all of them where one failed, and what the group raises where it has broken.
+    """
+    try:
         dcp.state_dict_saver.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        raise NotWritten(_first_cause(error)) from None
 
 
 def load(tensors: dict[str, torch.Tensor], reader: CheckpointReader, group: dist.ProcessGroup | None) -> None:
     """Fills `tensors` in place; all ranks of `group` call it together. Raises what the first rank raised."""
-    with _plain_errors():
+    try:
         dcp.state_dict_loader.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        raise _first_cause(error) from None
+
+
+def _first_cause(error: CheckpointException) -> BaseException:
+    """DCP gathers what ranks raise into one BaseException with all tracebacks in its text; the first cause says more."""
+    rank, (cause, _) = min(error.failures.items())
+    cause.add_note(f"on rank {rank} of {len(error.failures)} that failed")
+    return cause  # type: ignore[no-any-return]
 
 
 @contextmanager
-def _plain_errors() -> Iterator[None]:
-    """DCP gathers what ranks raise into one BaseException with all tracebacks in its text; the first cause says more."""
+def _portable() -> Iterator[None]:
+    """What clients of stores raise, as OSError: on its way to other ranks it is pickled, which not all of them survive."""
     try:
         yield
-    except CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items())
-        cause.add_note(f"on rank {rank} of {len(error.failures)} that failed")
-        raise cause from None
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] in ("builtins", "raystride"):
+            raise
+        raise OSError(f"{type(error).__name__}: {error}") from None
 
 
 def check_file(folder: Folder, name: str, stated: dict[str, Any]) -> str | None:
     """What is wrong with a file of a checkpoint, or None: missing, of another size, of another hash."""
-    if not folder.exists(name):
+    try:
+        found = folder.sha256(name)
+    except FileNotFoundError:
         return f"{name} is missing"
-    if folder.sha256(name) != stated["sha256"]:
+    if found != stated["sha256"]:
         return f"{name} differs from the manifest's SHA-256"
     return None
 
@@ -251,21 +356,3 @@ def _bytes_of(tensor: Any) -> memoryview:
     """A tensor's bytes, on the host, in row-major order."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
-
-
-def _map(folder: Folder, name: str, scratch: Path) -> mmap.mmap:
-    # A name has slashes in it; the copy lies flat.
-    path = folder.local / name if folder.local else scratch / hashlib.sha256(name.encode()).hexdigest()
-    if not folder.local:
-        folder.download(name, path)
-    with path.open("rb") as stream:
-        # Copied where it is written to: PyTorch takes no read-only memory, and the file must stay as it is.
-        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-
-
-def _tensor_of(mapped: mmap.mmap, piece: StoredPiece, dtype: torch.dtype, sizes: list[int]) -> torch.Tensor:
-    if not piece.bytes:
-        return torch.empty(sizes, dtype=dtype)
-    raw = torch.frombuffer(mapped, dtype=torch.uint8, offset=piece.offset, count=piece.bytes)
-    # A piece may begin at any byte; a view of another type needs its own alignment.
-    return (raw.clone() if piece.offset % 16 else raw).view(dtype).reshape(sizes)

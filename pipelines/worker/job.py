@@ -48,5 +48,4 @@ class WorkerInfo:
     rank: int = 0
     world: int = 1
     local_rank: int = 0
-    nodes: int = 1
     node: str = "localhost"

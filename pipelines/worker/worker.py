@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import timedelta
 from functools import partial
 
 import torch
@@ -52,6 +51,7 @@ from raystride.pipelines.train.pretrained import start_from
 from raystride.pipelines.train.state import TrainState
 from raystride.pipelines.train.step import build_rules
 from raystride.pipelines.train.validation import validate
+from raystride.pipelines.worker.group import count_nodes, join_group, leave_group
 from raystride.pipelines.worker.job import Job, WorkerInfo
 from raystride.triton_kernels.dispatch import use_kernels
 
@@ -72,7 +72,9 @@ def run_worker(
     observers = build_observers(job, worker, sender, job.milestones | (milestones or {}) | {"torch": time.time()})
     log = partial(_log, sender, worker)
     owns_group = not dist.is_initialized()
+    phase = partial(_phase, sender, worker)
     try:
+        phase("building the model and its data")
         training = build_training(job, worker, observers, stopping, log)
         log(f"training on {worker.world} worker(s) from step {training.state.step}")
         for metric, signature in training.loader.samples.task.signatures.items():
@@ -81,6 +83,7 @@ def run_worker(
         for observer in observers:
             observer.on_start(facts)
         resumed_from = training.state.step or None
+        phase("the first step")
         ending, metrics = training.run()
         summary = _summary(job, training, ending, metrics) | {"resumed_from": resumed_from}
         summary |= {"parameters": facts.parameters, "flops_per_token": facts.flops_per_token}
@@ -89,7 +92,7 @@ def run_worker(
         for observer in observers:
             observer.on_end(summary)
         if owns_group and dist.is_initialized():
-            _leave_group()
+            leave_group(worker.rank)
         return summary
     except BaseException as error:
         for observer in observers:
@@ -193,21 +196,8 @@ def _use_device(job: Job, worker: WorkerInfo) -> torch.device:
         torch.set_num_threads(job.threads)
     if not dist.is_initialized() and (worker.world > 1 or job.config.scaling.strategy in SHARDED):
         backend = "cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo"
-        store = dist.HashStore() if worker.world == 1 else None  # type: ignore[attr-defined]
-        limit = timedelta(minutes=30)
-        dist.init_process_group(backend, rank=worker.rank, world_size=worker.world, timeout=limit, store=store)
+        join_group(backend, worker.rank, worker.world)
     return device
-
-
-def _leave_group() -> None:
-    """Ends the process group's threads while the interpreter still runs.
-
-    A gloo thread releases the tensors of its last collective when it gets to it, for which it needs Python's lock. Where
-    Python is ending by then, the thread is unwound through C++ that forbids it, and the process aborts ("terminate called
-    without an active exception"): 9 of 360 processes without this, none of 1,000 with it. Only after a success: after a
-    failure the group may wait for a lost peer, for as long as its timeout.
-    """
-    dist.destroy_process_group()
 
 
 def _checkpoints(job: Job, worker: WorkerInfo, manifest: Manifest, log: Callable[[str], None]) -> Checkpoints:
@@ -220,7 +210,8 @@ def _checkpoints(job: Job, worker: WorkerInfo, manifest: Manifest, log: Callable
             extra |= {f"{tokenizer}/{name}": folder.read(name) for name in folder.names()}
         extra["facts.json"] = json.dumps(manifest.facts | {"tokenizers": manifest.tokenizers}).encode()
     settings = job.config.checkpoint
-    checkpoints = Checkpoints(job.folder / "checkpoints", job.attempt, keep=settings.keep, group=group, log=log, extra=extra)
+    rules = {"keep": settings.keep, "failures": settings.failures}
+    checkpoints = Checkpoints(job.folder / "checkpoints", job.attempt, **rules, group=group, log=log, extra=extra)
     if settings.every:
         checkpoints.claim()
     return checkpoints
@@ -259,7 +250,7 @@ def _facts(job: Job, worker: WorkerInfo, training: Training) -> RunFacts:
         world=worker.world,
         local_rank=worker.local_rank,
         node=worker.node,
-        nodes=worker.nodes,
+        nodes=count_nodes(worker.node, worker.world, training.strategy.device),
         device=torch.cuda.get_device_name() if job.device == "cuda" else "cpu",
         precision=training.rules.precision.peak_rate,
         tokens_per_step=samples.tokens * job.config.train.batch,
@@ -307,3 +298,9 @@ def _log(sender: Sender, worker: WorkerInfo, text: str) -> None:
         sender.warn(text.removeprefix(WARNING))
     else:
         sender.put(new_entry("event", {"name": "note", "text": text}))
+
+
+def _phase(sender: Sender, worker: WorkerInfo, text: str) -> None:
+    """Says what a start is at, which the progress line shows until the first figures come."""
+    if not worker.rank:
+        sender.put(new_entry("event", {"name": "phase", "text": text}))

@@ -5,61 +5,13 @@ The project has a `model.py`, a `pipelines` and a `triton_kernels` of its own, w
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-SETTINGS = """
-task: averaged
-data: {source: tickets, test_source: tickets#test}
-tokenizer: {kind: characters}
-model: {context: 48}
-optimizer: {learning_rate: 0.05, warmup_steps: 2}
-train: {steps: 30, slots: 2, slot_size: 16, log_every: 5}
-validation: {every: 15}
-checkpoint: {every: 15}
-record: {mlflow: false}
-"""
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with Raystride's wheel installed in it, and nothing else."""
-    wheels, site = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("site")
-    copy = tmp_path_factory.mktemp("source") / "raystride"
-    left_out = shutil.ignore_patterns(".git", ".venv*", "__pycache__", "*.egg-info", "build", "runs", ".mypy_cache", "tests")
-    shutil.copytree(ROOT, copy, symlinks=True, ignore=left_out)
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(wheels), str(copy)], check=True)
-    (wheel,) = wheels.glob("raystride-*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True)
-    return site
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A user's project."""
-    shutil.copytree(Path(__file__).with_name("project"), tmp_path / "my_project")
-    (tmp_path / "my_project" / "__init__.py").touch()
-    for name in ("model.py", "pipelines/__init__.py", "triton_kernels/__init__.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(f"raise RuntimeError('this is not Raystride, but the user\\'s own {name}')\n")
-    return tmp_path
-
-
-def _python(site: Path, project: Path, *arguments: str) -> str:
-    """Runs Python in the project, where `raystride` is the installed wheel; what it printed."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment["PYTHONPATH"] = str(site)
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
+from tests.end_to_end.installed import SETTINGS, python_in
 
 API = """
 import raystride
@@ -97,25 +49,25 @@ for wrong, error in (({"plugins": ["nowhere.tasks"]}, "nowhere.tasks"), ({"train
 def test_by_api(site: Path, project: Path, mode: str, workers: int) -> None:
     (project / "settings.yaml").write_text(SETTINGS)
     (project / "use.py").write_text(API)
-    said = _python(site, project, "use.py", str(site), mode, str(workers))
+    said = python_in(site, project, "use.py", str(site), mode, str(workers))
     assert said == ""  # a library does not print
 
 
 def test_by_command_with_a_file_as_plug_in(site: Path, project: Path) -> None:
     (project / "settings.yaml").write_text("plugins: [my_project/extras.py]\n" + SETTINGS)
     job = ["-m", "raystride"]
-    trained = _python(site, project, *job, *["train", "--config", "settings.yaml", "--launch", "inline", "--run", "mine"])
+    trained = python_in(site, project, *job, *["train", "--config", "settings.yaml", "--launch", "inline", "--run", "mine"])
     assert "raystride evaluate --run mine" in trained.splitlines()[-1]
-    assert "label         money" in _python(site, project, *job, "predict", "--run", "mine", "--text", "pay the invoice")
-    scored = _python(site, project, *job, *["evaluate", "--run", "mine", "--launch", "inline"])
+    assert "label         money" in python_in(site, project, *job, "predict", "--run", "mine", "--text", "pay the invoice")
+    scored = python_in(site, project, *job, *["evaluate", "--run", "mine", "--launch", "inline"])
     assert "accuracy" in scored
-    exported = _python(site, project, *job, *["export", "--run", "mine", "--to", "mlflow"])
+    exported = python_in(site, project, *job, *["export", "--run", "mine", "--to", "mlflow"])
     assert "runs/mine/export/mlflow" in exported
     served = "import mlflow, pandas as p; print(mlflow.pyfunc.load_model('mlflow').predict(p.DataFrame({'text': ['pay']})))"
-    assert "money" in _python(site, project / "runs" / "mine" / "export", "-c", served)
-    audited = _python(site, project, *job, "runs", "audit", "mine")
+    assert "money" in python_in(site, project / "runs" / "mine" / "export", "-c", served)
+    audited = python_in(site, project, *job, "runs", "audit", "mine")
     assert "exactly once" in audited, audited
-    presets = _python(site, project, *job, "presets")
+    presets = python_in(site, project, *job, "presets")
     assert "lm_python" in presets
 
 
@@ -153,7 +105,7 @@ if __name__ == "__main__":
 
 def test_what_a_script_registers_travels_by_value_and_opens_only_there(site: Path, project: Path) -> None:
     (project / "script.py").write_text(SCRIPT)
-    _python(site, project, "script.py")
+    python_in(site, project, "script.py")
     opened = "import raystride; raystride.Run.open('by-value').load_model()"
     environment = os.environ | {"PYTHONPATH": str(site)}
     done = subprocess.run([sys.executable, "-c", opened], cwd=project, env=environment, capture_output=True, text=True)
@@ -164,7 +116,7 @@ def test_what_a_script_registers_travels_by_value_and_opens_only_there(site: Pat
 
 def test_it_is_imported_at_once_and_without_what_is_heavy(site: Path, tmp_path: Path) -> None:
     program = "import sys, json, raystride; dir(raystride); print(json.dumps(sorted(sys.modules)))"
-    modules = json.loads(_python(site, tmp_path, "-c", program))
+    modules = json.loads(python_in(site, tmp_path, "-c", program))
     assert not {"torch", "ray", "mlflow", "numpy", "yaml", "pyarrow"} & {name.split(".")[0] for name in modules}
-    names = _python(site, tmp_path, "-c", "import raystride; [getattr(raystride, name) for name in raystride.__all__]")
+    names = python_in(site, tmp_path, "-c", "import raystride; [getattr(raystride, name) for name in raystride.__all__]")
     assert names == ""

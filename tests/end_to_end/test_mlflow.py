@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+import raystride
 from raystride.pipelines.config import Config, Launch, Record, Sample, Train
 from tests.end_to_end.tracking import artifacts, only_run
-from tests.ray_jobs.jobs import run_well, summary
+from tests.ray_jobs.jobs import run_folder, run_well, summary
 from tests.tiny import tiny, write_text
 
 METRICS = {
@@ -56,11 +57,13 @@ def test_its_parameters_are_the_resolved_settings(run: Any, config: Config) -> N
     assert {key: parameters[key] for key in expected} == expected
 
 
-def test_its_tags_say_where_it_comes_from(run: Any) -> None:
+def test_its_tags_say_where_it_comes_from(run: Any, config: Config) -> None:
     tags = {key: value for key, value in run.data.tags.items() if key.startswith("raystride.")}
     assert set(tags) >= {f"raystride.{key}" for key in ("attempt", "commit", "data", "workers", "device")}
     assert tags["raystride.workers"] == "1"
     assert len(tags["raystride.commit"]) == 40
+    assert tags["raystride.version"] == raystride.__version__
+    assert run_folder(config, "logged").read_json("environment.json")["versions"]["raystride"] == raystride.__version__
 
 
 def test_its_metrics_are_there_with_their_steps(run: Any, config: Config) -> None:

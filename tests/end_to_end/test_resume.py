@@ -49,7 +49,7 @@ def life(config: Config) -> Life:
 
 def test_ctrl_c_saves_and_ends_well(life: Life) -> None:
     outcome, stopped = life[0]
-    assert outcome.code == 0, outcome.out + outcome.err
+    assert outcome.code == 130, outcome.out + outcome.err
     assert "Traceback" not in outcome.out + outcome.err
     assert (stopped["status"], stopped["resumed_from"]) == ("stopped", None)
     assert 100 <= stopped["steps"] < STEPS

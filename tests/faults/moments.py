@@ -11,6 +11,7 @@ gradient, a first bucket that is on its way while others wait, an audit hook on 
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -32,12 +33,12 @@ from tests.faults.schedules import CONTEXT, exact_job
 LIMIT_S = 120.0
 Moment = Literal["between steps", "forward", "backward", "reduction", "data", "manifest", "hint", "pruning"]
 SYSTEM_CALLS: dict[str, tuple[str, str]] = {
-    "data": ("os.rename", "step-{step:08d}/{attempt}/rank-{rank}.bin"),  # it is written, and about to get its name
-    "manifest": ("os.rename", "step-{step:08d}/MANIFEST.json"),
+    "data": ("os.rename", r"step-{step:08d}/{attempt}-\w+/rank-{rank}\.bin"),  # it is written, and about to get its name
+    "manifest": ("os.rename", r"step-{step:08d}/MANIFEST\.json"),
     "hint": ("os.rename", "checkpoints/last"),
-    "pruning": ("os.remove", "rank-0.bin"),
+    "pruning": ("os.remove", r"rank-0\.bin"),
 }
-"""What the moments of a save begin with: an audit event, and how the name in it ends."""
+"""What the moments of a save begin with: an audit event, and how the name in it ends, as a pattern."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ def _on_system_call(event: str, ending: str, strike: Callable[[], None]) -> None
     def hook(name: str, arguments: tuple[Any, ...]) -> None:
         if name == event:
             with suppress(TypeError):  # a number stands for an open file
-                if os.fsdecode(arguments[position]).endswith(ending):
+                if re.search(f"{ending}$", os.fsdecode(arguments[position])):
                     strike()
 
     sys.addaudithook(hook)

@@ -16,24 +16,30 @@ from tests.faults.moments import Blow, Group, finish, short_job
 from tests.tiny import write_text
 
 
+def _data(step: Path) -> Path:
+    """The folder of the files of the only group that wrote there."""
+    (found,) = (path for path in step.iterdir() if path.is_dir())
+    return found
+
+
 def _cut(step: Path) -> None:
-    data = step / "a1" / "rank-1.bin"
+    data = _data(step) / "rank-1.bin"
     data.write_bytes(data.read_bytes()[:-100])
 
 
 def _flip(step: Path) -> None:
-    data = step / "a1" / "rank-0.bin"
+    data = _data(step) / "rank-0.bin"
     content = bytearray(data.read_bytes())
     content[len(content) // 3] ^= 16
     data.write_bytes(bytes(content))
 
 
 def _lose_a_file(step: Path) -> None:
-    (step / "a1" / "rank-1.bin").unlink()
+    (_data(step) / "rank-1.bin").unlink()
 
 
 def _lose_all_files(step: Path) -> None:
-    shutil.rmtree(step / "a1")
+    shutil.rmtree(_data(step))
 
 
 def _lose_the_manifest(step: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from raystride.pipelines import commands
-from raystride.pipelines.commands import command, program
+from raystride.pipelines.commands import pasted, program
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_the_installed_command_or_this_python(tmp_path: Path, monkeypatch: pytes
 def test_names_with_blanks_and_storages_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(commands, "program", lambda: "raystride")
     monkeypatch.chdir(tmp_path)
-    given = shlex.split(command("evaluate", "my run's", "/data/all runs", "--split test"))
+    given = shlex.split(pasted("evaluate", "my run's", "/data/all runs", "--split test"))
     assert given == ["raystride", "evaluate", "--run", "my run's", "--storage", "/data/all runs", "--split", "test"]
-    assert command("train", "a", os.path.join(os.getcwd(), "runs")) == "raystride train --run a"
-    assert command("ui", storage="s3://bucket/runs") == "raystride ui --storage s3://bucket/runs"
+    assert pasted("train", "a", os.path.join(os.getcwd(), "runs")) == "raystride train --run a"
+    assert pasted("ui", storage="s3://bucket/runs") == "raystride ui --storage s3://bucket/runs"

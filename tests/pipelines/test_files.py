@@ -1,17 +1,22 @@
-"""The file-system layer: atomic, the same calls on a disk and on a remote store."""
+"""The file-system layer: atomic, the same calls on a disk, on a remote store that fsspec reaches, and on a server of S3."""
 
+import csv
+import io
 import os
 from pathlib import Path
 
 import pytest
 
-from raystride.pipelines.files import Folder, absolute
+from raystride.pipelines.files import PIECE, Folder, absolute
+from tests.storage import Faults, Proxy, uri
 
 
-@pytest.fixture(params=["local", "remote"])
+@pytest.fixture(params=["local", "memory", "s3"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
-    """A folder on a disk, and one that only fsspec reaches."""
-    return Folder.at(str(tmp_path)) if request.param == "local" else Folder.at(f"memory://files{tmp_path}")
+    """A folder on a disk, one that only fsspec reaches, and one on a server."""
+    if request.param == "s3":
+        return Folder.at(uri(request.getfixturevalue("s3"), f"files{tmp_path}"))
+    return Folder.at(str(tmp_path / "folder") if request.param == "local" else f"memory://files{tmp_path}")
 
 
 def test_what_is_put_is_there(folder: Folder) -> None:
@@ -25,12 +30,25 @@ def test_what_is_put_is_there(folder: Folder) -> None:
     assert folder.names() == ["a", "c.json"]
     assert (folder / "a").names() == ["b.txt"]
     assert (folder / "none").names() == []
+    assert folder.size("a/b.txt") == 5
+    assert folder.size("none") is None
     assert folder.sha256("a/b.txt") == "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824"
 
 
-def test_a_missing_file_is_an_error(folder: Folder) -> None:
-    with pytest.raises(FileNotFoundError):
-        folder.read("none")
+def test_one_listing_has_all_sizes(folder: Folder) -> None:
+    folder.put("a/b/c.txt", "hello")
+    folder.put("a.txt", "x")
+    folder.put("d/.tmp-1", "x")
+    assert folder.sizes() == {"a.txt": 1, "a/b/c.txt": 5}
+    assert folder.sizes(temporary=True) == {"a.txt": 1, "a/b/c.txt": 5, "d/.tmp-1": 1}
+    assert (folder / "a").sizes() == {"b/c.txt": 5}
+    assert (folder / "none").sizes() == {}
+
+
+def test_a_missing_file_is_an_error(folder: Folder, tmp_path: Path) -> None:
+    for missing in (folder.read, folder.sha256, lambda name: folder.download(name, tmp_path / "x")):
+        with pytest.raises(FileNotFoundError):
+            missing("none")
 
 
 def test_removing_takes_files_and_folders(folder: Folder) -> None:
@@ -43,26 +61,71 @@ def test_removing_takes_files_and_folders(folder: Folder) -> None:
     assert not folder.exists("a")
 
 
-def test_an_interrupted_write_leaves_nothing(folder: Folder) -> None:
+@pytest.mark.parametrize("size", [4, PIECE + 1])
+def test_an_interrupted_write_leaves_nothing(folder: Folder, size: int) -> None:
     folder.put("file", "before")
 
     def interrupted() -> None:
         with folder.writer("file") as stream:
-            stream.write(b"half")
+            stream.write(bytes(size))
             raise KeyboardInterrupt
+
+    def broken() -> list[bytes]:
+        raise ZeroDivisionError
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
+    with pytest.raises(ZeroDivisionError):
+        folder.put_pieces("file", broken)
     assert folder.read("file") == b"before"
-    assert folder.names() == ["file"]
+    assert list(folder.sizes(temporary=True)) == ["file"]
 
 
-def test_files_go_up_and_come_down(folder: Folder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [0, 3 << 20, PIECE, 2 * PIECE + 5])
+def test_files_go_up_and_come_down(folder: Folder, tmp_path: Path, size: int) -> None:
     source = tmp_path / "source"
-    source.write_bytes(os.urandom(3 << 20))
+    source.write_bytes(os.urandom(size))
     folder.upload(source, "up/there")
+    folder.upload(source, "up/there")  # over itself
     folder.download("up/there", tmp_path / "back" / "here")
     assert (tmp_path / "back" / "here").read_bytes() == source.read_bytes()
+    assert b"".join(folder.read_pieces("up/there", size // 3, size // 2)) == source.read_bytes()[size // 3 : size // 2]
+    assert folder.names() == ["up"]
+    with pytest.raises(EOFError):
+        list(folder.read_pieces("up/there", 0, size + 1))
+
+
+def test_a_file_that_cannot_be_read_to_its_end_is_not_published(folder: Folder, tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError):
+        folder.upload(tmp_path, "there")
+    assert folder.sizes(temporary=True) == {}
+
+
+@pytest.mark.parametrize("lines", [3, 3_000_000])
+def test_a_writer_takes_text_and_streams_what_is_large(folder: Folder, lines: int) -> None:
+    with folder.writer("table.csv") as stream:
+        text = io.TextIOWrapper(stream, newline="")
+        csv.writer(text).writerows([number] for number in range(lines))
+        text.flush()
+        text.detach()
+    assert folder.read("table.csv").split()[-1] == str(lines - 1).encode()
+
+
+def test_a_path_to_write_to(folder: Folder) -> None:
+    with folder.file("a/b") as path:
+        path.write_bytes(b"hello")
+    assert folder.read("a/b") == b"hello"
+    assert folder.names() == ["a"]
+
+
+@pytest.mark.parametrize("folder", ["local", "s3"], indirect=True)
+def test_what_killed_writers_left_goes(folder: Folder) -> None:
+    folder.put("a/b.tmp-12345678", "half")
+    folder.put("a/b", "whole")
+    folder.remove_temporary(before=0)
+    assert len(folder.sizes(temporary=True)) == 2
+    folder.remove_temporary(before=4e9)
+    assert list(folder.sizes(temporary=True)) == ["a/b"]
 
 
 def test_places_are_absolute_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -72,3 +135,40 @@ def test_places_are_absolute_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert absolute("/runs", "/base") == "/runs"
     assert absolute("file:///runs") == "/runs"
     assert absolute("s3://bucket/runs/") == "s3://bucket/runs"
+
+
+def test_a_missing_file_and_a_missing_bucket_are_asked_for_once(s3: str) -> None:
+    with Proxy(s3) as proxy:
+        folder = Folder.at(proxy.uri("answers"))
+        with pytest.raises(FileNotFoundError):
+            folder.read("none")
+        assert proxy.requests.total() == 1
+        with pytest.raises(OSError, match="NO_SUCH_BUCKET"):
+            Folder(folder.uri.replace("bucket", "nobody")).put("x", "y")
+        assert proxy.requests.total() == 2
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [Faults(unavailable=0.3), Faults(reset=0.3), Faults(lost=0.3), Faults(truncated=0.3), Faults(stalled=0.05)],
+    ids=["unavailable", "reset", "lost", "truncated", "stalled"],
+)
+def test_every_call_outlives_a_store_that_is_not_well(s3: str, tmp_path: Path, faults: Faults) -> None:
+    large = os.urandom(PIECE + 5)
+    (tmp_path / "source").write_bytes(large)
+    with Proxy(s3, seed=3, faults=faults) as proxy:
+        folder = Folder.at(proxy.uri(f"unwell{tmp_path}"))
+        folder.put("a/small", "hello")
+        assert folder.read("a/small") == b"hello"
+        folder.upload(tmp_path / "source", "a/large")
+        folder.download("a/large", tmp_path / "back")
+        assert (tmp_path / "back").read_bytes() == large
+        assert len(folder.sha256("a/large")) == 64
+        assert folder.sizes() == {"a/small": 5, "a/large": len(large)}
+        assert (folder.exists("a/small"), folder.size("a/large")) == (True, len(large))
+        with folder.writer("b") as stream:
+            stream.write(b"x")
+        assert folder.names() == ["a", "b"]
+        folder.remove("a")
+        assert folder.sizes() == {"b": 1}
+        assert proxy.broken.total()

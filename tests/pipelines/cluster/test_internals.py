@@ -1,5 +1,6 @@
 """What reaches into Ray works with this Ray; without any one of the names, what stands for it works, and says so."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,15 +15,18 @@ import ray
 import ray.train.torch  # before a name goes that it uses: in another Ray it would use none that is gone
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from raystride.pipelines.cluster import internals
+from raystride.pipelines.cluster import fallback, internals
 from raystride.pipelines.cluster.cluster import QUIET
 from raystride.pipelines.cluster.internals import (
+    CLUSTERS,
+    ENABLED,
     JOB,
     TRAIN,
     free_by_node,
     free_places_of_the_dead,
     head_place,
     in_submitted_job,
+    on_loopback,
     submission_id,
     tell_of_nodes,
 )
@@ -42,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `cluster` sets for every job; and nothing has been warned of yet."""
-    monkeypatch.setattr(internals, "_told", set())
+    monkeypatch.setattr(fallback, "_told", set())
     for name, value in QUIET.items():
         monkeypatch.setenv(name, value)
 
@@ -319,6 +323,34 @@ def test_without_the_makers_all_workers_places_are_free_where_one_is_alone(
         assert [_state(key) for key in places] == ["REMOVED", "REMOVED"]
     assert [ray.__version__ in text for text in warned] == [True, True]
     assert "start again" in warned[0]
+
+
+CONSTANTS = "ray._private.ray_constants"
+
+
+def test_a_cluster_that_others_reach_all_the_same_is_warned_of() -> None:
+    """That of the tests was started by itself, at this machine's address, where the variable has no say any more."""
+    warned: list[str] = []
+    with on_loopback(warned.append):
+        assert (os.environ[CLUSTERS], import_module(CONSTANTS).ENABLE_RAY_CLUSTER) == ("0", False)
+    assert (os.environ.get(CLUSTERS), import_module(CONSTANTS).ENABLE_RAY_CLUSTER) == (None, True)
+    (text,) = warned
+    assert f"has it listen at {ray.util.get_node_ip_address()}): who reaches this machine reaches its ports" in text
+
+
+def test_without_its_name_the_environment_alone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(f"{CONSTANTS}.{ENABLED}")
+    warned: list[str] = []
+    with on_loopback(warned.append):
+        assert os.environ[CLUSTERS] == "0"
+    (text,) = warned
+    assert f"{CONSTANTS}.{ENABLED} is gone" in text
+
+
+def test_a_user_who_wants_to_be_reached_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CLUSTERS, "1")
+    with on_loopback([].append):
+        assert (os.environ[CLUSTERS], import_module(CONSTANTS).ENABLE_RAY_CLUSTER) == ("1", True)
 
 
 def test_drivers_of_trials_have_a_place_that_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:

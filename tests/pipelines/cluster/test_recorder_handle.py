@@ -42,7 +42,7 @@ def _wait(true: Callable[[], object], what: str) -> None:
 def _send(started: RecorderHandle, sender: str) -> None:
     sending = Sender(started.post, sender)
     sending.put(new_entry("metrics", {"train_loss": 1.5}, step=2))
-    sending.close()
+    assert sending.close(60.0)
 
 
 def test_entries_arrive_and_show_in_the_state(started: RecorderHandle, tmp_path: Path) -> None:

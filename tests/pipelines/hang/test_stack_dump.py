@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raystride.pipelines.hang.process import Process, process_start
+from raystride.pipelines.hang.process import Process, start_ticks
 from raystride.pipelines.hang.stack_dump import end, examine
 
 PROGRAM = """
@@ -33,7 +33,7 @@ def stopped() -> Iterator[tuple[psutil.Process, Process]]:
     assert child.stdout.readline() == "ready\n"
     child.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
-    started = process_start(child.pid)
+    started = start_ticks(child.pid)
     assert started
     yield psutil.Process(child.pid), Process(rank=1, world=2, node="a", node_id="", pid=child.pid, started=started)
     child.kill()

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -13,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from raystride.pipelines.files import Folder
+from raystride.pipelines.hang.process import start_ticks
 from raystride.pipelines.launch import owner
-from raystride.pipelines.launch.owner import LEASE_S, Owned, Owner, Ownership, read_owner
+from raystride.pipelines.launch.owner import Owned, Owner, Ownership, read_owner
 
 ROOT = Path(__file__).resolve().parents[3]
 DRIVER = """
@@ -96,20 +98,86 @@ def test_a_killed_driver_is_taken_over_from_at_once_even_as_a_zombie(folder: Fol
 
 
 def test_a_process_number_that_is_used_again_owns_nothing(folder: Folder) -> None:
-    start = owner.process_start(os.getpid())
-    assert start
-    _write(folder, start=start - 100)
+    ticks = start_ticks(os.getpid())
+    assert ticks
+    _write(folder, ticks=ticks - 100)
     with Ownership.take(folder, "now"):
         assert _attempt(folder) == "now"
 
 
-def test_an_owner_on_another_host_is_believed_until_its_lease_ends(folder: Folder) -> None:
-    _write(folder, host="elsewhere.example", pid=1, renewed=time.time() - LEASE_S + 30)
-    with pytest.raises(Owned, match=r"process 1 on elsewhere\.example \(attempt earlier\)"):
-        Ownership.take(folder, "now")
-    _write(folder, host="elsewhere.example", pid=1, renewed=time.time() - LEASE_S - 1)
+def test_an_owner_elsewhere_is_believed_while_its_file_changes_whatever_its_clock_says(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one of the same host name in another container, and one whose clock is a year behind."""
+    monkeypatch.setattr(owner, "LEASE_S", 1.0)
+    monkeypatch.setattr(owner, "LOOK_S", 0.05)
+    long_ago, ended, said = time.time() - 365 * 86400, threading.Event(), list[str]()
+
+    def renew() -> None:
+        beat = 0
+        while not ended.wait(0.2):
+            beat += 1
+            _write(folder, machine="another container", renewed=long_ago + beat)
+
+    _write(folder, machine="another container", renewed=long_ago)
+    thread = threading.Thread(target=renew)
+    thread.start()
+    try:
+        with pytest.raises(Owned, match=rf"process {os.getpid()} on .*\(attempt earlier\)"):
+            Ownership.take(folder, "now", said.append)
+    finally:
+        ended.set()
+        thread.join()
+    assert "does it still?" in said[0]
+    _write(folder, machine="another container", renewed=time.time() + 86400)  # its clock is ahead, and it is dead
     with Ownership.take(folder, "now"):
         assert _attempt(folder) == "now"
+
+
+def test_a_file_of_an_earlier_version_is_watched_too(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "LEASE_S", 0.1)
+    earlier = {"host": "elsewhere", "pid": 1, "start": 1.0, "attempt": "earlier", "renewed": time.time()}
+    folder.put_json("owner.json", earlier)
+    found = read_owner(folder)
+    assert found
+    assert found.alive
+    assert not found.here
+    with Ownership.take(folder, "now"):
+        assert _attempt(folder) == "now"
+
+
+def test_who_was_taken_over_hears_of_it_and_leaves_the_file(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "RENEW_S", 0.02)
+    with Ownership.take(folder, "mine") as mine:
+        mine.check()
+        _write(folder, attempt="theirs", machine="another", host="elsewhere.example")
+        with pytest.raises(Owned, match=r"elsewhere\.example has taken over run run .*saves nothing"):
+            _until(mine.check)
+    assert _attempt(folder) == "theirs"
+
+
+def test_who_cannot_write_for_a_while_goes_on(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "RENEW_S", 0.02)
+    with Ownership.take(folder, "mine") as mine:
+        assert folder.local
+        (folder.local / "owner.json").unlink()
+        (folder.local / "owner.json").mkdir()  # neither read nor written
+        time.sleep(0.3)
+        mine.check()
+        (folder.local / "owner.json").rmdir()
+        deadline = time.monotonic() + 20
+        while read_owner(folder) is None:
+            assert time.monotonic() < deadline, "it was not written again"
+            time.sleep(0.01)
+        assert _attempt(folder) == "mine"
+
+
+def _until(check: Callable[[], None]) -> None:
+    """Calls it until it raises, for at most 20 s."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        check()
+        time.sleep(0.01)
 
 
 def test_the_lease_is_renewed(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -165,5 +166,5 @@ def test_a_storage_that_workers_do_not_share(storage: Folder, tmp_path: Path) ->
 def test_the_probe_runs_in_a_real_worker(storage: Folder) -> None:
     from raystride.pipelines.cluster.cluster import on_a_worker
 
-    assert _checks(storage, on_a_worker=on_a_worker)["storage"].passed
+    assert _checks(storage, on_a_worker=partial(on_a_worker, timeout_s=60))["storage"].passed
     assert storage.names() == []

@@ -63,7 +63,7 @@ def test_prune_all_removes_the_folder_and_names_it(run: Path, capsys: pytest.Cap
     assert not run.exists()
 
 
-@pytest.mark.parametrize("changes", [{}, {"host": "another-host"}])
+@pytest.mark.parametrize("changes", [{}, {"machine": "another", "host": "another-host"}])
 def test_a_run_with_a_living_owner_is_not_touched(
     run: Path, changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,7 +74,7 @@ def test_a_run_with_a_living_owner_is_not_touched(
     assert len(data_of(run)) == 3
 
 
-@pytest.mark.parametrize("changes", [{"pid": 2**22 + 1}, {"start": 1.0}, {"host": "another-host", "renewed": 1.0}])
+@pytest.mark.parametrize("changes", [{"pid": 2**22 + 1}, {"ticks": 1}, {"machine": "another", "renewed": 1.0}])
 def test_a_dead_owner_is_none(run: Path, changes: dict[str, Any]) -> None:
     own(run, **changes)  # no such process, one that took the number over, a lease that ended
     assert runs.main(["prune", run.name, "--storage", str(run.parent)]) == 0

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+import raystride
 from raystride.pipelines.record.environment import describe_environment, describe_source
 
 
 def test_versions_and_hardware_are_named() -> None:
     found = json.loads(json.dumps(describe_environment()))
     assert found["versions"]["torch"]
+    assert found["versions"]["raystride"] == raystride.__version__
     assert len(found["commit"]) == 40
     assert found["cores"] >= 1
     assert found["memory_bytes"] > 2**28

@@ -16,7 +16,9 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.record import Sender, mlflow_follower, read_entries
 from raystride.pipelines.record import recorder as recorder_module
 from raystride.pipelines.record.entry import new_entry
-from raystride.pipelines.record.mlflow_log import database
+from raystride.pipelines.record.journal import MERGED, Journal
+from raystride.pipelines.record.mlflow_follower import Follower
+from raystride.pipelines.record.mlflow_log import MlflowLog, database
 from raystride.pipelines.record.ui import await_server, start_server, stop_server
 from raystride.ray_jobs import runs
 from tests.pipelines.record.conftest import MakeRecorder, history, only_run
@@ -104,6 +106,30 @@ def test_a_server_that_is_killed_and_comes_back_lacks_nothing(
     assert (run.info.run_id, run.info.status) == (summary["mlflow_run_id"], "FINISHED")
     points = history(storage, run.info.run_id, "train_loss")
     assert points == [(step, 1 / step, round((1e9 + step / 8) * 1000)) for step in range(1, 1531)]
+
+
+def test_segments_that_were_merged_before_they_were_logged_are_logged_once(storage: Folder, folder: Folder) -> None:
+    log = MlflowLog.at(folder, folder.uri.rpartition("/")[2], Record(), storage)
+    assert log
+    follower, journal = Follower(folder, log, pytest.fail), Journal(folder, "a1")
+
+    def write(first: int, last: int) -> None:
+        for number in range(first, last + 1):
+            entry = new_entry("metrics", {"train_loss": 1 / number}, number, time=1e9 + number / 8)
+            entries = [entry | {"attempt": "a1", "sender": "rank0", "sequence": number}]
+            segment = journal.append(entries)
+            with follower._changed:  # as `add` does, without its thread
+                if follower._known is not None:
+                    follower._known.append(segment)
+
+    write(1, 20)
+    follower.catch_up()
+    write(21, MERGED + 10)
+    assert len((folder / "journal").names()) == 11
+    follower.catch_up()
+    follower.catch_up()
+    points = history(storage, str(log.run_id), "train_loss")
+    assert points == [(step, 1 / step, round((1e9 + step / 8) * 1000)) for step in range(1, MERGED + 11)]
 
 
 def test_a_server_that_hangs_or_is_not_there_does_not_hold_up_the_end(

@@ -142,7 +142,8 @@ def test_mlflow_gets_points_with_their_own_times_and_shows_what_broke(
     steps(sender, 30)
     sender.put(new_entry("metrics", {"train_loss": float("inf"), "bad key!*": float("nan"), "word": "no number"}, step=31))
     sender.put(new_entry("tags", {"model": "small"}))
-    sender.put(new_entry("artifact", {"name": "profiles/note.txt"}))
+    for name in ("profiles/note.txt", "../outside.txt"):
+        sender.put(new_entry("artifact", {"name": name}))
     assert sender.close()
     summary = recorder.finish("done")
     run = only_run(storage, folder.uri.rpartition("/")[2])
@@ -157,6 +158,7 @@ def test_mlflow_gets_points_with_their_own_times_and_shows_what_broke(
     assert points[30][1] != points[30][1]  # infinity is seen as NaN, not as 1.8e308
     assert len(history(storage, run.info.run_id, "bad key__")) == 1
     assert any("`word`" in warning for warning in recorder.state()["warnings"])
+    assert any("../outside.txt is not inside" in warning for warning in recorder.state()["warnings"])
     placed = Path(run.info.artifact_uri)
     assert placed.is_relative_to(Path(storage.uri) / "mlartifacts")
     assert (placed / "profiles" / "note.txt").exists()

@@ -1,6 +1,8 @@
 """What Tune's words mean for a sweep, and what becomes of trials that Tune ends; real Tune trials, without a cluster."""
 
+import pickle
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from raystride.pipelines.sweep.tuning import (
     _Ends,
     _optuna,
     candidate_of,
+    cause_in,
 )
 from tests.pipelines.sweep.test_page import sweep, trial
 
@@ -99,6 +102,68 @@ def test_a_process_that_died_leaves_a_result_that_says_so(plan: SweepPlan) -> No
     assert result.status == "failed"
     assert result.cause.startswith("the process that drove the trial ended; its trial.txt")
     assert results(plan.folder) == {candidate.key: result}
+
+
+class _Marker:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.place,)
+
+
+DIED = """Failure # 1 (occurred at 2026-11-22_09-07-38)
+The actor died unexpectedly before finishing this task.
+\tclass_name: ImplicitFunc
+\tpid: 7969
+The actor is dead because its worker process has died.
+
+"""
+RAISED = """Failure # 1 (occurred at 2026-11-22_09-07-37)
+\x1b[36mray::ImplicitFunc.train()\x1b[39m (pid=7970, ip=10.0.0.2, repr=f)
+         ~^~
+ZeroDivisionError: division by zero
+
+The above exception was the direct cause of the following exception:
+
+  File "trial.py", line 7, in train
+    raise ValueError(text)
+    ^^^^^^^^^^^^^^^^^^^^^^
+ValueError: first line
+second line: and more
+   indented
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (DIED, "The actor died unexpectedly before finishing this task."),
+        (RAISED, "ValueError: first line"),
+        (DIED + RAISED, "ValueError: first line"),
+        (RAISED + DIED, "The actor died unexpectedly before finishing this task."),
+        ("", ""),
+        ("Failure # 1 (occurred", ""),
+    ],
+)
+def test_the_cause_stands_in_tunes_text(text: str, cause: str) -> None:
+    assert cause_in(text) == cause
+
+
+def test_a_pickle_in_the_storage_runs_nothing(plan: SweepPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Result] = []
+    candidate = Candidate(plan.base, SETTINGS)
+    failed = tune_trial(wrapped(candidate))
+    monkeypatch.setattr(Trial, "local_path", str(tmp_path))  # a stub of Tune's has no place of its own
+    failed.run_metadata.error_filename, failed.run_metadata.pickled_error_filename = "error.txt", "error.pkl"
+    (tmp_path / "error.txt").write_text(RAISED)
+    (tmp_path / "error.pkl").write_bytes(pickle.dumps(_Marker(tmp_path / "was run")))
+    _Ends(plan, told.append).on_trial_error(1, [], failed)
+    assert told[0].cause.startswith("ValueError: first line; its trial.txt")
+    assert not (tmp_path / "was run").exists()
 
 
 def optuna_base(**settings: Any) -> SweepConfig:

@@ -2,6 +2,8 @@
 
 import base64
 import io
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from raystride.pipelines.config import Config, Data, Model, SettingError
+from raystride.pipelines.sources.fields import data_uri
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tasks.images import Images
 
@@ -57,6 +60,30 @@ def test_images_are_scaled_only_where_that_is_asked_for() -> None:
     assert row.tolist() == [0, *[200] * (3 * 8 * 8)]
     with pytest.raises(ValueError, match=r"is an image of \(1, 5, 5\) .* the others have \(1, 4, 6\)"):
         _task().encode((picture, "0"))
+
+
+def _png(chunk: bytes = b"", size: tuple[int, int] = (4, 6)) -> str:
+    """A PNG of that size without pixels, and with a chunk that is given."""
+    header = struct.pack(">IIBBBBB", *size, 8, 0, 0, 0, 0)
+    chunks = [b"IHDR" + header, chunk, b"IDAT" + zlib.compress(b""), b"IEND"]
+    parts = [struct.pack(">I", len(each) - 4) + each + struct.pack(">I", zlib.crc32(each)) for each in chunks if each]
+    return data_uri(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize(
+    "uri",
+    [
+        pytest.param(_png(size=(60_000, 60_000)), id="a bomb: DecompressionBombError"),
+        pytest.param(_png(b"????"), id="a chunk without a name: SyntaxError"),
+        pytest.param(_png(b"iCCPx"), id="a chunk that is cut"),
+        pytest.param(_png(), id="no pixels"),
+    ],
+)
+def test_a_broken_png_is_an_image_that_cannot_be_read(uri: str) -> None:
+    with pytest.raises(ValueError, match="is no image that can be read"):
+        _task().encode((uri, "0"))
+    assert not _task().survey([(uri, "a")])["sizes"]
 
 
 @pytest.mark.parametrize("uri", ["data:image/png;base64,AAAA", "data:image/png;base64,!", "no image", ""])

@@ -10,55 +10,34 @@ import torch
 import torch.distributed as dist
 
 from raystride.model.transformer import Decoder
-from raystride.pipelines.config import Model, Optimizer
 from raystride.pipelines.feed.loader import Step
 from raystride.pipelines.files import Folder
 from raystride.pipelines.strategies.strategy import Single
 from raystride.pipelines.train.checkpoint import Checkpoints, Found, named_tensors
 from raystride.pipelines.train.fingerprint import parameters_sha256
-from raystride.pipelines.train.optimizer import Updater, build_optimizer
 from raystride.pipelines.train.state import TrainState
 from tests.distributed import run_distributed
-
-SHAPE = Model(layers=1, heads=2, width=8, context=6)
-
-
-def _trained(seed: int, steps: int = 2, kind: str = "adamw") -> tuple[Decoder, Updater]:
-    torch.manual_seed(seed)
-    settings = Optimizer(kind=kind, momentum=0.9 if kind == "sgd" else 0.0)  # type: ignore[arg-type]
-    model = Decoder(SHAPE, 11)
-    optimizer = build_optimizer(settings, model)
-    for _ in range(steps):
-        loss, _ = model(torch.randint(0, 11, (2, 6)), torch.randint(0, 11, (2, 6)))
-        loss.backward()
-        optimizer.update(1e-3)
-        model.zero_grad()
-    return model, optimizer
-
-
-def _save(folder: Path, step: int, best: bool = False, attempt: str = "a1", keep: int = 2) -> Decoder:
-    model, optimizer = _trained(step)
-    checkpoints = Checkpoints(Folder.at(str(folder)), attempt, keep=keep, extra={"tokenizer/kind.json": b"{}"})
-    checkpoints.save(model, optimizer, TrainState(step=step, position=4 * step, fed_digest=step), {"run": "r"}, best=best)
-    checkpoints.wait()
-    return model
-
-
-def _checkpoints(folder: Path | str, said: list[str] | None = None) -> Checkpoints:
-    return Checkpoints(Folder.at(str(folder)), "a2", keep=2, log=(said if said is not None else []).append)
+from tests.pipelines.train.checkpoints import SHAPE, fed, open_checkpoints, save, trained
+from tests.storage import KEYS
+from tests.storage import uri as uri_of
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
-@pytest.mark.parametrize("place", ["local", "remote"])
-def test_everything_comes_back(tmp_path: Path, kind: str, place: str) -> None:
-    uri = str(tmp_path) if place == "local" else f"memory://checkpoints{tmp_path}"
-    model, optimizer = _trained(0, kind=kind)
+@pytest.mark.parametrize("place", ["local", "memory", "s3"])
+def test_everything_comes_back(tmp_path: Path, kind: str, place: str, s3: str) -> None:
+    places = {
+        "local": str(tmp_path),
+        "memory": f"memory://checkpoints{tmp_path}",
+        "s3": uri_of(s3, f"checkpoints{tmp_path}"),
+    }
+    uri = places[place]
+    model, optimizer = trained(0, kind=kind)
     state = TrainState(step=7, position=28, tokens_seen=99, best=1.5, best_step=5, val_loss=1.6, worse_validations=1)
     writer = Checkpoints(Folder.at(uri), "a1", keep=2)
     writer.save(model, optimizer, state, {"run": "r"}, best=True)
     writer.wait()
-    other, other_optimizer = _trained(1, kind=kind)
-    reader = _checkpoints(uri)
+    other, other_optimizer = trained(1, kind=kind)
+    reader = open_checkpoints(uri)
     found = reader.newest()
     assert found is not None
     reader.load(found, other, other_optimizer)
@@ -73,13 +52,13 @@ def test_everything_comes_back(tmp_path: Path, kind: str, place: str) -> None:
 
 
 def test_a_step_that_is_saved_again_keeps_its_place_in_the_chain(tmp_path: Path) -> None:
-    model, optimizer = _trained(0)
-    first = _checkpoints(tmp_path)
+    model, optimizer = trained(0)
+    first = open_checkpoints(tmp_path)
     state = TrainState(step=4, position=16, parent_step=2, parent_position=8, fed_digest=5)
     first.save(model, optimizer, state, {}, best=False)
     first.save(model, optimizer, state, {}, best=True)  # the validation after it was the best so far
     first.wait()
-    again = _checkpoints(tmp_path)
+    again = open_checkpoints(tmp_path)
     found = again.newest()
     assert found is not None
     again.save(model, optimizer, found.state, {}, best=False)  # by an attempt with no step left to do
@@ -103,9 +82,9 @@ def test_what_was_fed_is_shared_out_among_the_ranks_of_now(world: int) -> None:
 
 
 def test_a_save_holds_the_moment_it_was_called(tmp_path: Path) -> None:
-    model, optimizer = _trained(0)
+    model, optimizer = trained(0)
     before = parameters_sha256(model)
-    checkpoints = _checkpoints(tmp_path)
+    checkpoints = open_checkpoints(tmp_path)
     checkpoints.save(model, optimizer, TrainState(step=1), {}, best=False)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -119,8 +98,8 @@ def test_a_save_holds_the_moment_it_was_called(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest", "no manifest"])
 def test_damage_is_found_and_the_one_before_is_used(tmp_path: Path, damage: str) -> None:
-    _save(tmp_path, 1)
-    _save(tmp_path, 2)
+    save(tmp_path, 1)
+    save(tmp_path, 2)
     newest = tmp_path / "step-00000002"
     data = newest / "a1" / "rank-0.bin"
     if damage == "flip":
@@ -136,35 +115,14 @@ def test_damage_is_found_and_the_one_before_is_used(tmp_path: Path, damage: str)
     else:
         (newest / "MANIFEST.json").unlink()
     said: list[str] = []
-    found = _checkpoints(tmp_path, said).newest()
+    found = open_checkpoints(tmp_path, said).newest()
     assert found is not None
     assert found.step == 1
     assert bool(said) is (damage != "no manifest")
 
 
-def test_old_data_goes_and_manifests_stay(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 4, 5):
-        _save(tmp_path, step, best=step == 2)
-    with_data = [path.name for path in sorted(tmp_path.glob("step-*")) if (path / "a1").exists()]
-    assert with_data == ["step-00000002", "step-00000004", "step-00000005"]
-    assert len(list(tmp_path.glob("step-*/MANIFEST.json"))) == 5
-    assert (tmp_path / "best").read_text().strip() == "step-00000002"
-    assert (tmp_path / "last").read_text().strip() == "step-00000005"
-    found = _checkpoints(tmp_path).at_hint("best")
-    assert found is not None
-    assert found.step == 2
-
-
-def test_what_a_dead_attempt_left_behind_goes(tmp_path: Path) -> None:
-    _save(tmp_path, 1)
-    (tmp_path / "step-00000002" / "dead").mkdir(parents=True)
-    (tmp_path / "step-00000002" / "dead" / "rank-0.bin").write_bytes(b"half")
-    _save(tmp_path, 3, attempt="a2")
-    assert not (tmp_path / "step-00000002").exists()
-
-
 def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
-    _save(tmp_path, 1)
+    save(tmp_path, 1)
     for path in tmp_path.rglob("*"):
         if path.is_file():
             with pytest.raises(ValueError, match=r".+"):
@@ -172,7 +130,7 @@ def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
 
 
 def test_the_manifest_says_what_was_fed(tmp_path: Path) -> None:
-    _save(tmp_path, 3)
+    save(tmp_path, 3)
     manifest = json.loads((tmp_path / "step-00000003" / "MANIFEST.json").read_text())
     assert manifest["fed"] == {"0": f"{3:016x}"}
     assert manifest["parent_step"] == 0
@@ -181,10 +139,10 @@ def test_the_manifest_says_what_was_fed(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_an_error_and_leaves_the_one_before(tmp_path: Path) -> None:
-    _save(tmp_path, 1)
+    save(tmp_path, 1)
     (tmp_path / "step-00000002").write_text("in the way of the folder")
-    model, optimizer = _trained(0)
-    checkpoints = _checkpoints(tmp_path)
+    model, optimizer = trained(0)
+    checkpoints = open_checkpoints(tmp_path)
     checkpoints.save(model, optimizer, TrainState(step=2), {}, best=False)
     with pytest.raises(Exception, match="step-00000002"):
         checkpoints.wait()
@@ -194,8 +152,110 @@ def test_a_full_disk_is_an_error_and_leaves_the_one_before(tmp_path: Path) -> No
     assert found.step == 1
 
 
+def test_a_refused_save_is_a_warning_and_the_next_one_says_what_both_fed(tmp_path: Path) -> None:
+    said: list[str] = []
+    checkpoints = Checkpoints(Folder.at(str(tmp_path)), "a1", keep=2, failures=2, log=said.append)
+    (tmp_path / "step-00000002").write_text("in the way of the folder")
+    (model, optimizer), state = trained(0), TrainState()
+    for digest in (3, 5, 7):
+        fed(checkpoints, state, digest, model, optimizer)
+    checkpoints.finish()
+    assert [line[:62] for line in said] == ["warning: the checkpoint of step 2 could not be written (NotADi"]
+    assert checkpoints.steps() == ["step-00000001", "step-00000003"]
+    manifest = json.loads((tmp_path / "step-00000003" / "MANIFEST.json").read_text())
+    link = {key: manifest[key] for key in ("parent_step", "positions", "fed")}
+    assert link == {"parent_step": 1, "positions": [4, 12], "fed": {"0": f"{5 + 7:016x}"}}
+
+
+def test_so_many_refused_saves_in_a_row_are_an_error(tmp_path: Path) -> None:
+    said: list[str] = []
+    checkpoints = Checkpoints(Folder.at(str(tmp_path)), "a1", keep=2, failures=2, log=said.append)
+    for step in (1, 3, 4):
+        (tmp_path / f"step-{step:08d}").write_text("in the way of the folder")
+    (model, optimizer), state = trained(0), TrainState()
+    for _ in range(4):
+        fed(checkpoints, state, 1, model, optimizer)
+    with pytest.raises(NotADirectoryError, match="step-00000004"):
+        checkpoints.wait()
+    assert len(said) == 3
+
+
+def test_the_last_save_of_a_run_must_succeed(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(Folder.at(str(tmp_path)), "a1", keep=2, failures=5, log=[].append)
+    (tmp_path / "step-00000001").write_text("in the way of the folder")
+    (model, optimizer), state = trained(0), TrainState()
+    fed(checkpoints, state, 1, model, optimizer)
+    with pytest.raises(NotADirectoryError, match="step-00000001"):
+        checkpoints.finish()
+    (tmp_path / "step-00000001").unlink()
+    checkpoints.save(model, optimizer, state, {}, best=False)  # the same step once more
+    checkpoints.finish()
+    assert checkpoints.steps() == ["step-00000001"]
+
+
+def _refused(rank: int, world: int, folder: str) -> list[Any]:
+    model, optimizer = trained(0)
+    said: list[str] = []
+    group = dist.new_group(backend="gloo")
+    checkpoints = Checkpoints(Folder.at(folder), "a1", keep=2, failures=2, group=group, log=said.append)
+    seen: list[Any] = []
+    for step in (1, 2, 3):
+        checkpoints.save(model, optimizer, TrainState(step=step), {}, best=False)
+        dist.all_reduce(torch.ones(1000))
+        try:
+            checkpoints.wait()
+        except OSError as error:
+            seen.append(type(error).__name__)
+        seen.append(checkpoints.refused)
+    return [seen, len(said)]
+
+
+def test_all_ranks_agree_on_what_one_could_not_write(tmp_path: Path) -> None:
+    for step in (1, 3):
+        (tmp_path / f"step-{step:08d}" / "a1" / "rank-1.bin" / "in the way").mkdir(parents=True)
+    of_first, of_second = run_distributed(_refused, 2, str(tmp_path))
+    assert of_first[0] == of_second[0] == [True, False, True]
+    assert (of_first[1], of_second[1]) == (2, 0)
+    assert [path.parent.name for path in tmp_path.glob("step-*/MANIFEST.json")] == ["step-00000002"]
+
+
+def test_two_groups_of_an_attempt_share_no_file(tmp_path: Path) -> None:
+    model, optimizer = trained(0)
+    groups = [open_checkpoints(tmp_path) for _ in range(2)]
+    for group in groups:
+        group.claim()
+        group.save(model, optimizer, TrainState(step=1), {}, best=False)
+        group.finish()
+    written = {path.parent.name for path in tmp_path.glob("step-*/*/rank-0.bin")}
+    assert written == {groups[1].data}  # what the first one wrote went when the second one committed
+    found = groups[1].newest()
+    assert found is not None
+    assert found.data.name == groups[1].data != groups[0].data
+    groups[0].save(model, optimizer, TrainState(step=2), {}, best=False)
+    with pytest.raises(RuntimeError, match="has taken this run over"):
+        groups[0].wait()
+    assert groups[1].steps() == ["step-00000001"]
+    assert not (tmp_path / "step-00000002").exists()  # it learned of it before it wrote
+
+
+def test_a_checkpoint_of_an_earlier_version_is_opened(tmp_path: Path) -> None:
+    saved = save(tmp_path, 1)
+    path = tmp_path / "step-00000001" / "MANIFEST.json"
+    manifest = json.loads(path.read_text())
+    assert manifest.pop("folder") == "a1"
+    path.write_text(json.dumps(manifest))
+    found = open_checkpoints(tmp_path).newest()
+    assert found is not None
+    assert found.data.local == tmp_path / "step-00000001" / "a1"
+    other, _ = trained(9)
+    open_checkpoints(tmp_path).load(found, other)
+    assert parameters_sha256(other) == parameters_sha256(saved)
+    save(tmp_path, 2)
+    assert (tmp_path / "step-00000001" / "a1").exists()
+
+
 def _write(rank: int, world: int, folder: str) -> str:
-    model, optimizer = _trained(0)
+    model, optimizer = trained(0)
     group = dist.new_group(backend="gloo")
     checkpoints = Checkpoints(Folder.at(folder), "a1", keep=2, group=group)
     checkpoints.save(model, optimizer, TrainState(step=1, fed_digest=rank + 5), {}, best=False)
@@ -207,7 +267,7 @@ def _write(rank: int, world: int, folder: str) -> str:
 
 
 def _read(rank: int, world: int, folder: str) -> tuple[str, dict[str, Any]]:
-    model, optimizer = _trained(9)
+    model, optimizer = trained(9)
     checkpoints = Checkpoints(Folder.at(folder), "a2", keep=2, group=dist.new_group(backend="gloo"))
     found = checkpoints.newest()
     assert found is not None
@@ -215,19 +275,21 @@ def _read(rank: int, world: int, folder: str) -> tuple[str, dict[str, Any]]:
     return parameters_sha256(model), found.manifest
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(2, 3), (3, 1)])
-def test_another_number_of_workers_reads_it(tmp_path: Path, writers: int, readers: int) -> None:
-    written = run_distributed(_write, writers, str(tmp_path))
+@pytest.mark.parametrize(("writers", "readers", "place"), [(2, 3, "local"), (3, 1, "local"), (2, 3, "s3"), (3, 1, "s3")])
+def test_another_number_of_workers_reads_it(tmp_path: Path, writers: int, readers: int, place: str, s3: str) -> None:
+    keys = ":".join(KEYS.values())  # in the address, since the workers' environment is older than the server
+    uri = str(tmp_path) if place == "local" else uri_of(s3, f"workers{tmp_path}").replace("s3://", f"s3://{keys}@")
+    written = run_distributed(_write, writers, uri)
     if readers == 1:
-        model, _ = Single(torch.device("cpu")).prepare(Decoder(SHAPE, 11), lambda m: _trained(9)[1])
-        checkpoints = _checkpoints(tmp_path)
+        model, _ = Single(torch.device("cpu")).prepare(Decoder(SHAPE, 11), lambda m: trained(9)[1])
+        checkpoints = open_checkpoints(uri)
         found = checkpoints.newest()
         assert found is not None
         checkpoints.load(found, model)
         assert parameters_sha256(model) == written[0]
         assert found.manifest["fed"] == {str(rank): f"{rank + 5:016x}" for rank in range(writers)}
     else:
-        assert {sha256 for sha256, _ in run_distributed(_read, readers, str(tmp_path))} == set(written)
+        assert {sha256 for sha256, _ in run_distributed(_read, readers, uri)} == set(written)
 
 
 def test_tied_parameters_count_once_in_the_hash() -> None:

@@ -1,8 +1,10 @@
 """A run starts from a folder of safetensors, in one file or several, and says what is wrong with one that it cannot take."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,6 +118,35 @@ def test_what_is_wrong_with_a_folder_is_named(
 ) -> None:
     damage(source)
     with pytest.raises(SettingError, match=rf"model\.init_from is '{source}': .*(?:{message})"):
+        start_from(_model(0), Folder(str(source)), own, print)
+
+
+@pytest.mark.parametrize("scheme", ["", "local://"])
+@pytest.mark.parametrize(
+    "file", ["../../authorized_keys", "{outside}/authorized_keys", "a\\b", "nested/a", "..", "", 7], ids=repr
+)
+def test_an_index_names_files_beside_it_alone(
+    source: Path, own: Folder, scheme: str, file: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another name the index of a stranger's bucket would have its bytes written wherever it says."""
+    outside = source.parent / "outside"
+    (scratch := outside / "a" / "b").mkdir(parents=True)
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    file = file.format(outside=outside) if isinstance(file, str) else file
+    (source.parent.parent / "authorized_keys").write_text("theirs")
+    before = sorted(outside.rglob("*"))
+    (source / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": file}}))
+    with pytest.raises(
+        SettingError, match=rf"model\.init_from is .*{INDEX} names {re.escape(repr(file))}, which is no plain"
+    ):
+        start_from(_model(0), Folder(f"{scheme}{source}"), own, print)
+    assert sorted(outside.rglob("*")) == before
+
+
+@pytest.mark.parametrize("index", [[], {}, {"weight_map": ["a.safetensors"]}])
+def test_an_index_without_names_is_refused(source: Path, own: Folder, index: object) -> None:
+    (source / INDEX).write_text(json.dumps(index))
+    with pytest.raises(SettingError, match=rf"its {INDEX} has no weight_map"):
         start_from(_model(0), Folder(str(source)), own, print)
 
 

@@ -1,0 +1,77 @@
+"""How the workers of a run meet under Ray Train: on one machine in a file, on several at an address on their network.
+
+The one that is asked is the machine, not the cluster: a run whose workers all found a place on one node of a large cluster
+opens no port to the others either.
+
+    trainer = TorchTrainer(function, torch_config=torch_config(), **settings)
+    meet_here(worker_group)                                   # in a backend's on_start; False where a network is needed
+"""
+
+import os
+import socket
+from typing import Any
+
+from raystride.pipelines.worker.group import meet_in, new_meeting, use_interface_of
+
+
+def meet_here(worker_group: Any) -> bool:
+    """Has the workers meet on their machine, if they are on one; else tells each its interface, and says so."""
+    here = len(set(worker_group.execute(_node))) == 1
+    if here:
+        worker_group.execute(meet_in, worker_group.execute_single(0, new_meeting))
+    else:
+        worker_group.execute(meet_in, None)
+        worker_group.execute(_use_interface)
+    return here
+
+
+def torch_config() -> Any:
+    """Ray Train's TorchConfig, whose workers meet on their machine where they are on one."""
+    from ray.train.torch import TorchConfig
+
+    backend: Any = TorchConfig().backend_cls
+
+    class MeetingBackend(backend):  # type: ignore[misc]
+        here = False
+
+        def on_start(self, worker_group: Any, backend_config: Any) -> None:
+            self.here = meet_here(worker_group)
+            if not self.here:  # the workers join the group by themselves otherwise
+                super().on_start(worker_group, backend_config)
+
+        def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
+            if not self.here:
+                super().on_shutdown(worker_group, backend_config)
+
+    class MeetingConfig(TorchConfig):  # type: ignore[misc]
+        @property
+        def backend_cls(self) -> type:
+            return MeetingBackend
+
+    return MeetingConfig()
+
+
+def free_address() -> tuple[str, int]:
+    """An address of this worker's node at which nobody listens."""
+    import ray
+
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return ray.util.get_node_ip_address(), listener.getsockname()[1]
+
+
+def set_address(address: str, port: int) -> None:
+    """Has this worker's group meet there."""
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
+
+
+def _node() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def _use_interface() -> None:
+    import ray
+
+    use_interface_of(ray.util.get_node_ip_address())

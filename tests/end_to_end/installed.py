@@ -1,0 +1,60 @@
+"""Raystride as a wheel in a folder of its own, and a project of a user's own that is no checkout.
+
+python_in(site, project, "-m", "raystride", "presets")    # what it printed
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = """
+task: averaged
+data: {source: tickets, test_source: tickets#test}
+tokenizer: {kind: characters}
+model: {context: 48}
+optimizer: {learning_rate: 0.05, warmup_steps: 2}
+train: {steps: 30, slots: 2, slot_size: 16, log_every: 5}
+validation: {every: 15}
+checkpoint: {every: 15}
+record: {mlflow: false}
+"""
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with Raystride's wheel installed in it, and nothing else."""
+    wheels, site = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("site")
+    copy = tmp_path_factory.mktemp("source") / "raystride"
+    left_out = shutil.ignore_patterns(".git", ".venv*", "__pycache__", "*.egg-info", "build", "runs", ".mypy_cache", "tests")
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=left_out)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(wheels), str(copy)], check=True)
+    (wheel,) = wheels.glob("raystride-*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True)
+    return site
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A user's project."""
+    shutil.copytree(Path(__file__).with_name("project"), tmp_path / "my_project")
+    (tmp_path / "my_project" / "__init__.py").touch()
+    for name in ("model.py", "pipelines/__init__.py", "triton_kernels/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"raise RuntimeError('this is not Raystride, but the user\\'s own {name}')\n")
+    return tmp_path
+
+
+def python_in(site: Path, project: Path, *arguments: str) -> str:
+    """Runs Python in the project, where `raystride` is the installed wheel; what it printed."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment["PYTHONPATH"] = str(site)
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

@@ -1,0 +1,100 @@
+"""Ctrl-C and SIGTERM end a job, wherever it is, in one line and with the exit code that a shell expects."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from raystride.pipelines.config import Checkpoint, Config, Record, Train, Validation
+from tests.ray_jobs.jobs import finish_job, run_folder, start_job, summary, wait_for, wait_for_checkpoint
+from tests.tiny import tiny, write_text
+
+pytestmark = pytest.mark.timeout(600)
+SLOW = """
+import time
+from pathlib import Path
+import raystride
+
+@raystride.register_source("slow")
+def slow(split):
+    Path({marker!r}).touch()
+    time.sleep(600)
+    yield {{"text": "never"}}
+"""
+AT_THE_END = """
+import os, signal
+import raystride
+
+@raystride.register_observer
+class Late(raystride.Observer):
+    def on_end(self, summary):
+        os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """A long training of small steps."""
+    return tiny(
+        write_text(tmp_path),
+        storage=str(tmp_path / "runs"),
+        train=Train(steps=100_000, slots=2, slot_size=2, log_every=50),
+        validation=Validation(every=0, samples=4),
+        checkpoint=Checkpoint(every=50),
+        record=Record(mlflow=False),
+    )
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_training_saves_and_says_that_it_is_not_done(config: Config, number: int, code: int) -> None:
+    driver = start_job("train", config, "--run", "stopped", "--launch", "inline")
+    wait_for_checkpoint(config, "stopped", 50, driver)
+    driver.send_signal(number)
+    outcome = finish_job(driver)
+    assert outcome.code == code, outcome.out + outcome.err
+    assert "Traceback" not in outcome.out + outcome.err
+    told = summary(config, "stopped")
+    assert (told["status"], told["interrupted_by"]) == ("stopped", signal.Signals(number).name)
+    assert (run_folder(config, "stopped") / "checkpoints").read("last") == f"step-{told['steps']:08}\n".encode()
+
+
+@pytest.mark.parametrize("mode", ["inline", "ray"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_preparation_ends_in_one_line(config: Config, tmp_path: Path, mode: str, number: int, code: int) -> None:
+    marker, plugin = tmp_path / "reading", tmp_path / "slow.py"
+    plugin.write_text(SLOW.format(marker=str(marker)))
+    driver = start_job(
+        "train",
+        config,
+        "--plugins",
+        f'["{plugin}"]',
+        "--data.source",
+        "slow",
+        "--data.kind",
+        "auto",
+        "--launch",
+        mode,
+        "--run",
+        "never",
+    )
+    wait_for(marker.exists, driver)
+    driver.send_signal(number)
+    outcome = finish_job(driver)
+    assert outcome.code == code, outcome.out + outcome.err
+    assert outcome.err.startswith("interrupted by "), outcome.err
+    assert len(outcome.err.strip().splitlines()) == 1, outcome.err
+    assert not run_folder(config, "never").exists("owner.json")
+
+
+def test_a_signal_while_the_record_is_closed_costs_nothing(config: Config, tmp_path: Path) -> None:
+    """The observer is told of the end in the training's process, which inline is the driver."""
+    plugin = tmp_path / "late.py"
+    plugin.write_text(AT_THE_END)
+    driver = start_job(
+        "train", config, "--plugins", f'["{plugin}"]', "--train.steps", "60", "--launch", "inline", "--run", "late"
+    )
+    outcome = finish_job(driver)
+    assert outcome.code == 0, outcome.out + outcome.err
+    assert "Traceback" not in outcome.out + outcome.err
+    assert (summary(config, "late")["status"], summary(config, "late")["steps"]) == ("finished", 60)
+    assert run_folder(config, "late").exists("report.html")

@@ -1,0 +1,75 @@
+"""Ray's token is its user's alone, whoever made it, and a cluster that asks for none is spoken of."""
+
+import os
+import stat
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from raystride.pipelines.cluster.cluster import keep_token_private, token_file
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A home without a token, of a user who has said nothing of it, and whose files all may read."""
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    before = os.umask(0o022)
+    yield tmp_path
+    os.umask(before)
+
+
+def _mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_token_is_made_before_ray_makes_one(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keep_token_private()
+    file = home / ".ray" / "auth_token"
+    assert file == token_file()
+    assert (_mode(file), _mode(file.parent)) == (0o600, 0o700)
+    assert len(file.read_text()) == 64
+    assert [path.name for path in file.parent.iterdir()] == ["auth_token"]
+    first = file.read_text()
+    keep_token_private()
+    assert file.read_text() == first
+    assert capsys.readouterr() == ("", "")
+
+
+def test_one_that_all_could_read_is_closed_and_stays(home: Path) -> None:
+    (home / ".ray").mkdir()
+    file = home / ".ray" / "auth_token"
+    file.write_text("theirs")
+    assert _mode(file) == 0o644
+    keep_token_private()
+    assert (file.read_text(), _mode(file)) == ("theirs", 0o600)
+
+
+def test_jobs_that_start_at_once_have_one_token(home: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: keep_token_private(), range(8)))
+    assert len(token_file().read_text()) == 64
+    assert len(list((home / ".ray").iterdir())) == 1
+
+
+def test_another_place_or_another_token_is_the_user_s(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(home / "mine" / "token"))
+    keep_token_private()
+    assert _mode(home / "mine" / "token") == 0o600
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(home / "other"))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "given")
+    keep_token_private()
+    assert not (home / "other").exists()
+
+
+def test_a_cluster_that_asks_for_none_is_said(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    keep_token_private()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "warning: RAY_AUTH_MODE is disabled: whoever reaches Ray's ports on this machine can run code as you"
+    assert not (home / ".ray").exists()

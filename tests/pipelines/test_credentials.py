@@ -1,0 +1,180 @@
+"""Passwords, keys and tokens of addresses go from what is written and said, and come back from where they are given."""
+
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raystride.pipelines import credentials
+from raystride.pipelines.config import Config, Data, Model, Record, SettingError, Tokenizer
+from raystride.pipelines.config.parse import Parsed, from_yaml, to_yaml
+from raystride.pipelines.credentials import MissingSecret, conceal, hidden, masked, note, public, stripped, whole
+from raystride.pipelines.files import Folder, filesystem
+from raystride.pipelines.launch.place import locate
+
+WITH_SECRETS = {
+    "https://user:hunter2x@host:5000/path": "https://***@host:5000/path",
+    "https://token8c1f@host/path": "https://***@host/path",
+    "https://user:p@ss:w0rd@host/": "https://***@host/",
+    "https://user:pa'ss@host/": "https://***@host/",
+    "postgresql+psycopg2://me:a/b#c@db/x": "postgresql+psycopg2://***@db/x",
+    "s3://AKIA:wJalr%2FXUtn@bucket/runs/a": "s3://***@bucket/runs/a",
+    "s3://bucket/a?access_key=AKIA&secret_key=wJalr&region=eu": "s3://bucket/a?access_key=***&secret_key=***&region=eu",
+    "https://a.blob.core.windows.net/c/x.csv?sv=2024&sig=5fQ%3D&se=1": (
+        "https://a.blob.core.windows.net/c/x.csv?sv=2024&sig=***&se=1"
+    ),
+    "https://h/x?X-Amz-Credential=AK&X-Amz-Signature=9f": "https://h/x?X-Amz-Credential=***&X-Amz-Signature=***",
+    "gs://b/x?access_token=ya29#a": "gs://b/x?access_token=***#a",
+    "mssql+pyodbc:///?odbc_connect=PWD%3Dx": "mssql+pyodbc:///?odbc_connect=***",
+    "simplecache::s3://AKIA:wJalr@bucket/a": "simplecache::s3://***@bucket/a",
+}
+WITHOUT = [
+    "https://host:5000/path@1",
+    "http://host:8080/a:b@c",
+    "http://[::1]:5000/a@b",
+    "sqlite:////tmp/a@b/mlflow.db",
+    "abfs://container@account.dfs.core.windows.net/x",
+    "hdfs://alice@namenode:9000/x",
+    "s3://bucket/a:b@c?region=eu&tokenizer=bpe",
+    "s3://bucket/**/*.txt",
+    "/data/a=b/key=5@x",
+    "python",
+    "me@example.org",
+]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that was given no settings yet, by someone without accounts."""
+    for name in ("_logins", "_parameters"):
+        monkeypatch.setattr(credentials, name, {})
+    monkeypatch.setattr(credentials, "_values", set())
+    monkeypatch.setenv("HOME", "/nonexistent")
+    for name in (*credentials.GIVEN_IN, *credentials.AWS_LOGIN, *credentials.MLFLOW_LOGIN):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(("uri", "shown"), WITH_SECRETS.items())
+def test_what_is_secret_is_masked_and_comes_back(uri: str, shown: str) -> None:
+    assert masked(uri) == shown
+    assert masked(shown) == shown
+    assert "***" not in stripped(uri)
+    assert stripped(stripped(uri)) == stripped(uri) == stripped(shown)
+    with pytest.raises(MissingSecret, match=r"is not kept with the settings: give the whole address again"):
+        whole(shown)
+    note(uri)
+    assert whole(shown) == uri
+
+
+@pytest.mark.parametrize("uri", WITHOUT)
+def test_what_is_not_stays(uri: str) -> None:
+    assert masked(uri) == stripped(uri) == whole(uri) == hidden(uri) == uri
+
+
+@given(st.text(st.characters(codec="ascii", categories=("L", "N")), min_size=6), st.sampled_from("!$^*-_.~"))
+def test_no_password_stays(password: str, mark: str) -> None:
+    password += mark + "Q7"
+    for uri in (f"https://user:{password}@host/a", f"s3://bucket/x?secret_key={password}&region=eu"):
+        assert password not in masked(uri)
+        assert password not in masked(f"cannot reach '{uri}' (refused), see {uri} or --record.mlflow_uri={uri}")
+
+
+def test_texts_keep_all_else() -> None:
+    text = "GET 'https://u:pw@h/a?sig=x&b=1': 403; see https://docs/x?page=2, s3://b/c"
+    assert masked(text) == "GET 'https://***@h/a?sig=***&b=1': 403; see https://docs/x?page=2, s3://b/c"
+
+
+def test_a_link_has_no_user_either() -> None:
+    assert public("https://user:secret@host:5000/path") == "https://host:5000/path"
+    assert public("postgresql://user@host/db?password=x") == "postgresql://host/db"
+    assert public("sqlite:////tmp/a@b/mlflow.db") == "sqlite:////tmp/a@b/mlflow.db"
+
+
+def _with_secrets() -> Config:
+    return Config(
+        storage="s3://AKIAIOSFODNN7EXAMPLE:wJalrXUtnFEMI@bucket/runs",
+        data=Data(
+            source="https://me:hunter22@data/a.txt?sig=5fQabc",
+            validation="source",
+            validation_source="https://me:hunter22@data/b.txt",
+            test_source="s3://bucket/x?secret_key=wJalrXUtnFEMI",
+        ),
+        tokenizer=Tokenizer(kind="file", file="https://token8c1f@hub/tokenizer.json"),
+        model=Model(init_from="s3://AKIAIOSFODNN7EXAMPLE:wJalrXUtnFEMI@bucket/model"),
+        record=Record(mlflow_uri="https://me:hunter22@tracking"),
+    )
+
+
+SECRETS = ("AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI", "hunter22", "5fQabc", "token8c1f")
+
+
+def test_settings_are_written_without_secrets_and_have_them_again() -> None:
+    config = _with_secrets()
+    text = to_yaml(config) + str(config.flat()) + str(config.fixed()) + str(config.lasting())
+    assert not [secret for secret in SECRETS if secret in text]
+    stored = from_yaml(Config, to_yaml(config))
+    assert stored.record.mlflow_uri == "https://***@tracking"
+    assert stored.fixed() == config.fixed()
+    assert stored.default_run("a") == config.default_run("a")
+    assert stored.filled() == config
+    assert config.filled() is config
+
+
+def test_other_keys_are_no_other_settings() -> None:
+    config = _with_secrets()
+    other = replace(config, model=Model(init_from="s3://AKIAOTHER:another@bucket/model"))
+    plain = replace(config, model=Model(init_from="s3://bucket/model"))
+    assert config.fixed() == other.fixed() == plain.fixed()
+    assert config.default_run("a") == other.default_run("a") == plain.default_run("a")
+
+
+def test_a_secret_that_is_missing_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = Config(record=Record(mlflow_uri="https://***@tracking"))
+    with pytest.raises(SettingError, match=r"^record.mlflow_uri is 'https://\*\*\*@tracking': .*MLFLOW_TRACKING_PASSWORD"):
+        locate(Parsed(stored, "run"))
+    assert locate(Parsed(replace(stored, record=replace(stored.record, mlflow=False)), "run"))
+    for name, value, expected in (
+        ("MLFLOW_TRACKING_PASSWORD", "hunter22", "https://tracking"),
+        ("MLFLOW_TRACKING_URI", "https://me:hunter22@tracking", "https://me:hunter22@tracking"),
+        ("RAYSTRIDE_URIS", "s3://a:bcdefg@b https://you:hunter23@tracking", "https://you:hunter23@tracking"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setenv(name, value)
+            credentials._logins.clear()
+            assert locate(Parsed(stored, "run"))[0].record.mlflow_uri == expected
+    credentials._logins.clear()
+    with pytest.raises(SettingError, match=r"^data.source is 's3://\*\*\*@bucket/x': .*or set AWS_ACCESS_KEY_ID"):
+        locate(Parsed(Config(data=Data(source="s3://***@bucket/x")), "run"))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIA")
+    assert locate(Parsed(Config(data=Data(source="s3://***@bucket/x")), "run"))[0].data.source == "s3://bucket/x"
+    with pytest.raises(MissingSecret, match=r"the password or key of https://\*\*\*@host/x is not kept"):
+        filesystem("https://***@host/x")
+
+
+def test_folders_and_errors_say_none(tmp_path: Path) -> None:
+    folder = Folder("s3://AKIAIOSFODNN7EXAMPLE:wJalrXUtnFEMI@bucket/runs") / "a"
+    assert (str(folder), repr(folder)) == ("s3://***@bucket/runs/a", "Folder('s3://***@bucket/runs/a')")
+    assert folder.uri == "s3://AKIAIOSFODNN7EXAMPLE:wJalrXUtnFEMI@bucket/runs/a"
+    assert str(SettingError(f"storage is {folder.uri!r}")) == "storage is 's3://***@bucket/runs/a'"
+    assert hidden("the key AKIAIOSFODNN7EXAMPLE is not known") == "the key *** is not known"
+    outer = RuntimeError(f"no {folder.uri}", 7)
+    outer.__cause__ = OSError(13, "refused for wJalrXUtnFEMI", folder.uri)
+    conceal(outer)
+    assert outer.args == ("no s3://***@bucket/runs/a", 7)
+    assert str(outer.__cause__) == "[Errno 13] refused for ***: 's3://***@bucket/runs/a'"
+
+
+def test_whoever_is_sent_settings_knows_what_not_to_say(tmp_path: Path) -> None:
+    """A worker has them by pickle, which makes no section anew."""
+    (tmp_path / "sent").write_bytes(pickle.dumps((_with_secrets(), Folder("s3://AKIAX:another-key@other/runs"))))
+    code = (
+        "import pickle, sys; from raystride.pipelines.credentials import hidden;"
+        f"pickle.load(open({str(tmp_path / 'sent')!r}, 'rb')); print(hidden('hunter22 5fQabc another-key else'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "*** *** *** else\n"

@@ -1,0 +1,45 @@
+"""Small models with something in their optimisers, and checkpoints of them."""
+
+from pathlib import Path
+
+import torch
+
+from raystride.model.transformer import Decoder
+from raystride.pipelines.config import Model, Optimizer
+from raystride.pipelines.feed.loader import Step
+from raystride.pipelines.files import Folder
+from raystride.pipelines.train.checkpoint import Checkpoints
+from raystride.pipelines.train.optimizer import Updater, build_optimizer
+from raystride.pipelines.train.state import TrainState
+
+SHAPE = Model(layers=1, heads=2, width=8, context=6)
+
+
+def trained(seed: int, steps: int = 2, kind: str = "adamw") -> tuple[Decoder, Updater]:
+    torch.manual_seed(seed)
+    settings = Optimizer(kind=kind, momentum=0.9 if kind == "sgd" else 0.0)  # type: ignore[arg-type]
+    model = Decoder(SHAPE, 11)
+    optimizer = build_optimizer(settings, model)
+    for _ in range(steps):
+        loss, _ = model(torch.randint(0, 11, (2, 6)), torch.randint(0, 11, (2, 6)))
+        loss.backward()
+        optimizer.update(1e-3)
+        model.zero_grad()
+    return model, optimizer
+
+
+def save(folder: Path, step: int, best: bool = False, attempt: str = "a1", keep: int = 2) -> Decoder:
+    model, optimizer = trained(step)
+    checkpoints = Checkpoints(Folder.at(str(folder)), attempt, keep=keep, extra={"tokenizer/kind.json": b"{}"})
+    checkpoints.save(model, optimizer, TrainState(step=step, position=4 * step, fed_digest=step), {"run": "r"}, best=best)
+    checkpoints.wait()
+    return model
+
+
+def open_checkpoints(folder: Path | str, said: list[str] | None = None) -> Checkpoints:
+    return Checkpoints(Folder.at(str(folder)), "a2", keep=2, log=(said if said is not None else []).append)
+
+
+def fed(checkpoints: Checkpoints, state: TrainState, digest: int, model: Decoder, optimizer: Updater) -> None:
+    state.advance(Step(number=state.step, position=state.position, samples=4, micro_batches=[], digest=digest))
+    checkpoints.save(model, optimizer, state, {}, best=False)

@@ -1,0 +1,117 @@
+"""Groups of processes over the interface that they are told, and what of them can be reached from elsewhere."""
+
+import os
+import stat
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from raystride.pipelines.worker.group import (
+    GLOO,
+    MEETING,
+    NCCL,
+    count_nodes,
+    interface_of,
+    join_group,
+    leave_group,
+    meet_in,
+    new_meeting,
+    use_interface_of,
+)
+from tests.distributed import CONTEXT, LIMIT_S, run_distributed
+
+LOOPBACK = "127.0.0.1"
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (GLOO, NCCL, MEETING):
+        monkeypatch.setenv(name, "")  # to be undone, whatever the test sets
+        monkeypatch.delenv(name)
+
+
+def _elsewhere() -> tuple[str, str] | None:
+    """An interface that is not loopback, and its address, if there is one."""
+    for name, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            if each.family.name == "AF_INET" and not each.address.startswith("127."):
+                return name, each.address
+    return None
+
+
+def test_an_interface_is_found_by_its_address() -> None:
+    assert interface_of(LOOPBACK) in ("lo", "lo0")
+    assert interface_of("192.0.2.77") is None
+    if found := _elsewhere():
+        assert interface_of(found[1]) == found[0]
+
+
+def test_a_user_s_own_interface_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GLOO, "ib0")
+    use_interface_of(LOOPBACK)
+    assert os.environ[GLOO] == "ib0"
+
+
+def test_on_a_network_gloo_takes_the_node_s_interface_and_nccl_its_own_choice() -> None:
+    use_interface_of("192.0.2.77")
+    assert GLOO not in os.environ
+    name, address = _elsewhere() or ("lo", LOOPBACK)
+    use_interface_of(address)
+    assert os.environ[GLOO] == name
+    assert (NCCL in os.environ) == (address == LOOPBACK)
+
+
+def test_a_meeting_is_its_user_s_alone() -> None:
+    file = Path(new_meeting())
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    meet_in(str(file))
+    assert os.environ[MEETING] == str(file)
+    assert os.environ[GLOO] == os.environ[NCCL] == interface_of(LOOPBACK)
+    meet_in(None)
+    assert MEETING not in os.environ
+    file.parent.rmdir()
+
+
+def _worker(rank: int, world: int, file: str | None, place: Path) -> None:
+    """Sums over the group, and over another one as checkpoints have; writes down the sums and where it listens."""
+    torch.set_num_threads(1)
+    meet_in(file)
+    join_group("gloo", rank, world)
+    found = torch.ones(3)
+    dist.all_reduce(found)
+    other = torch.ones(3)
+    dist.all_reduce(other, group=dist.new_group(backend="gloo"))
+    listening = {each.laddr.ip for each in psutil.Process().net_connections("inet") if each.status == psutil.CONN_LISTEN}
+    (place / str(rank)).write_text(f"{found.sum() + other.sum():g} {','.join(sorted(listening))}")
+    leave_group(rank)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_group_on_one_machine_listens_on_loopback_alone(world: int, tmp_path: Path) -> None:
+    file = new_meeting() if world > 1 else None
+    processes = [CONTEXT.Process(target=_worker, args=(rank, world, file, tmp_path)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(LIMIT_S)
+        assert process.exitcode == 0
+    for rank in range(world):
+        assert (tmp_path / str(rank)).read_text() in (f"{6 * world} {LOOPBACK}", f"{6 * world} " if world == 1 else "")
+    if file:
+        assert not Path(file).parent.exists()
+
+
+def _count(rank: int, world: int, nodes: list[str]) -> int:
+    return count_nodes(nodes[rank], world, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("nodes", "count"), [(["a", "a", "b"], 2), (["a", "b", "c"], 3), (["a", "a"], 1)])
+def test_machines_are_counted_where_they_have_unlike_numbers_of_workers(nodes: list[str], count: int) -> None:
+    assert run_distributed(_count, len(nodes), nodes) == [count] * len(nodes)
+
+
+def test_one_worker_is_on_one_machine_and_has_no_group() -> None:
+    assert count_nodes("a", 1, torch.device("cpu")) == 1
