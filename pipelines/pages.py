@@ -45,6 +45,11 @@ def paragraph(text: str) -> str:
     return f"<p>{escape(text)}</p>"
 
 
+def preformatted(text: str) -> str:
+    """Text whose lines stay as they are."""
+    return f'<div class="scroll"><pre>{escape(text)}</pre></div>'
+
+
 def missing(text: str) -> str:
     """A paragraph that says why there is nothing to see here."""
     return f'<p class="none">{escape(text)}</p>'

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 if __name__ == "__main__":  # started as a script, from any folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from raystride.pipelines.commands import pasted
 from raystride.pipelines.config.jobs import Evaluate
 from raystride.pipelines.config.parse import Parsed, command
+from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.exit_codes import DONE, guarded
 
 if TYPE_CHECKING:
@@ -39,8 +41,9 @@ def _evaluated(settings: Evaluate) -> int:
     if problem:
         print(problem, file=sys.stderr)
     print(f"results  {scored.folder}")
-    print(f"mlflow   raystride ui --storage {settings.storage}" if scored.logged else "mlflow   not logged there")
-    print(f"next     raystride predict --run {settings.run} --storage {settings.storage} --input FILES --output DIR")
+    storage = str(Folder.at(settings.storage))
+    print(f"mlflow   {pasted('ui', storage=storage)}" if scored.logged else "mlflow   not logged there")
+    print(f"next     {pasted('predict', settings.run, storage, '--input FILES --output DIR')}")
     return DONE
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if __name__ == "__main__":  # started as a script, from any folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from raystride.pipelines.commands import pasted
 from raystride.pipelines.config.jobs import Export
 from raystride.pipelines.config.parse import Parsed, command
 from raystride.pipelines.credentials import hidden
@@ -40,7 +41,7 @@ def _exported(settings: Export) -> int:
     to_mlflow = settings.to == "mlflow"
     what = opened.config.task if to_mlflow else opened.config.model.flavour
     print(f"{what} of step {opened.step}: {', '.join(folder.names())}")
-    logged = _log(settings, opened, storage) if to_mlflow else f"raystride ui --storage {storage}"
+    logged = _log(settings, opened, storage) if to_mlflow else pasted("ui", storage=str(storage))
     print(f"results  {folder}")
     print(f"mlflow   {logged}")
     if to_mlflow:

@@ -10,6 +10,7 @@ from pathlib import Path
 if __name__ == "__main__":  # started as a script, from any folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from raystride.pipelines.commands import pasted
 from raystride.pipelines.config.jobs import Generate
 from raystride.pipelines.config.parse import Parsed, command
 from raystride.pipelines.files import Folder
@@ -41,10 +42,9 @@ def _write(settings: Generate) -> int:
     for prompt, text in zip(prompts[1:], texts[1:], strict=True):
         print(f"\n{'─' * 40}\n{prompt}{text}", end="")
     print(f"\n\nresults  {storage / settings.run}, step {opened.step}")
-    print(f"mlflow   raystride ui --storage {storage}")
-    steps = 2 * max(1, opened.step)
-    again = f"--config {storage / settings.run / 'config.yaml'} --run {settings.run} --storage {storage}"
-    print(f"next     raystride train {again} --train.steps {steps}   (trains it further)")
+    print(f"mlflow   {pasted('ui', storage=str(storage))}")
+    steps = f"--train.steps {2 * max(1, opened.step)}"
+    print(f"next     {pasted('train', settings.run, str(storage), steps)}   # trains it further")
     return DONE
 
 

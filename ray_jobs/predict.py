@@ -13,6 +13,7 @@ from pathlib import Path
 if __name__ == "__main__":  # started as a script, from any folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from raystride.pipelines.commands import pasted
 from raystride.pipelines.config.jobs import Predict
 from raystride.pipelines.config.parse import Parsed, command
 from raystride.pipelines.files import Folder
@@ -39,7 +40,7 @@ def _answer_files(settings: Predict) -> int:
     print(f"{predicted.rows:,} answers of step {predicted.step} in {len(predicted.files)} files{speed}{skipped}")
     print(f"results  {Folder.at(settings.output or '')}")
     print("mlflow   not logged there")
-    print(f"next     raystride evaluate --run {settings.run} --storage {settings.storage} --split test")
+    print(f"next     {pasted('evaluate', settings.run, str(Folder.at(settings.storage)), '--split validation')}")
     return DONE
 
 
@@ -53,13 +54,13 @@ def _answer_one(settings: Predict, text: str) -> int:
         print()
     print(f"results  {Folder.at(settings.storage) / settings.run}")
     print("mlflow   not logged there")
-    print(f"next     raystride predict --run {settings.run} --storage {settings.storage} --input FILES --output DIR")
+    print(f"next     {pasted('predict', settings.run, str(Folder.at(settings.storage)), '--input FILES --output DIR')}")
     return DONE
 
 
 def _printed(value: object) -> str:
-    if isinstance(value, list):
-        return " ".join(f"{each:.3f}" for each in value)
+    if isinstance(value, dict):
+        return "  ".join(f"{label} {share:.3f}" for label, share in value.items())
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 

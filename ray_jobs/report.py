@@ -9,10 +9,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 
 if __name__ == "__main__":  # started as a script, from any folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from raystride.pipelines.commands import of_storage, pasted, program
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record.journal import stream_entries
 from raystride.pipelines.report import gather_figures, write_page
@@ -34,9 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (FileNotFoundError, ValueError):
         summary = {"run": given.run, "status": "not ended"}
     write_page(folder, figures, summary)
+    storage = str(Folder.at(given.storage))
     print(f"results  {folder / 'report.html'}")
-    print(f"mlflow   raystride ui --storage {given.storage}")
-    print(f"next     open the page in a browser, or raystride runs show {given.run} --storage {given.storage}")
+    print(f"mlflow   {pasted('ui', storage=storage)}")
+    print(f"next     open the page in a browser, or {program()} runs show {quote(given.run)} {of_storage(storage)}".rstrip())
     return 0
 
 

@@ -13,13 +13,14 @@ if __name__ == "__main__":  # started as a script, from any folder
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import command
 from raystride.pipelines.launch.driver import run_training
+from raystride.pipelines.launch.stored import stored_settings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; the exit code."""
-    return command(
-        Config, run_training, arguments, program="raystride train", description="Train, or resume, a model on Ray."
-    )
+    about = "Train, or resume, a model on Ray."
+    with stored_settings(sys.argv[1:] if arguments is None else arguments) as given:
+        return command(Config, run_training, given, program="raystride train", description=about)
 
 
 if __name__ == "__main__":

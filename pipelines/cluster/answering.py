@@ -1,16 +1,15 @@
 """Where a finished run's answers are computed: in this process, or on a Ray cluster's workers.
 
-with answerers(settings, launch) as run_parts:            # ray.init ... ray.shutdown, unless launch.mode is inline
-    predict(chosen, settings, "mails.csv", folder, run_parts)
+predict(chosen, settings, "mails.csv", folder, answerers(settings, launch))       # ray.init ... ray.shutdown, where needed
 """
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from raystride.pipelines.cluster.cluster import cluster
+from raystride.pipelines.cluster.cluster import CannotRun, cluster, joined
 from raystride.pipelines.cluster.resources import Resources
 from raystride.pipelines.config import Answering, Launch
 
@@ -22,25 +21,41 @@ if TYPE_CHECKING:
     from raystride.pipelines.sources.pieces import Part
 
 
-@contextmanager
-def answerers(settings: Answering, launch: Launch) -> "Iterator[RunParts]":
-    """What answers parts, within the block. Raises SettingError, NoCluster."""
-    if launch.mode == "inline":
-        if settings.workers not in ("auto", 1):
-            raise settings.error("workers", "must be 1 (or auto) with --launch inline, which is this one process")
-        from raystride.pipelines.evaluate.prediction import answer_here
+HERE_BYTES = 2 << 20
+"""Of data that is answered in this process where nobody asks for Ray: starting it takes as long as thousands of texts."""
 
-        yield answer_here
+
+def answerers(settings: Answering, launch: Launch) -> "RunParts":
+    """What answers parts; Ray starts when there are some, and not before. Raises SettingError.
+
+    What it returns raises NoCluster, SettingError where there are fewer places than `workers`, and DataError as parts do.
+    """
+    if launch.mode == "inline" and settings.workers not in ("auto", 1):
+        raise settings.error("workers", "must be 1 (or auto) with --launch inline, which is this one process")
+    return partial(_answer, settings, launch)
+
+
+def _answer(settings: Answering, launch: Launch, work: "AnswerWork", parts: "list[Part]") -> None:
+    from raystride.pipelines.evaluate.prediction import answer_here
+
+    # Of parts that a hash divides, all is read and a share answered.
+    share = work.chosen.config.data.validation_fraction if work.split == "validation" else 1.0
+    size = sum(part.bytes * (1.0 if part.split else share) for part in parts)
+    small = size <= HERE_BYTES and settings.workers in ("auto", 1) and not joined(launch)
+    if launch.mode == "inline" or (launch.mode != "ray" and small):
+        answer_here(work, parts)
         return
     # Ray Data's actors would each be announced with an error of Ray's core that is none.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     with cluster(launch):
-        yield _on_cluster
+        _on_cluster(work, parts)
 
 
 def _on_cluster(work: "AnswerWork", parts: "list[Part]") -> None:
     settings, there = work.settings, Resources.of_cluster()
     cuda = settings.device == "cuda" or (settings.device == "auto" and there.gpus >= 1)
+    if cuda and there.gpu_problem:
+        raise CannotRun(f"device is cuda: {there.gpu_problem}, or use --device cpu")
     workers = int(there.gpus if cuda else there.cpus) if settings.workers == "auto" else settings.workers
     if workers > (most := int(there.gpus if cuda else there.cpus)):
         raise settings.error("workers", f"must be at most {most}, the cluster's {'GPUs' if cuda else 'cores'}")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import TypeVar
 
 from raystride.pipelines.cluster.fallback import say
 from raystride.pipelines.cluster.internals import on_loopback
@@ -21,6 +22,7 @@ from raystride.pipelines.cluster.versions import other_versions, ray_difference
 from raystride.pipelines.config import Launch
 from raystride.pipelines.credentials import hidden
 
+T = TypeVar("T")
 QUIET = {
     # Each worker's print would otherwise come twice, and usage statistics need a network.
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
@@ -197,22 +199,41 @@ def on_a_worker(function: Callable[[], str], timeout_s: float) -> str:
 
     Raises CannotRun where it is not back in `timeout_s` seconds.
     """
+    return str(ask_a_node(function, timeout_s))
+
+
+def ask_a_node(function: Callable[[], T], timeout_s: float, *, gpu: bool = False) -> T:
+    """What a function gives in a worker process of another node than this one, if there is one; `gpu`: of one with GPUs.
+
+    Raises CannotRun where it is not back in `timeout_s` seconds.
+    """
     import ray
     from ray.exceptions import GetTimeoutError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = ray.get_runtime_context().get_node_id()
-    others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+    alive = [node for node in ray.nodes() if node["Alive"] and (not gpu or node["Resources"].get("GPU", 0))]
+    others = [node["NodeID"] for node in alive if node["NodeID"] != here]
+    if gpu and any(node["NodeID"] == here for node in alive):
+        others = [here]
     strategy = NodeAffinitySchedulingStrategy(others[0] if others else here, soft=True)
     # Without a processor: on a cluster that is in use there may be none free.
     task = ray.remote(num_cpus=0, scheduling_strategy=strategy)(_call)
     try:
-        return str(ray.get(task.remote(function), timeout=timeout_s))
+        found: T = ray.get(task.remote(function), timeout=timeout_s)
     except GetTimeoutError:
         raise CannotRun(
             f"no worker answered in {timeout_s:g} s (launch.timeout_s): the cluster is busy or lost a node; see `ray status`"
         ) from None
+    return found
 
 
-def _call(function: Callable[[], str]) -> str:
+def several_nodes() -> bool:
+    """Whether the cluster that this process joined has other nodes."""
+    import ray
+
+    return len([node for node in ray.nodes() if node["Alive"]]) > 1
+
+
+def _call(function: Callable[[], T]) -> T:
     return function()

@@ -10,7 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 
+from raystride.pipelines.cluster.cluster import ask_a_node
 from raystride.pipelines.config import Config
+from raystride.pipelines.hardware.torch_gpus import LIMIT_S, asked, asked_apart, problem_with
 
 
 @dataclass(frozen=True)
@@ -26,35 +28,63 @@ class Resources:
     nodes: int = 1
     node_cpus: tuple[float, ...] = ()
     """Processors of each node; none: all on one."""
+    gpu_name: str | None = None
+    """What one GPU is called, where that is known."""
+    gpu_problem: str = ""
+    """Why PyTorch can use none of the GPUs that a driver shows, which are not counted then, and what to install."""
 
     def fit(self, cpus: float) -> int:
         """How many workers with that many processors each find a place: none lies across two nodes."""
         return sum(int(node // cpus) for node in self.node_cpus or (self.cpus,))
 
     @classmethod
-    def of_this_machine(cls) -> "Resources":
-        """The resources of this machine that this process may use, whose container may have less memory than the machine."""
+    def of_this_machine(cls, *, gpus: bool = True) -> "Resources":
+        """The resources of this machine that this process may use, whose container may have less memory than the machine.
+
+        Without `gpus` nobody asks for them.
+        """
         memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         limit = Path("/sys/fs/cgroup/memory.max")
         if limit.exists() and (text := limit.read_text().strip()).isdigit():
             memory = min(memory, float(text))
-        gpus, gpu_memory = _local_gpus()
-        return cls(float(usable_cores()), gpus, memory, gpu_memory)
+        if not gpus:
+            return cls(float(usable_cores()), 0.0, memory, None)
+        answer = asked()
+        problem = "" if answer["count"] else problem_with(answer, _driver_shows())
+        return cls(
+            cpus=float(usable_cores()),
+            gpus=float(answer["count"]),
+            memory_bytes=memory,
+            gpu_memory_bytes=answer["memory"],
+            gpu_name=answer["name"],
+            gpu_problem=problem,
+        )
 
     @classmethod
-    def of_cluster(cls) -> "Resources":
-        """The resources that the cluster which this process joined has in all, taken or not."""
+    def of_cluster(cls, *, gpus: bool = True) -> "Resources":
+        """The resources that the cluster which this process joined has in all, taken or not.
+
+        GPUs are those that PyTorch can use, which a node with some is asked; without `gpus` nobody asks.
+        """
         import ray
 
         nodes = [node for node in ray.nodes() if node["Alive"]]
         totals = [node["Resources"] for node in nodes]
+        shown = sum(total.get("GPU", 0) for total in totals)
+        # Ray counts what NVIDIA's driver shows, and this process may be on a node without any.
+        answer = (
+            ask_a_node(asked_apart, LIMIT_S, gpu=True) if gpus and shown else {"count": shown, "name": None, "memory": None}
+        )
+        problem = problem_with(answer, shown)
         return cls(
             cpus=sum(total.get("CPU", 0) for total in totals),
-            gpus=sum(total.get("GPU", 0) for total in totals),
+            gpus=0 if problem else shown,
             memory_bytes=min(total.get("memory", 0) + total.get("object_store_memory", 0) for total in totals),
-            gpu_memory_bytes=_local_gpus()[1],
+            gpu_memory_bytes=answer["memory"],
             nodes=len(nodes),
             node_cpus=tuple(total.get("CPU", 0) for total in totals),
+            gpu_name=answer["name"],
+            gpu_problem=problem,
         )
 
 
@@ -125,24 +155,12 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _local_gpus() -> tuple[float, float | None]:
-    """GPUs of this machine and the memory of the first, by NVML; (0, None) where there is no driver."""
+def _driver_shows() -> float:
+    """GPUs of this machine as NVML counts them; 0 where there is no driver."""
     try:
         import pynvml
-    except ImportError:
-        return _gpus_by_torch()
-    try:
+
         pynvml.nvmlInit()
-        count = pynvml.nvmlDeviceGetCount()
-        memory = float(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).total) if count else None
-        return float(count), memory
-    except pynvml.NVMLError:
-        return 0.0, None
-
-
-def _gpus_by_torch() -> tuple[float, float | None]:
-    import torch
-
-    if not torch.cuda.is_available():
-        return 0.0, None
-    return float(torch.cuda.device_count()), float(torch.cuda.get_device_properties(0).total_memory)
+        return float(pynvml.nvmlDeviceGetCount())
+    except Exception:  # ImportError, NVMLError: there are none for us
+        return 0.0

@@ -9,6 +9,9 @@ SourceKind = Literal[
     "auto", "python", "text", "lines", "labelled", "folders", "json", "csv", "parquet", "huggingface", "registered"
 ]
 
+DELIMITERS = {"auto": "", "comma": ",", "semicolon": ";", "tab": "\t", "\\t": "\t", "pipe": "|"}
+"""What `data.delimiter` may be called."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Data(Section):
@@ -41,6 +44,14 @@ class Data(Section):
     sources then name two files with a comma between."""
     encoding: str = setting("utf-8", fixed=True)
     """How text files, JSON and CSV are encoded, as Python names it; other than UTF-8, a file is read by one task."""
+    header: Literal["auto"] | bool = setting("auto", fixed=True, since="0.2")
+    """Whether the first line of CSV and TSV files names the columns; without one, columns have numbers from 0, or the names
+    in `columns`. `auto`: it does where the columns that are asked for are in it; where that cannot be told, it is asked."""
+    delimiter: str = setting("auto", fixed=True, since="0.2")
+    """What is between the fields of CSV and TSV files: `comma`, `semicolon`, `tab`, `pipe`, or a character. `auto`: the one
+    with which the columns are found."""
+    columns: tuple[str, ...] = setting((), fixed=True, since="0.2")
+    """Names for the columns of CSV and TSV files, in order: `[label, title, text]`; in place of the first line's names."""
     split: str = setting("train", fixed=True)
     """The split of a Hugging Face dataset; a source may name another after a `#` (`--data.test_source imdb#test`)."""
     validation: Literal["hash", "tail", "source"] = setting("hash", fixed=True)
@@ -79,6 +90,10 @@ class Data(Section):
             "text".encode(self.encoding)
         except (LookupError, UnicodeError):
             raise self.error("encoding", "must name an encoding of text, utf-8 or latin-1 for instance") from None
+        if self.delimiter not in DELIMITERS and (len(self.delimiter) != 1 or self.delimiter in '"\r\n'):
+            raise self.error("delimiter", f"must be one of {', '.join(DELIMITERS)}, or one character that is no quote")
+        if len(set(self.columns)) < len(self.columns):
+            raise self.error("columns", "must be names that differ from each other")
         if self.target_source and self.kind not in ("auto", "text", "lines"):
             raise self.error("target_source", f"needs text files, while data.kind is {self.kind!r}: use --data.kind lines")
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from raystride.pipelines.config.data import SourceKind
-from raystride.pipelines.config.run import Answering, Finished, Launch, Sample
+from raystride.pipelines.config.run import Answering, AnswerLaunch, Finished, Sample
 from raystride.pipelines.config.section import Section, setting
 
 
@@ -26,8 +26,8 @@ class Evaluate(Answering):
     """Which documents: those of `data.test_source`, or those that the run validated or trained on."""
     data: TestData = TestData()
     """The test set."""
-    launch: Launch = Launch()
-    """Where the workers run; `--launch inline` answers in this process."""
+    launch: AnswerLaunch = AnswerLaunch()
+    """Where it is answered: little data in this process, much by Ray's workers; `--launch inline` or `ray` says so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +45,20 @@ class Predict(Answering):
     """What the input is; `auto` sees it from its name and its files."""
     encoding: str = setting("utf-8")
     """How the input's text, JSON or CSV is encoded, as Python names it."""
+    header: Literal["auto"] | bool | None = setting(None)
+    """Whether the first line of a CSV names its columns; None: as the run's `data.header` says."""
+    delimiter: str | None = setting(None)
+    """What is between the fields of a CSV; None: as the run's `data.delimiter` says."""
+    columns: tuple[str, ...] | None = setting(None)
+    """Names for the columns of a CSV; None: as the run's `data.columns` says."""
     column: str | None = setting(None)
     """The column (or JSON key) that holds the questions, where it is not called as in training."""
     format: Literal["parquet", "jsonl"] = setting("parquet")
     """What the answers are written as."""
     sample: Sample = Sample()
     """How a language model continues texts."""
-    launch: Launch = Launch()
-    """Where the workers run; `--launch inline` answers in this process."""
+    launch: AnswerLaunch = AnswerLaunch()
+    """Where it is answered: little data in this process, much by Ray's workers; `--launch inline` or `ray` says so."""
 
     def __post_init__(self) -> None:
         """Raises SettingError unless either `text` is given, or `input` and with it `output`."""

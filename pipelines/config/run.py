@@ -83,6 +83,15 @@ class Launch(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AnswerLaunch(Launch):
+    """How the processes are started that answer with a trained model."""
+
+    mode: Literal["auto", "ray", "inline"] = setting("auto")  # type: ignore[assignment]
+    """`auto`: up to 2 MiB of data are answered in this process, and more by Ray's workers, as also where `launch.address` or
+    `workers` asks for them. `ray`, `inline`: always one of the two (also `--launch inline`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Record(Section):
     """What is written down, and where."""
 

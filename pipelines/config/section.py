@@ -102,7 +102,8 @@ class Section:
         cls: Any = type(self)
         allowed = _types(cls)[key]
         choices = _choices(allowed)
-        if choices and not isinstance(value, int) and value not in choices:
+        nothing = value is None and type(None) in get_args(allowed)
+        if choices and not nothing and not isinstance(value, int) and value not in choices:
             raise self.error(key, f"must be one of {', '.join(map(str, choices))}")
         if isinstance(value, tuple):
             for part in value:
@@ -137,9 +138,36 @@ def _first(value: float | None, other: float | None) -> float | None:
     return other if value is None else value
 
 
+ALIASES = {
+    "lr": "optimizer.learning_rate", "batch_size": "train.slot_size", "batch": "train.slot_size", "epochs": "train.epochs",
+    "num_train_epochs": "train.epochs", "per_device_train_batch_size": "train.slot_size", "seq_len": "model.context",
+    "block_size": "model.context", "max_seq_length": "model.context", "max_length": "model.context",
+    "max_steps": "train.steps", "max_iters": "train.steps", "n_layer": "model.layers", "num_layers": "model.layers",
+    "n_head": "model.heads", "num_heads": "model.heads", "n_embd": "model.width", "hidden_size": "model.width",
+    "d_model": "model.width", "gradient_accumulation_steps": "train.slots", "num_workers": "scaling.workers",
+    "nproc_per_node": "scaling.workers", "mixed_precision": "train.precision", "fp16": "train.precision",
+    "bf16": "train.precision", "output_dir": "storage", "out_dir": "storage", "resume": "run",
+    "resume_from_checkpoint": "run", "wd": "optimizer.weight_decay", "warmup": "optimizer.warmup_steps",
+    "warmup_iters": "optimizer.warmup_steps", "learning_rate": "optimizer.learning_rate", "grad_clip": "train.clip_norm",
+    "weight_decay": "optimizer.weight_decay", "warmup_steps": "optimizer.warmup_steps", "device": "scaling.device",
+    "dataset": "data.source", "data": "data.source", "model_name_or_path": "model.init_from",
+}  # fmt: skip
+"""What other programs call settings: for suggestions alone."""
+BESIDE = {
+    "train.slot_size": "a step has train.slots times as many samples",
+    "train.slots": "a step is train.slots times train.slot_size samples, whatever the number of workers",
+    "run": "the same --run NAME goes on where it was",
+    "storage": "runs lie there",
+}
+"""What one should know of a suggestion."""
+
+
 def nearest(key: str, known: Collection[str]) -> str:
     """Which known setting was meant, as the end of an error's sentence."""
     last = key.rsplit(".", 1)[-1]
+    meant = ALIASES.get(last.lower().replace("-", "_"))
+    if meant in known:
+        return f"; did you mean {meant}?" + (f" ({BESIDE[meant]})" if meant in BESIDE else "")
     same_name = [name for name in known if name.rsplit(".", 1)[-1] == last]
     # Several sections have `steps` and `every`: the likeliest is the one that is most like what was written.
     found = difflib.get_close_matches(key, sorted(same_name or known), 1, 0 if same_name else 0.5)

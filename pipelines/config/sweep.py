@@ -31,6 +31,15 @@ OF_TRIALS = (
 """Settings that cannot be tried: a trial is a short training that measures nothing but its steps."""
 
 
+SAME_WORK = ("optimizer.", "objective.", "model.dropout", "train.clip_norm", "seed", "data.shuffle")
+"""Settings that leave the work of a step as it is, or what their names begin with: only the loss tells them apart."""
+
+
+def same_work(key: str) -> bool:
+    """Whether a step takes the same work whatever this setting is."""
+    return key.startswith(SAME_WORK)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sweep(Section):
     """What is tried, how each trial is measured, and what counts as best."""
@@ -54,8 +63,10 @@ class Sweep(Section):
     """`asha`: stop trials early whose objective is among the worse at the same step (Li et al., 2020)."""
     keep: float = setting(3.0, above=1)
     """With `asha`, one trial in so many goes on at each rung."""
-    objective: Literal["throughput", "cost", "energy", "time_to_loss"] = setting("throughput")
-    """What is best: the most tokens a second, the lowest price or energy a token, or the least time to `target_loss`."""
+    objective: Literal["auto", "throughput", "cost", "energy", "time_to_loss", "loss"] = setting("auto")
+    """What is best: the most tokens a second, the lowest price or energy a token, the least time to `target_loss`, or the
+    lowest validation loss after the trial's steps. `auto`: `loss` where nothing varies but settings that leave the work of a
+    step as it is (those of the optimizer and the objective, dropout, clipping, the seed), else `throughput`."""
     target_loss: float = setting(0.0, at_least=0)
     """With `time_to_loss`, the training loss (mean of a window) at which a trial has arrived; 0: not given."""
     target_tokens: float = setting(0.0, at_least=0)
@@ -89,6 +100,9 @@ class Sweep(Section):
     def __post_init__(self) -> None:
         """Raises SettingError where a field is out of range, `space` has no choices, or the objective lacks its figure."""
         super().__post_init__()
+        if self.objective == "auto":
+            # Everyone who reads it wants to know which.
+            object.__setattr__(self, "objective", "loss" if self.space and all(map(same_work, self.space)) else "throughput")
         for key, choices in self.space.items():
             self._check_choices(key, choices)
         if self.least_windows > self.windows:

@@ -7,7 +7,7 @@ those of a task with windows are cut into windows, each of which is a sample wit
     list(answerer.answer([("free money",)]))                  # [{"text": "free money", "label": "spam", ...}]
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
@@ -38,6 +38,8 @@ class Example:
     """The document's columns, as they stand beside the answer."""
     ids: np.ndarray
     mask: np.ndarray | None = None
+    row: Mapping[str, Any] | None = None
+    """The whole row of the data, where that is kept."""
 
 
 class Answerer:
@@ -70,13 +72,13 @@ class Answerer:
             column.name: piece.place or value if column.kind == "image" else value for column, value in values
         }
         if self.sample:
-            return [Example(fields, self.task.prompt(piece.document[0]))]
+            return [Example(fields, self.task.prompt(piece.document[0]), row=piece.row)]
         ids, mask = self.task.encode(piece.document)
         if self.task.window:
             return list(self._windows(piece, ids))
         if self.graded and isinstance(self.model, Decoder):
             fields[self.task.given("bytes")] = len(piece.document[-1].encode())
-        return [Example(fields, ids.astype(self._type, copy=False), mask)]
+        return [Example(fields, ids.astype(self._type, copy=False), mask, piece.row)]
 
     def _windows(self, piece: Piece, ids: np.ndarray) -> Iterator[Example]:
         """A document by itself: each of its tokens is predicted once, from those before it in its window."""
@@ -98,6 +100,12 @@ class Answerer:
 
     def answers(self, examples: Iterable[Example]) -> Iterator[dict[str, Any]]:
         """The fields of each example with its answer, in the order of the examples."""
+        for example, found in self.pairs(examples):
+            fields = example.fields
+            yield fields | {f"{name}_given" if name in fields else name: value for name, value in found.items()}
+
+    def pairs(self, examples: Iterable[Example]) -> Iterator[tuple[Example, dict[str, Any]]]:
+        """Each example with its answer, in the order of the examples."""
         batch, some = self.settings.batch, iter(examples)
         while window := list(islice(some, WINDOW * batch)):
             order = self._by_length(window)
@@ -105,8 +113,7 @@ class Answerer:
             for numbers in (order[i : i + batch] for i in range(0, len(order), batch)):
                 found |= zip(numbers, self._batch([window[number] for number in numbers]), strict=True)
             for number, example in enumerate(window):
-                fields = example.fields
-                yield fields | {f"{name}_given" if name in fields else name: value for name, value in found[number].items()}
+                yield example, found[number]
 
     def _by_length(self, examples: list[Example]) -> list[int]:
         """Their numbers, longest first, so that what does not fit into memory shows at once."""

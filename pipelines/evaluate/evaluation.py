@@ -32,6 +32,7 @@ from raystride.pipelines.evaluate.prediction import (
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.fingerprint import open_sources
 from raystride.pipelines.prepare.parts import divide, parts_of
+from raystride.pipelines.sources.checking import check_source
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.pieces import Part
 from raystride.pipelines.sources.source import Source, open_source
@@ -147,6 +148,8 @@ def _parts(chosen: Chosen, split: Split, settings: Answering) -> tuple[dict[str,
         if not data.test_source:
             raise SettingError("data.test_source is None: it must name the data to score the model on (--data.test_source)")
         test = open_source(data, data.test_source, task.columns, whole=task.window is None)
+        if data.on_error == "raise":
+            check_source(test)
         return {"": test}, list(parts_of(test, with_small_parts(data, test, least)))
     source, other = open_sources(config, task)
     sources = {"": source, "train": source, "validation": other or source}

@@ -4,24 +4,26 @@ work = AnswerWork(chosen=chosen, settings=settings, folder=folder, readers={"": 
 answer_part(work, work.answerer(), part)                  # {"part": 3, "rows": 512, "file": "00003.jsonl", ...}
 """
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import IO, Any, Literal, Protocol
+from typing import Any, Literal
 
 from raystride.pipelines.config import Answering, Sample
 from raystride.pipelines.evaluate.answering import Answerer, Example
 from raystride.pipelines.evaluate.opening import Chosen
+from raystride.pipelines.evaluate.rows import Form, rows_writer
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.parts import part_items
 from raystride.pipelines.prepare.stages import validates
 from raystride.pipelines.sources.faults import Fault
 from raystride.pipelines.sources.pieces import Part, Piece, Reader
+from raystride.pipelines.tasks import Task
+from raystride.pipelines.tasks.labels import Labelling
 
-Form = Literal["parquet", "jsonl"]
 RECORDS = "parts"
+ANSWERS = ("label", "translation", "continuation")
+"""What tasks call their answers, which may be what a column of the data is called that holds the truth."""
 ROWS = 1024
 """Rows that are written at once."""
 FAULTS_NAMED = 100
@@ -52,10 +54,11 @@ class AnswerWork:
 def answer_part(work: AnswerWork, answerer: Answerer, part: Part) -> dict[str, Any]:
     """Writes a part's file and its record, which is returned. Raises DataError unless faults are skipped."""
     faults: list[dict[str, str]] = []
-    rows = answerer.answers(_examples(work, answerer, part, faults))
+    examples = _examples(work, answerer, part, faults)
+    rows = answerer.answers(examples) if work.graded else predictions(answerer.task, answerer.pairs(examples))
     first, name, count = list(islice(rows, ROWS)), f"{part.number:05d}.{work.form}", 0
     if first:
-        with work.folder.writer(name) as stream, _writer(work.form, stream, first) as writer:
+        with work.folder.writer(name) as stream, rows_writer(work.form, stream, first) as writer:
             while first:
                 writer.write(first)
                 count += len(first)
@@ -100,47 +103,28 @@ def _examples(work: AnswerWork, answerer: Answerer, part: Part, faults: list[dic
         faults.append({"place": fault.place, "reason": fault.reason})
 
 
+def predictions(task: Task, answered: Iterable[tuple[Example, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """Rows as a prediction writes them: the data's own columns, then what the model says, under names of its own."""
+    for example, answer in answered:
+        row = example.row or {}
+        fields = {name: example.fields.get(name, value) for name, value in row.items()} | example.fields
+        for name, value in named_probabilities(task, answer).items():
+            own = "prediction" if name in ANSWERS else name
+            fields[f"{own}_given" if own in fields else own] = value
+        yield fields
+
+
+def named_probabilities(task: Task, answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer in which the probabilities of labels stand under their names."""
+    values = answer.get("probabilities")
+    if not isinstance(task, Labelling) or values is None:
+        return answer
+    return answer | {"probabilities": dict(zip(task.labels, values, strict=True))}
+
+
 def _items(work: AnswerWork, part: Part) -> Iterator[Piece | Fault]:
     fraction, wanted = work.chosen.config.data.validation_fraction, work.split == "validation"
     for item in part_items(work.readers[part.split or ""], part):
         divided = isinstance(item, Piece) and work.split is not None and part.split is None
         if not divided or validates(item.identity, fraction) == wanted:  # type: ignore[union-attr]
             yield item
-
-
-class _Writer(Protocol):
-    def write(self, rows: list[dict[str, Any]]) -> None: ...
-
-
-@contextmanager
-def _writer(form: Form, stream: IO[bytes], first: list[dict[str, Any]]) -> Iterator[_Writer]:
-    """What writes rows of the kind of these `first` ones into the stream."""
-    if form == "jsonl":
-        yield _Lines(stream)
-        return
-    import pyarrow as pa
-    from pyarrow.parquet import ParquetWriter
-
-    # That of the first rows for all: rows without a value would give a column another type.
-    schema = pa.Table.from_pylist(first).schema
-    with ParquetWriter(stream, schema) as table:
-        yield _Table(table, schema)
-
-
-@dataclass(frozen=True)
-class _Lines:
-    stream: IO[bytes]
-
-    def write(self, rows: list[dict[str, Any]]) -> None:
-        self.stream.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
-
-
-@dataclass(frozen=True)
-class _Table:
-    writer: Any
-    schema: Any
-
-    def write(self, rows: list[dict[str, Any]]) -> None:
-        import pyarrow as pa
-
-        self.writer.write_table(pa.Table.from_pylist(rows, self.schema))

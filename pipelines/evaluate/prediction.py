@@ -9,8 +9,9 @@ killed goes on with the parts that it lacks; one with another model or other set
 
 import hashlib
 import json
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -18,10 +19,12 @@ from typing import Any
 from raystride.pipelines.config import Answering, Data, Sample, SettingError
 from raystride.pipelines.config.data import SourceKind
 from raystride.pipelines.evaluate.opening import Chosen
-from raystride.pipelines.evaluate.parts import RECORDS, AnswerWork, Form, answer_part, records
+from raystride.pipelines.evaluate.parts import RECORDS, AnswerWork, answer_part, records
+from raystride.pipelines.evaluate.rows import Form
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare import progress
 from raystride.pipelines.prepare.parts import parts_of
+from raystride.pipelines.sources.checking import check_source
 from raystride.pipelines.sources.pieces import Part
 from raystride.pipelines.sources.source import Source, open_source
 from raystride.pipelines.tasks.language_model import LanguageModel
@@ -62,12 +65,17 @@ def predict(
     kind: SourceKind = "auto",
     encoding: str = "utf-8",
     column: str | None = None,
+    table: Mapping[str, Any] | None = None,
     form: Form = "parquet",
     sample: Sample | None = None,
     echo: Echo = print,
 ) -> Predicted:
-    """Answers the data that `name` stands for. Raises DataError, SettingError."""
-    data = replace(chosen.config.data, source=name, kind=kind, encoding=encoding, target_source=None)
+    """Answers the data that `name` stands for; `table` are settings of `data` in which its CSV differs from the run's.
+
+    Raises DataError, SettingError.
+    """
+    table = table or {}
+    data = replace(chosen.config.data, source=name, kind=kind, encoding=encoding, target_source=None, **table)
     data = replace(data, on_error=settings.on_error)
     if column:
         named: dict[str, Any] = {chosen.task.asked[0].setting.removeprefix("data."): column}
@@ -77,8 +85,12 @@ def predict(
     # Here every line asks something, where a training takes the whole file as one document.
     if source.kind == "text":
         source = open_source(replace(data, kind="lines"), name, columns)
+    if data.on_error == "raise":
+        check_source(source)
+    source = source.keeping_rows()
     work = AnswerWork(chosen=chosen, settings=settings, sample=sample, folder=folder, readers={"": source.reader}, form=form)
     origin = {"input": digest_of(source.identity), "columns": [each.name for each in columns], **made_of(work)}
+    origin |= {f"data.{key}": list(value) if isinstance(value, tuple) else value for key, value in table.items()}
     parts = list(parts_of(source, with_small_parts(data, source)))
     return answer_all(work, parts, origin, run_parts, echo)
 
@@ -99,6 +111,8 @@ def answer_all(work: AnswerWork, parts: list[Part], origin: dict[str, Any], run_
     try:
         found = work.folder.read_json(MANIFEST)
     except FileNotFoundError:
+        found = None
+    if found is None or (found["made_of"] != origin and _nothing_answered(work.folder, found)):
         found = {"made_of": origin, "parts": len(parts), "complete": False}
         work.folder.put_json(MANIFEST, found)
     _refuse_others(found["made_of"], origin, work.folder)
@@ -119,6 +133,16 @@ def answer_all(work: AnswerWork, parts: list[Part], origin: dict[str, Any], run_
         found |= {"complete": True, "rows": rows, "skipped": skipped, "files": files, "faults": faults}
         work.folder.put_json(MANIFEST, found)
     return Predicted(rows=rows, skipped=skipped, faults=faults, files=files, rate=rate)
+
+
+def _nothing_answered(folder: Folder, found: dict[str, Any]) -> bool:
+    """Whether the folder's answers never came to be: it is free for others, and what was half written goes."""
+    if found["complete"] or records(folder):
+        return False
+    for name in folder.names():
+        if re.fullmatch(r"\d{5,}\.(parquet|jsonl)", name):
+            folder.remove(name)
+    return True
 
 
 def answer_here(work: AnswerWork, parts: list[Part]) -> None:

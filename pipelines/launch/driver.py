@@ -14,13 +14,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from raystride.model.hugging_face_config import check_description
-from raystride.pipelines.cluster.cluster import CannotRun, cluster, joined, on_a_worker
+from raystride.pipelines.cluster.cluster import CannotRun, ask_a_node, cluster, joined, on_a_worker, several_nodes
 from raystride.pipelines.cluster.internals import submission_id
 from raystride.pipelines.cluster.places import PlacesWatch
 from raystride.pipelines.cluster.resources import Resources, Share, resolve
+from raystride.pipelines.commands import of_storage, pasted, program
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.feed.cache import node_cache
@@ -34,14 +35,16 @@ from raystride.pipelines.launch.exit_codes import CANNOT_RUN, CODE_OF_SIGNAL, DO
 from raystride.pipelines.launch.failure import TrainingFailed
 from raystride.pipelines.launch.job_page import JobPage, metadata_of
 from raystride.pipelines.launch.owner import Ownership, new_attempt
-from raystride.pipelines.launch.place import locate
+from raystride.pipelines.launch.place import locate, settled
 from raystride.pipelines.launch.preflight import Check, failing, preflight
 from raystride.pipelines.launch.profiled import under_profiler
 from raystride.pipelines.launch.resume import (
     Earlier,
     completed,
+    newest_step,
     read_earlier,
     refuse_changes,
+    refuse_fewer_steps,
     refuse_other_bits,
     what_bits_depend_on,
     write_settings,
@@ -49,10 +52,11 @@ from raystride.pipelines.launch.resume import (
 from raystride.pipelines.launch.screen import Screen
 from raystride.pipelines.launch.session import Beside, Watcher, conduct
 from raystride.pipelines.plugins import Carried
+from raystride.pipelines.prepare.fingerprint import fingerprint
 from raystride.pipelines.prepare.manifest import Manifest
-from raystride.pipelines.prepare.prepare import Prepared, prepare
+from raystride.pipelines.prepare.prepare import Prepared, check_data, prepare
 from raystride.pipelines.record import describe_environment
-from raystride.pipelines.record.environment import RunEnvironment
+from raystride.pipelines.record.environment import Environment, RunEnvironment, describe_node
 from raystride.pipelines.record.links import job_link, on_a_server, run_link
 from raystride.pipelines.record.mlflow_log import MLFLOW_REFERENCE
 from raystride.pipelines.record.summary import RunSummary
@@ -112,12 +116,10 @@ def train(
     carried.register()
     config = replace(config, plugins=tuple(dict.fromkeys([*config.plugins, *carried.needed(config)])))
     folder = storage / str(config.run)
-    screen.line(f"run {config.run} in {storage}")
     earlier = read_earlier(folder)
-    _check_settings(config, earlier)
-    if earlier and (reached := completed(earlier, config)):
-        screen.line(_complete(folder, config, reached, earlier))
-        return earlier.summary or {}
+    if _nothing_left(config, storage, folder, earlier, screen):
+        return (earlier and earlier.summary) or {}
+    check_data(config, storage, build_task(config))
     attempt = new_attempt()
     told = metadata_of(str(config.run), str(storage), config.record.mlflow)
     with (
@@ -127,6 +129,8 @@ def train(
     ):
         milestones["cluster"] = time.time()
         there, share = resources_for(config)
+        if there.gpu_problem and config.scaling.device == "auto":
+            screen.warning(f"training on CPUs: {there.gpu_problem}")
         _refuse_failing(checks_for(config, storage, there, share))
         prepared = prepare_data(config, storage, screen)
         if earlier:
@@ -134,7 +138,7 @@ def train(
             refuse_changes(earlier, config, prepared.manifest.fingerprint)
         milestones["data"] = time.time()
         data = prepared.manifest.fingerprint
-        environment: RunEnvironment = {**describe_environment(), "attempt": attempt, "data": data}
+        environment: RunEnvironment = {**surroundings(config, there, share), "attempt": attempt, "data": data}
         job = Job(
             config=config,
             run=str(config.run),
@@ -149,11 +153,24 @@ def train(
             started_at=milestones["driver"] if watcher else process_start(os.getpid()) or milestones["driver"],
             milestones=milestones,
         )
-        write_settings(folder, attempt, config, environment)
+        write_settings(folder, attempt, settled(config), environment)
         all_tags = _tags(environment, config, share) | _ray_tags(dashboard) | dict(tags or {})
         _show_pages(folder, all_tags, screen)
         page.end(summary := _conduct(job, share, storage, all_tags, Beside(screen, watcher or page, mine.check)))
         return summary
+
+
+def _nothing_left(config: Config, storage: Folder, folder: Folder, earlier: Earlier | None, screen: Screen) -> bool:
+    """Says which run this is and whether it goes on; whether there is nothing left to do. Raises SettingError."""
+    reached, step = (completed(earlier, config), newest_step(folder)) if earlier else (None, None)
+    goes_on = f", going on from step {step}" if step and not reached else ""
+    screen.line(f"run {config.run} in {storage}{goes_on}")
+    _check_settings(config, earlier)
+    if earlier and reached:
+        screen.line(_complete(folder, config, reached, earlier))
+        return True
+    refuse_fewer_steps(config, step)
+    return False
 
 
 def _check_settings(config: Config, earlier: Earlier | None) -> None:
@@ -161,7 +178,7 @@ def _check_settings(config: Config, earlier: Earlier | None) -> None:
     _check_metric(config)
     check_tensorboard(config.record)
     if earlier:
-        refuse_changes(earlier, config)
+        refuse_changes(earlier, config, same_data=lambda: fingerprint(config, build_task(config)) == earlier.data)
     elif config.model.init_from:
         _check_init(config.model.init_from, config)
 
@@ -179,11 +196,12 @@ def prepare_data(config: Config, storage: Folder, screen: Screen) -> Prepared:
 
 
 def _prepare(config: Config, storage: Folder) -> int:
+    check_data(config, storage, build_task(config))
     with cluster(config.launch):
         prepared = prepare_data(config, storage, Screen())
     print(f"results  {prepared.folder}")
     print("mlflow   not logged there")
-    print(f"next     raystride train with the same settings and --storage {storage}")
+    print(f"next     {program()} train with the same settings {of_storage(str(storage))}".rstrip())
     return DONE
 
 
@@ -197,7 +215,7 @@ def _check(config: Config, storage: Folder) -> int:
     passed = all(check.passed for check in checks)
     print(f"results  {storage}")
     print("mlflow   not logged there")
-    print("next     raystride train with the same settings" if passed else "next     mend what failed, and check again")
+    print(f"next     {program()} train with the same settings" if passed else "next     mend what failed, and check again")
     return DONE if passed else CANNOT_RUN
 
 
@@ -206,8 +224,20 @@ def resources_for(config: Config) -> tuple[Resources, Share]:
 
     Raises SettingError where the settings contradict each other or the device.
     """
-    there = Resources.of_this_machine() if config.launch.mode == "inline" else Resources.of_cluster()
+    asked = config.scaling.device != "cpu"
+    inline = config.launch.mode == "inline"
+    there = Resources.of_this_machine(gpus=asked) if inline else Resources.of_cluster(gpus=asked)
     return there, resolve(config, there)
+
+
+def surroundings(config: Config, there: Resources, share: Share) -> Environment:
+    """What the run runs on: of this process, and versions and hardware of a node where its workers are."""
+    found = describe_environment()
+    if config.launch.mode == "ray" and several_nodes():
+        found.update(cast(Environment, ask_a_node(describe_node, config.launch.timeout_s, gpu=share.device == "cuda")))
+    if share.device == "cuda" and not found["gpus"] and there.gpu_name:  # no NVML there, or GPUs of another make
+        found["gpus"] = [{"name": there.gpu_name, "memory_bytes": int(there.gpu_memory_bytes or 0), "driver": ""}]
+    return found
 
 
 def checks_for(config: Config, storage: Folder, there: Resources, share: Share) -> list[Check]:
@@ -223,7 +253,7 @@ def _complete(folder: Folder, config: Config, reached: str, earlier: Earlier) ->
     return "\n".join(
         [
             f"this run is complete ({reached}). To train it further, give more steps or epochs, for instance",
-            f"  --run {config.run} --train.steps {more}",
+            f"  {pasted('train', str(config.run), str(folder.parent), f'--train.steps {more}')}",
             "and to train another one, another name (--run NAME) or other settings",
             closing_screen(earlier.summary or {}, folder),
         ]

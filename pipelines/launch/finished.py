@@ -40,8 +40,8 @@ def evaluate_run(settings: Evaluate, echo: Echo = print) -> "tuple[Scored, str |
     if settings.data.test_source:
         data = replace(chosen.config.data, test_source=settings.data.test_source)
         chosen = replace(chosen, config=replace(chosen.config, data=data))
-    with answerers(settings, settings.launch) as run_parts:
-        scored = evaluate(chosen, settings, settings.split, run, run_parts, echo=echo)
+    run_parts = answerers(settings, settings.launch)
+    scored = evaluate(chosen, settings, settings.split, run, run_parts, echo=echo)
     problem = keep_scores(scored, settings.split, run, chosen.step, chosen.config.record, storage)
     return replace(scored, logged=chosen.config.record.mlflow and not problem), problem
 
@@ -56,20 +56,20 @@ def predict_files(settings: Predict, echo: Echo = print) -> "Predicted":
     from raystride.pipelines.evaluate.prediction import predict
 
     chosen = choose(Folder.at(settings.storage), settings.run, settings.checkpoint, settings.average)
-    with answerers(settings, settings.launch) as run_parts:
-        predicted = predict(
-            chosen,
-            settings,
-            settings.input or "",
-            Folder.at(settings.output or ""),
-            run_parts,
-            kind=settings.kind,
-            encoding=settings.encoding,
-            column=settings.column,
-            form=settings.format,
-            sample=settings.sample,
-            echo=echo,
-        )
+    predicted = predict(
+        chosen,
+        settings,
+        settings.input or "",
+        Folder.at(settings.output or ""),
+        answerers(settings, settings.launch),
+        kind=settings.kind,
+        encoding=settings.encoding,
+        column=settings.column,
+        table={key: value for key in ("header", "delimiter", "columns") if (value := getattr(settings, key)) is not None},
+        form=settings.format,
+        sample=settings.sample,
+        echo=echo,
+    )
     return replace(predicted, step=chosen.step)
 
 
@@ -80,6 +80,7 @@ def answer_questions(settings: Predict, questions: Sequence[Any]) -> list[dict[s
     """
     from raystride.pipelines.evaluate.answering import Answerer
     from raystride.pipelines.evaluate.opening import choose
+    from raystride.pipelines.evaluate.parts import named_probabilities
     from raystride.pipelines.sources.faults import Fault
     from raystride.pipelines.sources.fields import document
     from raystride.pipelines.sources.image_files import ANYWHERE
@@ -99,7 +100,7 @@ def answer_questions(settings: Predict, questions: Sequence[Any]) -> list[dict[s
             yield from answerer.examples(piece)
 
     try:
-        return list(answerer.answers(examples()))
+        return [named_probabilities(answerer.task, answer) for answer in answerer.answers(examples())]
     except ValueError as error:
         if isinstance(error, SettingError):
             raise

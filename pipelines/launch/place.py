@@ -4,12 +4,43 @@ config, storage = locate(parsed)                          # config.storage "/hom
 """
 
 import os
+import re
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from raystride.pipelines.cluster.internals import in_submitted_job
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import Parsed
-from raystride.pipelines.files import Folder
+from raystride.pipelines.files import Folder, absolute
+from raystride.pipelines.sources.registry import registered_sources
+
+
+def storage_base() -> str | None:
+    """What a relative storage is relative to; None: the working directory."""
+    return os.environ.get("RAYSTRIDE_STORAGE") or (os.path.expanduser("~/raystride") if in_submitted_job() else None)
+
+
+def settled(config: Config) -> Config:
+    """The settings with absolute places of data that is here, so that they mean the same from any folder.
+
+    Not inside a submitted job, whose working directory is a package that the next one has elsewhere.
+    """
+    return config if in_submitted_job() else with_places(config, lambda place: absolute(place) if _is_here(place) else place)
+
+
+def with_places(config: Config, change: Callable[[str], str]) -> Config:
+    """The settings with every place of data changed."""
+    names = ("source", "validation_source", "test_source", "target_source")
+    found: dict[str, Any] = {name: change(value) for name in names if (value := getattr(config.data, name))}
+    file = change(config.tokenizer.file) if config.tokenizer.file else None
+    return replace(config, data=replace(config.data, **found), tokenizer=replace(config.tokenizer, file=file))
+
+
+def _is_here(place: str) -> bool:
+    if "://" in place or place == "python" or place in registered_sources():
+        return False
+    return os.path.exists(os.path.expanduser(place)) or re.search(r"[*?\[]", place) is not None
 
 
 def locate(parsed: Parsed[Config]) -> tuple[Config, Folder]:
@@ -20,6 +51,5 @@ def locate(parsed: Parsed[Config]) -> tuple[Config, Folder]:
     """
     unused = () if parsed.settings.record.mlflow else ("record.mlflow_uri",)
     config = parsed.settings.filled(optional=("data.test_source", *unused))
-    base = os.environ.get("RAYSTRIDE_STORAGE") or (os.path.expanduser("~/raystride") if in_submitted_job() else None)
-    storage = Folder.at(config.storage, base)
+    storage = Folder.at(config.storage, storage_base())
     return replace(config, storage=storage.uri, run=config.run or config.default_run(parsed.preset)), storage

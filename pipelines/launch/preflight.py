@@ -88,6 +88,9 @@ def _check_resources(share: Share, there: Resources) -> Check:
     remedy = "lower scaling.workers or scaling.threads, or add nodes to the cluster"
     if "GPU" in missing:
         remedy = "use --scaling.device cpu, lower scaling.workers, or add nodes with GPUs"
+        if there.gpu_problem:
+            why, _, install = there.gpu_problem.partition(": ")
+            found, remedy = f"{found}: {why}", f"{install}, or use --scaling.device cpu"
     return Check("resources", not missing, found, remedy)
 
 

@@ -6,20 +6,25 @@ completed(earlier, config)                                # "my-run is complete:
 refuse_other_bits(folder / "checkpoints", bits)           # train.exact: raises SettingError where another machine is one
 """
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from shlex import quote
 from typing import Any, cast
 
 from yaml import YAMLError
 
 from raystride.pipelines.cluster.resources import Share
+from raystride.pipelines.commands import program
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import from_yaml, to_yaml
-from raystride.pipelines.files import Folder
+from raystride.pipelines.files import Folder, absolute
 from raystride.pipelines.record.environment import Environment
 from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.train.names import MANIFEST
 
+PLACES = ("data.source", "data.validation_source", "data.target_source", "tokenizer.file")
+"""Settings that name where data lies: written differently, they mean the same."""
 SETTINGS = "config.yaml"
 ENVIRONMENT = "environment.json"
 
@@ -55,16 +60,33 @@ def _json(folder: Folder, name: str) -> dict[str, Any]:
         return {}
 
 
-def refuse_changes(earlier: Earlier, config: Config, data: str | None = None) -> None:
-    """Raises SettingError where a setting that may not change did, or the data behind the same settings."""
+def refuse_changes(
+    earlier: Earlier, config: Config, data: str | None = None, same_data: Callable[[], bool] = lambda: False
+) -> None:
+    """Raises SettingError where a setting that may not change did, or the data behind the same settings.
+
+    `same_data` is asked where places are all that differs: whether what lies there is what the run trained on.
+    """
     before, now = earlier.config.fixed(), config.fixed()
+    places = {key for key in PLACES if _differs(before, now, key)}
+    if places and (all(_place(before[key]) == _place(now[key]) for key in places) or data or same_data()):
+        before |= {key: now[key] for key in places}  # what lies there is compared, wherever it is
     changed = [f"{key}: {before[key]!r} before, {now[key]!r} now" for key in now if before.get(key, now[key]) != now[key]]
     if data and earlier.data and data != earlier.data:
         changed.append(f"the data: fingerprint {earlier.data[:12]} before, {data[:12]} now")
     if changed:
         raise SettingError(
-            "this run cannot go on with other settings of these, start another with --run NAME:\n  " + "\n  ".join(changed)
+            "this run cannot go on with other settings of these, start another with --run NAME, or go on with its own, as "
+            f"{program()} train --run {quote(config.run or 'NAME')} does by itself:\n  " + "\n  ".join(changed)
         )
+
+
+def _differs(before: Mapping[str, Any], now: Mapping[str, Any], key: str) -> bool:
+    return before.get(key) is not None and now.get(key) is not None and before[key] != now[key]
+
+
+def _place(value: str) -> str:
+    return absolute(value) if os.path.exists(os.path.expanduser(value)) else value
 
 
 def completed(earlier: Earlier, config: Config) -> str | None:
@@ -81,6 +103,22 @@ def completed(earlier: Earlier, config: Config) -> str | None:
         over = config.validation == earlier.config.validation
         reached += ", stopped early"
     return reached if over else None
+
+
+def newest_step(folder: Folder) -> int | None:
+    """The step of the newest checkpoint that was committed; None where there is none."""
+    checkpoints = folder / "checkpoints"
+    steps = [name for name in checkpoints.names() if name.startswith("step-") and checkpoints.exists(f"{name}/{MANIFEST}")]
+    return max((int(name.removeprefix("step-")) for name in steps), default=None)
+
+
+def refuse_fewer_steps(config: Config, reached: int | None) -> None:
+    """Raises SettingError where a run that is to go on is past its end already."""
+    if reached and 0 < config.train.steps < reached:
+        raise config.train.error(
+            "steps",
+            f"must be at least {reached}, where run {config.run} is already: give more, or start another with --run NAME",
+        )
 
 
 def what_bits_depend_on(config: Config, environment: Environment, share: Share) -> dict[str, object]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from raystride.pipelines.commands import pasted
 from raystride.pipelines.config.run import Record
 from raystride.pipelines.config.section import SettingError
 from raystride.pipelines.credentials import MissingSecret, hidden
@@ -114,7 +115,7 @@ def compare_runs(storage: Folder, given: argparse.Namespace) -> None:
     print(f"         {runs_link(references[0], given.port)}   (all runs)")
     if not on_a_server(references[0]):
         port = "" if given.port == UI_PORT else f" --port {given.port}"
-        print(f"         while this runs: raystride ui --storage {storage}{port}")
+        print(f"         while this runs: {pasted('ui', storage=str(storage))}{port}")
 
 
 def show_run(storage: Folder, given: argparse.Namespace) -> None:

@@ -55,6 +55,9 @@ def fingerprint_of(config: Config, task: Task, source: Source, validation: Sourc
         content["column"] = task.columns[0].name
     if (encoding := codecs.lookup(data.encoding).name) != "utf-8":
         content["encoding"] = encoding
+    if source.kind == "csv":  # at their defaults, what was prepared before these settings were is found again
+        told = {"header": data.header, "delimiter": data.delimiter, "names": list(data.columns)}
+        content |= {key: value for key, value in told.items() if value not in ("auto", [])}
     if data.image_root and data.on_error == "skip":  # what lies elsewhere is left out
         content["image_root"] = data.image_root
     if shape := task.shaped_by():

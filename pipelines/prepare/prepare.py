@@ -21,6 +21,7 @@ from raystride.pipelines.prepare.parts import divide, sample, sampled_slices
 from raystride.pipelines.prepare.progress import Meter, shown
 from raystride.pipelines.prepare.shards import same_file
 from raystride.pipelines.prepare.stages import SPLITS, Preparation, id_type, read_part, survey_part, tokenise, write_part
+from raystride.pipelines.sources.checking import check_source
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.pieces import Part, Slice
 from raystride.pipelines.sources.source import Source
@@ -54,6 +55,7 @@ def prepare(config: Config, storage: Folder, task: Task, *, on_ray: bool = True,
     if (manifest := finished(folder)) is not None:
         echo(f"data: {_counts(manifest, task)}, prepared before ({folder})")
         return Prepared(folder, manifest, reused=True)
+    _look_at(config, source, validation)
     if on_ray:
         _say_if_full(echo)
     started = time.time()
@@ -75,6 +77,20 @@ def prepare(config: Config, storage: Folder, task: Task, *, on_ray: bool = True,
     folder.remove_temporary(before=started)
     _report(manifest, task, records, folder, time.time() - started, echo)
     return Prepared(folder, manifest, reused=False)
+
+
+def check_data(config: Config, storage: Folder, task: Task) -> None:
+    """Looks at data that is not prepared yet, before anything that takes long. Raises DataError, SettingError."""
+    source, validation = open_sources(config, task)
+    if finished(storage / ".prepared" / fingerprint_of(config, task, source, validation)) is None:
+        _look_at(config, source, validation)
+
+
+def _look_at(config: Config, source: Source, validation: Source | None) -> None:
+    """Raises DataError for what is seen at once to be unreadable, unless that is to be skipped."""
+    for each in (source, validation):
+        if each and config.data.on_error == "raise":
+            check_source(each)
 
 
 def _say_if_full(echo: Echo) -> None:

@@ -35,23 +35,37 @@ class Commit(TypedDict):
     dirty: bool | None
 
 
-class Hardware(TypedDict):
-    """A machine."""
+class Machine(TypedDict):
+    """What a machine has, whatever it is called."""
 
-    host: str
     cpu: str | None
     cores: int | None
     memory_bytes: int | None
     gpus: list[Gpu]
 
 
-class Environment(Commit, Hardware):
-    """What a process runs on."""
+class Hardware(Machine):
+    """A machine."""
 
-    command: list[str]
+    host: str
+
+
+class Software(TypedDict):
+    """What programs are there."""
+
     python: str
     platform: str
     versions: dict[str, str]
+
+
+class Node(Machine, Software):
+    """What a node computes with."""
+
+
+class Environment(Commit, Hardware, Software):
+    """What a process runs on."""
+
+    command: list[str]
 
 
 class RunEnvironment(Environment):
@@ -70,6 +84,20 @@ def describe_environment() -> Environment:
         "platform": platform.platform(),
         "versions": _versions(),
         **describe_hardware(),
+    }
+
+
+def describe_node() -> Node:
+    """Versions and hardware of a node that computes. Runs there."""
+    hardware = describe_hardware()
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": _versions(),
+        "cpu": hardware["cpu"],
+        "cores": hardware["cores"],
+        "memory_bytes": hardware["memory_bytes"],
+        "gpus": hardware["gpus"],
     }
 
 

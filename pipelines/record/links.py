@@ -11,6 +11,7 @@ port 5000 unless it was given another.
 
 import json
 from collections.abc import Iterable, Mapping
+from shlex import quote as in_shell
 from typing import Any
 from urllib.parse import quote
 
@@ -111,7 +112,7 @@ def describe_run(run_folder: Folder, tags: Mapping[str, str]) -> str:
         rows["source"] = ", ".join(source)
     rows["report"] = "`report.html` among the artifacts, once the run has ended"
     table = [NOTE_HEAD, "| --- | --- |", *(f"| {name} | {text} |" for name, text in rows.items())]
-    return "\n".join([*table, "", f"`raystride runs show {run} --storage {storage}`"])
+    return "\n".join([*table, "", f"`raystride runs show {in_shell(run)} --storage {in_shell(str(storage))}`"])
 
 
 def is_our_note(note: str | None) -> bool:

@@ -12,7 +12,9 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from shlex import quote
 
+from raystride.pipelines.commands import of_storage, program
 from raystride.pipelines.credentials import hidden
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record.entry import Entry
@@ -30,7 +32,7 @@ MOST_HELD = 64
 def replay_hint(run_folder: Folder) -> str:
     """The command that brings MLflow up to date with a run's journal."""
     storage, run = run_folder.parent, run_folder.name
-    return f"raystride runs replay {run} --storage {storage}"
+    return f"{program()} runs replay {quote(run)} {of_storage(str(storage))}".rstrip()
 
 
 class Follower:

@@ -6,6 +6,7 @@ print(closing_screen(summary, run_folder, text_curve(points, validation), sample
 from collections.abc import Callable
 from typing import Any
 
+from raystride.pipelines.commands import pasted
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record.summary import RunSummary
 
@@ -34,20 +35,20 @@ def closing_screen(
 
 
 def _last_lines(summary: RunSummary, run_folder: Folder, link: str | None, next_job: str, *, writes: bool) -> list[str]:
-    storage, run = run_folder.parent, run_folder.name
-    place = f"--run {run} --storage {storage}"
+    storage, run = str(run_folder.parent), run_folder.name
     if summary.get("mlflow_run_id") is None:
         tracking = "not logged there"
     elif link:
         tracking = link
     else:
-        tracking = f"raystride ui --storage {storage}"
+        tracking = pasted("ui", storage=storage)
     if not next_job:
-        # Without its settings a run would be refused; from remote storage nobody could read them by that name.
-        settings = f"--config {run_folder}/config.yaml " if run_folder.local else ""
-        again = f"raystride train {settings}{place}"
-        job = f"generate {place}" if writes else f"evaluate {place} --split validation"
-        next_job = f"raystride {job}" if summary.get("status") in WELL else f"{again}   (resumes it)"
+        if summary.get("status") not in WELL:
+            next_job = f"{pasted('train', run, storage)}   # resumes it"
+        elif writes:
+            next_job = pasted("generate", run, storage)
+        else:
+            next_job = pasted("evaluate", run, storage, "--split validation")
     return [f"results  {run_folder}", f"mlflow   {tracking}", f"next     {next_job}"]
 
 

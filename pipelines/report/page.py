@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raystride.pipelines.files import Folder
-from raystride.pipelines.pages import heading, items, missing, page, paragraph, table
+from raystride.pipelines.pages import heading, items, missing, page, paragraph, preformatted, table
 from raystride.pipelines.report import pictures
 from raystride.pipelines.report.advice import advise
 from raystride.pipelines.report.figures import Figures
+from raystride.pipelines.report.origin import Origin, origin_of
 
 FIGURES: dict[str, tuple[str, str]] = {
     "status": ("status", "{}"),
@@ -43,15 +44,19 @@ GIB = 2**30
 
 def write_page(folder: Folder, figures: Figures, summary: Mapping[str, Any]) -> None:
     """Puts the page of the run in this folder there, as `report.html`. Raises OSError."""
-    folder.put("report.html", run_page(figures, summary, _operations(folder)))
+    folder.put("report.html", run_page(figures, summary, _operations(folder), origin_of(folder)))
 
 
 def run_page(
     figures: Figures,
     summary: Mapping[str, Any],
     operations: Sequence[Mapping[str, Any]] = (),
+    origin: Origin | None = None,
 ) -> str:
-    """The page as HTML, from a journal's figures, the summary, and the costliest operations where steps were profiled."""
+    """The page as HTML, from a journal's figures, the summary, what the run was made of, and the costliest operations
+    where steps were profiled.
+    """
+    origin = origin or Origin()
     shares = figures.part_shares
     sections = [
         ("Loss", pictures.losses(figures), "No loss was measured."),
@@ -68,6 +73,13 @@ def run_page(
         heading("What to try next"),
         items(advise(summary, shares)),
         *body,
+        heading("What it is made of"),
+        table((), origin.facts(figures.began)),
+        heading("Settings that are not the defaults"),
+        table(["setting", "value", "default"], origin.changed)
+        if origin.changed
+        else missing("None, or they are not known."),
+        *([heading("What it wrote at the end"), preformatted(origin.sample)] if origin.sample.strip() else []),
         paragraph(
             "Parts of a step are the host's time; on GPUs forward, backward and optimiser are that of launching them."
         ),

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from raystride.pipelines.credentials import hidden
 
-_REMEDY = "mend or remove it, or leave out what cannot be read with --data.on_error skip"
+REMEDY = "mend or remove it, or leave out what cannot be read with --data.on_error skip"
 
-_OTHER_ENCODING = f"name its encoding (--data.encoding latin-1, for instance), {_REMEDY}"
+OTHER_ENCODING = f"name its encoding (--data.encoding latin-1, for instance), {REMEDY}"
 
 
 class DataError(ValueError):
@@ -32,7 +32,7 @@ class Fault:
     """The file, and where in it."""
     reason: str
     """What is wrong, as the rest of a sentence about the file."""
-    remedy: str = _REMEDY
+    remedy: str = REMEDY
     """What the user can do."""
 
     def __post_init__(self) -> None:
@@ -71,4 +71,4 @@ def faults_of(place: str) -> Iterator[None]:
 def not_utf8(place: str, error: UnicodeDecodeError, offset: int = 0) -> Fault:
     """The fault of a text whose bytes, which begin at `offset` of their file, are not UTF-8."""
     at = offset + error.start
-    return Fault(place, f"is not UTF-8: byte 0x{error.object[error.start]:02x} at {at}", _OTHER_ENCODING)
+    return Fault(place, f"is not UTF-8: byte 0x{error.object[error.start]:02x} at {at}", OTHER_ENCODING)

@@ -8,11 +8,12 @@ which the row may lead) a data URI (RFC 2397).
 """
 
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from raystride.pipelines.credentials import masked
-from raystride.pipelines.sources.faults import Fault, Faulty
+from raystride.pipelines.sources.faults import OTHER_ENCODING, REMEDY, Fault, Faulty
 from raystride.pipelines.sources.image_files import MOST_BYTES, NOWHERE, Reach, read_image
 from raystride.pipelines.sources.pieces import Piece
 from raystride.pipelines.tasks.task import Column
@@ -35,6 +36,11 @@ def document(values: Sequence[Any], place: str, columns: Columns, reach: Reach =
         empty = columns[fields.index("")]
         remedy = f"fill it, name another column with --{empty.setting}, or leave such rows out with --data.on_error skip"
         yield Fault(place, f"column {empty.name!r} is empty", remedy)
+
+
+def with_row(items: Iterator[Piece | Fault], row: Callable[[], Mapping[str, Any]], keep: bool) -> Iterator[Piece | Fault]:
+    """The items, documents with their whole row where that is to be kept."""
+    return (replace(item, row=row()) if isinstance(item, Piece) else item for item in items) if keep else items
 
 
 def named(row: Mapping[str, Any], place: str, columns: Columns, reach: Reach = NOWHERE) -> Iterator[Piece | Fault]:
@@ -96,7 +102,9 @@ def _field(value: Any, place: str, column: Column, reach: Reach) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         what = "is not UTF-8 (it holds half a surrogate pair, or bytes of another encoding)"
-        raise Faulty(Fault(place, f"column {column.name!r} {what}")) from error
+        # Bytes that are no UTF-8 come from tables as these, by which half a pair of JSON's can be told from them.
+        other = 0xDC80 <= ord(value[error.start]) <= 0xDCFF
+        raise Faulty(Fault(place, f"column {column.name!r} {what}", OTHER_ENCODING if other else REMEDY)) from error
     return value
 
 

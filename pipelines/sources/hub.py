@@ -11,13 +11,13 @@ numbers of a `ClassLabel` become their names.
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
 from raystride.pipelines.files import Folder
 from raystride.pipelines.sources.faults import DataError, Fault
-from raystride.pipelines.sources.fields import Columns, document, find_columns, inner
+from raystride.pipelines.sources.fields import Columns, document, find_columns, inner, with_row
 from raystride.pipelines.sources.image_files import Reach
 from raystride.pipelines.sources.pieces import File, Piece, Slice
 
@@ -44,6 +44,8 @@ class HuggingFaceReader:
     columns: Columns
     image_root: str | None = None
     """Another folder below which images may lie that rows name."""
+    keep: bool = False
+    """Whether documents come with their whole row."""
 
     def file(self) -> File:
         """What stands for the dataset where other sources have files. Raises DataError where it cannot be loaded."""
@@ -74,11 +76,14 @@ class HuggingFaceReader:
         keys = find_columns(self.source, self.columns, dataset.column_names, nested=True)
         reach = self._reach()
         table, stop = dataset.select_columns(sorted({name for name, _ in keys})).with_format("arrow"), piece.stop or 0
+        if self.keep:
+            table = dataset.with_format("arrow")
         for first in range(piece.start, stop, _ROWS):
             rows = table[first : min(first + _ROWS, stop)]
             fields = [_values(rows[name].to_pylist(), dataset.features[name], field) for name, field in keys]
             for row, values in enumerate(zip(*fields, strict=True), first + 1):
-                yield from document(values, f"{self.source}, split {self.split}, row {row}", self.columns, reach)
+                found = document(values, f"{self.source}, split {self.split}, row {row}", self.columns, reach)
+                yield from with_row(found, partial(_row, rows, row - first - 1, dataset.features), self.keep)
 
     def _reach(self) -> Reach:
         """Below the folder, or for a data set of the hub where `datasets` keeps what it loads."""
@@ -91,6 +96,11 @@ class HuggingFaceReader:
 
     def _dataset(self) -> Any:
         return _load(self.source, self.split)
+
+
+def _row(rows: Any, number: int, features: Any) -> dict[str, Any]:
+    """A row by its columns' names, labels by theirs."""
+    return {name: _values([rows[name][number].as_py()], features[name], "")[0] for name in rows.column_names}
 
 
 def _values(values: list[Any], feature: Any, field: str) -> list[Any]:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any
 
-from raystride.pipelines.sources.faults import DataError, Fault, Faulty, not_utf8
-from raystride.pipelines.sources.fields import Columns, document, named
+from raystride.pipelines.sources.faults import OTHER_ENCODING, DataError, Fault, Faulty, not_utf8
+from raystride.pipelines.sources.fields import Columns, document, named, with_row
 from raystride.pipelines.sources.pieces import PIECE, File, Piece, Slice
 from raystride.pipelines.sources.streams import count_lines, length, lines, open_range
 
@@ -64,7 +64,7 @@ class LineReader:
                     # The mark that some editors put at a file's beginning is no text.
                     text = line.decode("utf-8-sig").strip()
                 except UnicodeDecodeError as error:
-                    yield Fault(place, f"is not UTF-8: byte 0x{error.object[error.start]:02x}")
+                    yield Fault(place, f"is not UTF-8: byte 0x{error.object[error.start]:02x}", OTHER_ENCODING)
                 else:
                     yield from self._document(text, place, piece.file)
         if line is None:
@@ -90,6 +90,9 @@ class LabelledReader(LineReader):
 @dataclass(frozen=True)
 class JsonReader(LineReader):
     """An object a line, or an array of objects in a `.json`."""
+
+    keep: bool = False
+    """Whether documents come with their whole object."""
 
     def slices(self, file: File, target: int) -> list[Slice]:
         """Byte ranges that begin at lines; one slice for an array."""
@@ -117,7 +120,7 @@ class JsonReader(LineReader):
 
     def _object(self, row: Any, place: str, file: File) -> Iterator[Piece | Fault]:
         if isinstance(row, dict):
-            yield from named(row, place, self.columns, file.reach)
+            yield from with_row(named(row, place, self.columns, file.reach), lambda: row, self.keep)
         else:
             yield Fault(place, f"is no JSON object but a {type(row).__name__}")
 

@@ -2,6 +2,7 @@
 
 list_files("corpus/**/*.txt")                             # [File(uri=..., name="a/1.txt", size=..., stamp=...)]
 list_files("s3://bucket/books")                           # a folder: every file below it, hidden ones left out
+list_files("mails.zip")                                   # the files in it
 list_files("missing.txt")                                 # DataError
 """
 
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from raystride.pipelines.credentials import stripped
 from raystride.pipelines.files import absolute, filesystem
 from raystride.pipelines.retries import retried
+from raystride.pipelines.sources.archives import is_archive, members
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.pieces import File
 from raystride.pipelines.stores import address_of
@@ -26,7 +28,18 @@ def list_files(place: str, encoding: str = "utf-8") -> list[File]:
     """The files at a path, glob, folder or URI, whose text is in that encoding. Raises DataError where there are none."""
     # By one name: latin1 and latin-1 are the same data, prepared once.
     name = codecs.lookup(encoding).name
-    return [replace(file, encoding=name) for file in _list(place)]
+    found = _list(place)
+    if any(is_archive(file.name) for file in found):
+        found = [each for file in found for each in _unpacked(file, alone=len(found) == 1)]
+    return [replace(file, encoding=name) for file in found]
+
+
+def _unpacked(file: File, *, alone: bool) -> list[File]:
+    """The files in an archive, below its name where it has others beside it; else the file."""
+    if not is_archive(file.name):
+        return [file]
+    inside = members(file)
+    return inside if alone else [replace(each, name=f"{file.name}/{each.name}") for each in inside]
 
 
 def _list(place: str) -> list[File]:

@@ -6,10 +6,10 @@ A reader knows one format. It says which slices a file has, and reads one of the
         piece.document, piece.begins, piece.ends              # a document, or a stretch of a long one
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 from raystride.pipelines.files import parent_and_name
 from raystride.pipelines.sources.faults import Fault
@@ -24,6 +24,18 @@ COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 
 HEAD = 4096
 """Characters of a document whose hash says whether it validates."""
+
+
+@dataclass(frozen=True)
+class Archive:
+    """An archive, and where nodes that read it unpack it."""
+
+    uri: str
+    """Absolute path or URI."""
+    size: int
+    """Bytes on disk."""
+    folder: str
+    """The local folder whose files are its members."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,8 @@ class File:
     """How its text is encoded, as Python calls it."""
     image_root: str | None = None
     """Another folder below which images may lie that it names."""
+    archive: Archive | None = None
+    """What it is a member of."""
 
     @property
     def streamed(self) -> bool:
@@ -102,6 +116,8 @@ class Piece:
     """Its document's first HEAD characters; None: those that are here."""
     place: str = ""
     """The file it comes from, and where in it."""
+    row: Mapping[str, Any] | None = None
+    """The whole row by its columns' names, where the reader was told to keep it."""
 
     @property
     def identity(self) -> str:

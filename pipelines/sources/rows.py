@@ -10,12 +10,16 @@ columns are all empty or null is no document and passes in silence.
 import csv
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
 from typing import Any
 
 from raystride.pipelines.files import filesystem
 from raystride.pipelines.retries import retried
-from raystride.pipelines.sources.faults import Fault, Faulty, faults_of
-from raystride.pipelines.sources.fields import Columns, document, find_columns, inner
+from raystride.pipelines.sources.archives import at_hand
+from raystride.pipelines.sources.dialects import HEAD, Dialect, Form, find_dialect, glimpse
+from raystride.pipelines.sources.faults import REMEDY, Fault, Faulty, faults_of
+from raystride.pipelines.sources.fields import Columns, document, find_columns, inner, with_row
 from raystride.pipelines.sources.image_files import Reach
 from raystride.pipelines.sources.pieces import File, Piece, Slice
 from raystride.pipelines.sources.streams import ByteRange, length, lines, open_range
@@ -25,9 +29,13 @@ _ROWS = 1024
 
 @dataclass(frozen=True)
 class CsvReader:
-    """Comma- or tab-separated values under a line of names. Units are bytes; a row belongs where it begins."""
+    """Rows of values, under a line of names or without one. Units are bytes; a row belongs where it begins."""
 
     columns: Columns
+    form: Form = Form()
+    """What the settings say of delimiters and names."""
+    keep: bool = False
+    """Whether documents come with their whole row."""
 
     def slices(self, file: File, target: int) -> list[Slice]:
         """One slice: a quoted newline cannot be told from a row's end without reading from the beginning."""
@@ -46,30 +54,43 @@ class CsvReader:
         file = piece.file
         # The default of 128 KiB is less than many a document has.
         csv.field_size_limit(2**31 - 1)
+        dialect = self._dialect(file)
         with open_range(file) as stream:
             text = _DecodedLines(stream)
-            rows = csv.reader(text, delimiter="\t" if ".tsv" in file.name.lower() else ",")
-            names = next(rows, None)
-            if not names:
-                raise Faulty(Fault(file.uri, "is empty"))
-            chosen = [names.index(name) for name, _ in find_columns(file.uri, self.columns, names)]
-            at = text.at
+            rows = csv.reader(text, delimiter=dialect.delimiter)
+            at = 0
             try:
-                for row in rows:
-                    if piece.stop is not None and at >= piece.stop:
-                        return
-                    if at >= piece.start and row:
-                        yield from self._document(row, chosen, f"{file.uri}, line {rows.line_num}", file.reach)
+                for number, row in enumerate(rows):
+                    if number or not dialect.header:
+                        if piece.stop is not None and at >= piece.stop:
+                            return
+                        if at >= piece.start and row:
+                            place = f"{file.uri}, line {rows.line_num}"
+                            found = self._document(row, dialect.chosen, place, file.reach)
+                            yield from with_row(found, partial(_by_name, row, dialect.names), self.keep)
                     at = text.at
             except csv.Error as error:
                 raise Faulty(Fault(f"{file.uri}, line {rows.line_num}", f"is no CSV: {error}")) from error
 
-    def _document(self, row: list[str], chosen: list[int], place: str, reach: Reach) -> Iterator[Piece | Fault]:
+    def _dialect(self, file: File) -> Dialect:
+        with open_range(file) as stream:
+            head = b""
+            while len(head) < HEAD and (data := stream.read(HEAD - len(head))):
+                head += data
+        return find_dialect(head, self.form, self.columns, file)
+
+    def _document(self, row: list[str], chosen: tuple[int, ...], place: str, reach: Reach) -> Iterator[Piece | Fault]:
         for index, column in zip(chosen, self.columns, strict=True):
             if index >= len(row):
-                yield Fault(place, f"has {len(row)} fields, too few for column {column.name!r}")
+                seen = f"has {len(row)} fields, too few for column {column.name!r}: {glimpse(row)}"
+                yield Fault(place, seen, f"name what is between them with --data.delimiter, {REMEDY}")
                 return
         yield from document([row[index] for index in chosen], place, self.columns, reach)
+
+
+def _by_name(row: list[str], names: tuple[str, ...]) -> dict[str, str]:
+    """A row's values under their names; those beyond the names under numbers."""
+    return {names[i] if i < len(names) else str(i): value for i, value in enumerate(row)}
 
 
 class _DecodedLines:
@@ -93,6 +114,8 @@ class ParquetReader:
     """Rows of Parquet files, read by row groups. Units are rows."""
 
     columns: Columns
+    keep: bool = False
+    """Whether documents come with their whole row."""
 
     def slices(self, file: File, target: int) -> list[Slice]:
         """A slice a row group, with the bytes of the columns' uncompressed values."""
@@ -126,14 +149,17 @@ class ParquetReader:
             for number in range(table.num_row_groups):
                 after = row + table.metadata.row_group(number).num_rows
                 if after > piece.start and row < stop:
-                    for at, values in _values(table, number, self.columns, row, file.uri):
+                    for at, values, whole in _values(table, number, self.columns, row, file.uri, self.keep):
                         if piece.start <= at < stop:
-                            yield from document(values, f"{file.uri}, row {at + 1}", self.columns, file.reach)
+                            found = document(values, f"{file.uri}, row {at + 1}", self.columns, file.reach)
+                            yield from with_row(found, partial(dict, whole), self.keep)
                 row = after
 
 
-def _values(table: Any, group: int, columns: Columns, row: int, uri: str) -> Iterator[tuple[int, tuple[Any, ...]]]:
-    names = [column.name for column in columns]
+def _values(
+    table: Any, group: int, columns: Columns, row: int, uri: str, keep: bool
+) -> Iterator[tuple[int, tuple[Any, ...], dict[str, Any]]]:
+    names = None if keep else [column.name for column in columns]
     keys = find_columns(uri, columns, table.schema_arrow.names, nested=True)
     batches = table.iter_batches(batch_size=_ROWS, row_groups=[group], columns=names, use_threads=False)
     while True:
@@ -142,7 +168,9 @@ def _values(table: Any, group: int, columns: Columns, row: int, uri: str) -> Ite
             fields = [] if batch is None else [_field(batch.column(name).to_pylist(), field) for name, field in keys]
         if batch is None:
             return
-        yield from enumerate(zip(*fields, strict=True), row)
+        rows = batch.to_pylist() if keep else repeat({}, batch.num_rows)
+        for number, (values, whole) in enumerate(zip(zip(*fields, strict=True), rows, strict=True), row):
+            yield number, values, whole
         row += batch.num_rows
 
 
@@ -159,6 +187,7 @@ class _Parquet:
     def __enter__(self) -> Any:
         from pyarrow.parquet import ParquetFile
 
+        at_hand(self._file)
         with faults_of(self._file.uri):
             if self._file.size == 0:
                 raise Faulty(Fault(self._file.uri, "is empty"))

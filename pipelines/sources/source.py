@@ -16,6 +16,8 @@ from typing import Any
 
 from raystride.pipelines.config import Data
 from raystride.pipelines.files import Folder, absolute
+from raystride.pipelines.sources.archives import ARCHIVES
+from raystride.pipelines.sources.dialects import Form
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.fields import Columns
 from raystride.pipelines.sources.hub import HuggingFaceReader, saved_dataset
@@ -37,7 +39,7 @@ _GIVES = {"text": ["text"], "python": ["text"], "lines": ["text"], "parallel": [
           "labelled": ["label", "text"], "image": ["image"]}  # fmt: skip
 """What sources without names of columns have: kinds of columns."""
 _READERS: dict[str, Callable[[Columns], Reader]] = {
-    "json": JsonReader, "csv": CsvReader, "parquet": ParquetReader,
+    "json": JsonReader, "parquet": ParquetReader,
     "lines": LineReader, "labelled": LabelledReader, "folders": FolderReader,
 }  # fmt: skip
 
@@ -53,6 +55,10 @@ class Source:
     """How each of them is read."""
     targets: tuple[File, ...] = ()
     """The files whose lines belong to theirs, where there are such."""
+
+    def keeping_rows(self) -> "Source":
+        """The same with whole rows beside the documents, where it has rows."""
+        return replace(self, reader=replace(self.reader, keep=True)) if hasattr(self.reader, "keep") else self  # type: ignore
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -98,6 +104,8 @@ def open_source(data: Data, name: str, columns: Columns, *, whole: bool = False)
 def _reader(kind: str, data: Data, columns: Columns, whole: bool) -> Reader:
     if kind == "text":
         return TextReader(data.on_error == "skip", whole)
+    if kind == "csv":
+        return CsvReader(columns, Form(data.header, data.delimiter, data.columns))
     return _READERS[kind](columns)
 
 
@@ -168,7 +176,11 @@ def _kind(name: str) -> str:
         local = "://" not in name and os.path.isdir(absolute(name))
         return "huggingface" if local and saved_dataset(Folder.at(name)) else "files"
     # `organisation/name` on the hub looks like a path; a file's ending, or a path that cannot be a name, tells them apart.
-    if name.count("/") > 1 or name.startswith((".", "/", "~")) or Path(name).suffix in {".txt", ".md", ".gz", *_ENDINGS}:
+    if (
+        name.count("/") > 1
+        or name.startswith((".", "/", "~"))
+        or Path(name).suffix in {".txt", ".md", ".gz", *_ENDINGS, *ARCHIVES}
+    ):
         return "files"
     return "huggingface"
 

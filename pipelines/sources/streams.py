@@ -12,6 +12,7 @@ from typing import Any
 
 from raystride.pipelines.files import filesystem
 from raystride.pipelines.retries import retried
+from raystride.pipelines.sources.archives import at_hand, foreign
 from raystride.pipelines.sources.faults import Fault, Faulty, faults_of
 from raystride.pipelines.sources.pieces import COMPRESSIONS, PIECE, File
 
@@ -41,6 +42,9 @@ class ByteRange:
 @contextmanager
 def open_range(file: File, start: int = 0, stop: int | None = None) -> Iterator[ByteRange]:
     """The file's (decompressed, recoded) bytes [start, stop). Raises Faulty."""
+    at_hand(file)
+    if fault := foreign(file):
+        raise Faulty(fault)
     with faults_of(file.uri):
         system, path = filesystem(file.uri)
         packed = next((name for end, name in COMPRESSIONS.items() if file.name.endswith(end)), None)
@@ -65,13 +69,16 @@ class _Recoded:
     def __init__(self, stream: Any, file: File) -> None:
         self._stream, self._file = stream, file
         self._decoder = codecs.getincrementaldecoder(file.encoding)()
-        self._ready, self._ended = b"", False
+        self._ready, self._ended, self._begun = b"", False, False
 
     def read(self, size: int) -> bytes:
         """The next bytes, `size` unless the text ends."""
         while len(self._ready) < size and not self._ended:
             data = self._stream.read(size)
-            self._ended = not data
+            # In many an encoding any bytes are text.
+            if not self._begun and (fault := foreign(self._file, data)):
+                raise Faulty(fault)
+            self._begun, self._ended = True, not data
             try:
                 self._ready += self._decoder.decode(data, self._ended).encode("utf-8", "surrogatepass")
             except UnicodeDecodeError as error:

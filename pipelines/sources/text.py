@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from raystride.pipelines.credentials import masked
+from raystride.pipelines.sources.archives import at_hand
 from raystride.pipelines.sources.faults import Fault, Faulty, not_utf8
 from raystride.pipelines.sources.fields import Columns, document
 from raystride.pipelines.sources.pieces import HEAD, PIECE, File, Piece, Slice
@@ -168,6 +169,7 @@ class FolderReader:
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
         """The file's document: its label and its text, or image."""
         file = piece.file
+        at_hand(file)
         values: dict[str, Any] = {"label": file.name.partition("/")[0], "image": file.uri}
         if any(column.kind == "text" for column in self.columns):
             for item in TextReader(whole=True).read(Slice(file, 0, None, file.size)):

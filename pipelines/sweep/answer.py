@@ -119,14 +119,20 @@ def _in_words(
     others = [result for result in merged if result.status == "measured" and result not in alike]
     spread = f" ± {best.spread:.1%}" if len(best.speeds) > 1 else ""
     lines.append(f"It trains {best.speed:,.0f}{spread} tokens a second on {best.workers} worker{'s' * (best.workers > 1)}.")
-    if objective != "throughput":
+    if objective == "loss":
+        steps = Candidate(base, best.settings).config
+        after = f" after {steps.train.steps:,} steps" if steps else ""
+        lines[1:] = [f"Its loss{after} is {best.final_loss:.4g}, the lowest of all trials.", lines[1]]
+    elif objective != "throughput":
         value = score(best, base.sweep, price)
         lines.append(f"Of all trials it has the best score for {objective}: {value:.3g} {UNITS[objective]}.")
     if len(alike) > 1:
         lines.append(f"As good within the spread: {'; '.join(result.label for result in alike[1:4])}.")
     if others:
         worst = max(others, key=lambda result: score(result, base.sweep, price))
-        if objective == "throughput":
+        if objective == "loss":
+            lines.append(f"The worst that ran, {worst.label}, has {worst.final_loss:.4g}.")
+        elif objective == "throughput":
             lines.append(f"The slowest that ran, {worst.label}, reaches {worst.speed / best.speed:.0%} of its speed.")
         else:
             value = score(worst, base.sweep, price)

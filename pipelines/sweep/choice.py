@@ -10,17 +10,20 @@ from dataclasses import replace
 from statistics import fmean, median
 
 from raystride.pipelines.config.parse import to_yaml
-from raystride.pipelines.config.sweep import Sweep, SweepConfig
+from raystride.pipelines.config.sweep import Sweep, SweepConfig, same_work
 from raystride.pipelines.scaling_model.described import ClusterDescription
 from raystride.pipelines.sweep.result import Result
 from raystride.pipelines.sweep.space import Candidate
 
 HOUR_S = 3600
+SAME_LOSS = 0.005
+"""Losses that differ by no more than this share are not told apart: another seed alone would change them as much."""
 UNITS = {
     "throughput": "seconds a token",
     "cost": "price a token",
     "energy": "joules a token",
     "time_to_loss": "seconds to the target loss",
+    "loss": "nats a target",
 }
 """What the score of each objective is."""
 
@@ -34,6 +37,8 @@ def score(result: Result, sweep: Sweep, price_per_hour: float) -> float:
     """The objective as a figure of which less is better, in `UNITS`; infinite where the trial has none."""
     if not result.speed:
         return math.inf
+    if sweep.objective == "loss":
+        return result.final_loss
     if sweep.objective == "energy":
         return float(result.figures.get("joules_per_token") or math.inf)
     if sweep.objective == "time_to_loss":
@@ -70,6 +75,7 @@ def _together(rounds: Sequence[Result]) -> Result:
         figures=first.figures | ({"joules_per_token": fmean(energies)} if energies else {}),
         # The mean of those rounds alone that came to the loss would flatter.
         seconds_to_loss=fmean(arrived) if len(arrived) == len(times) else None,
+        val_loss=fmean(each.final_loss for each in measured) if first.val_loss is not None else None,
         cause=next((result.cause for result in rounds if not result.measured), ""),
     )
 
@@ -85,11 +91,18 @@ def best_of(results: Iterable[Result], sweep: Sweep, price_per_hour: float) -> t
     finite = sorted(((value, index, result) for index, (value, result) in enumerate(scored) if math.isfinite(value)))
     if not finite:
         return None, []
+    if sweep.objective == "loss":
+        least, _, best = finite[0]
+        return best, [result for value, _, result in finite if value - least <= SAME_LOSS * abs(least)]
     middle = median([result.spread for _, _, result in finite if math.isfinite(result.spread)] or [0.0])
     spreads = [min(1.0, result.spread if math.isfinite(result.spread) else middle) for _, _, result in finite]
     least, _, best = finite[0]
     bound = least * (1 + spreads[0])
-    return best, [result for (value, _, result), off in zip(finite, spreads, strict=True) if value * (1 - off) <= bound]
+    alike = [result for (value, _, result), off in zip(finite, spreads, strict=True) if value * (1 - off) <= bound]
+    if any(map(same_work, sweep.space)):
+        # Of settings that speed does not tell apart, those that learn best.
+        alike.sort(key=lambda result: result.final_loss)
+    return alike[0], alike
 
 
 def recommendation(candidate: Candidate, why: str) -> str:

@@ -6,13 +6,15 @@ Nothing is lost: every trial that ended is a file in the sweep's folder, with it
 same command again measures only what is missing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from shlex import quote
 
 from raystride.pipelines.cluster.cluster import cluster, joined
 from raystride.pipelines.cluster.internals import tell_of_job
 from raystride.pipelines.cluster.resources import Resources
+from raystride.pipelines.commands import of_storage, pasted, program
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import Parsed, to_yaml
 from raystride.pipelines.config.sweep import SweepConfig
@@ -23,7 +25,7 @@ from raystride.pipelines.launch.owner import Ownership, new_attempt
 from raystride.pipelines.launch.place import locate
 from raystride.pipelines.launch.screen import Screen
 from raystride.pipelines.plugins import Carried
-from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.prepare.prepare import check_data, prepare
 from raystride.pipelines.scaling_model.described import ClusterDescription, ClusterError
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sweep.answer import Answer, answer
@@ -91,6 +93,7 @@ def _measure_missing(
     left = len(missing) if candidates else base.sweep.trials - len(known)
     if left <= 0:
         return
+    _each_kind(base, missing, lambda config: check_data(config, storage, build_task(config)))
     told = metadata_of(str(base.run), str(storage), base.record.mlflow)
     with cluster(base.launch, told):
         tell_of_job(told)
@@ -129,12 +132,18 @@ def _prepare_all(base: SweepConfig, storage: Folder, candidates: Sequence[Candid
     Optuna will ask for are not known yet: what they need beside the configured data, they prepare. Raises DataError where
     nothing can be prepared; where only some cannot, their trials say so.
     """
+    on_ray = joined(base.launch)
+    _each_kind(base, candidates, lambda it: prepare(it, storage, build_task(it), on_ray=on_ray, echo=screen.line))
+
+
+def _each_kind(base: SweepConfig, candidates: Sequence[Candidate], job: Callable[[Config], object]) -> None:
+    """Does a job for every kind of data. Raises DataError where it cannot be done for any."""
     configs = [each.config for each in candidates if each.config] or [base.training()]
     kinds = {(config.data, config.tokenizer, config.model.context): config for config in configs}
     faults = []
     for config in kinds.values():
         try:
-            prepare(config, storage, build_task(config), on_ray=joined(base.launch), echo=screen.line)
+            job(config)
         except DataError as fault:
             faults.append(fault)
     if len(faults) == len(kinds):
@@ -204,7 +213,7 @@ def _show_closing(folder: Folder, outcome: Answer, tracking: Tracking, unfinishe
     if link := tracking.comparison([result for result in outcome.results if result.measured]):
         screen.line(f"compare  {link}")
     screen.line(f"results  {folder}")
-    ui = f"raystride ui --storage {storage}"
+    ui = pasted("ui", storage=str(storage))
     screen.line(f"mlflow   {tracking.link or (ui if tracking.run_id else 'not logged there')}")
-    next_job = f"raystride train --config {folder / 'recommended.yaml'} --storage {storage}"
+    next_job = f"{program()} train --config {quote(str(folder / 'recommended.yaml'))} {of_storage(str(storage))}".rstrip()
     screen.line(f"next     {next_job if outcome.best else 'look at the causes in report.html, and change sweep.space'}")

@@ -5,6 +5,7 @@
 No script, font or picture is fetched from elsewhere; links lead to the trials' own pages, whose folders lie beside it.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
@@ -40,7 +41,7 @@ def sweep_page(answer: Answer) -> str:
         ("Where a step's time goes", _step_parts(families)),
         ("Speed over two settings", _heat(answer)),
         ("The scaling model", expectations(answer)),
-        ("All trials", _trials(answer.results)),
+        ("All trials", _trials(answer)),
         ("Failures", _failures(answer.results)),
     ]
     body = [part for title, parts in sections for part in (heading(title), *parts)]
@@ -60,6 +61,7 @@ def _best(answer: Answer) -> Iterator[str]:
 def _figures(answer: Answer, result: Result) -> list[tuple[str, str]]:
     price, figure = answer.price_per_hour, result.figures.get
     return [
+        ("loss", plain_number(result.final_loss) if math.isfinite(result.final_loss) else ""),
         ("tokens/s", _speed(result)),
         ("workers", str(result.workers)),
         ("device", result.device),
@@ -140,14 +142,28 @@ def _heat(answer: Answer) -> Iterator[str]:
     )
 
 
-def _trials(results: Sequence[Result]) -> Iterator[str]:
+def _trials(answer: Answer) -> Iterator[str]:
+    results = answer.results
     if not results:
         yield missing("None has ended.")
         return
-    head = ["settings", "status", "tokens/s", "workers", "ms a step", "data", "communication", "J/token", "MiB", "trial, s"]
-    fastest_first = sorted(results, key=lambda result: -result.speed)
+    head = [
+        "settings",
+        "status",
+        "loss",
+        "tokens/s",
+        "workers",
+        "ms a step",
+        "data",
+        "communication",
+        "J/token",
+        "MiB",
+        "trial, s",
+    ]
+    by_loss = answer.base.sweep.objective == "loss"
+    best_first = sorted(results, key=lambda result: result.final_loss if by_loss else -result.speed)
     told = any(result.mlflow_run_id for result in results)
-    yield table([*head, "outside steps, s", *["MLflow run"] * told], [_trial(one, told) for one in fastest_first], texts=2)
+    yield table([*head, "outside steps, s", *["MLflow run"] * told], [_trial(one, told) for one in best_first], texts=2)
     yield paragraph(
         "Links lead to the trials' own pages, whose folders lie beside this one. "
         "data, communication: shares of a step that the host waits for them. MiB: peak memory of a worker."
@@ -161,10 +177,11 @@ def _trial(result: Result, told: bool) -> list[str | Link]:
     seconds = [f"{result.seconds:,.1f}", f"{result.overhead_s:,.1f}"]
     run = [result.mlflow_run_id or ""] * told
     if not result.measured:
-        return [named, status, *[""] * 7, *seconds, *run]
+        return [named, status, *[""] * 8, *seconds, *run]
     return [
         named,
         status,
+        plain_number(result.final_loss) if math.isfinite(result.final_loss) else "",
         _speed(result),
         str(result.workers),
         plain_number(1e3 * fmean(result.step_seconds)),

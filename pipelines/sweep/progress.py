@@ -4,6 +4,7 @@ with Board({"scaling.workers": [1, 2]}, total=16) as board:
     board.ended(result)
 """
 
+import math
 import time
 from collections.abc import Mapping
 from textwrap import shorten
@@ -42,7 +43,7 @@ class Board:
     def __enter__(self) -> "Board":
         if self._total:
             names = (f"{short(key):<{width}}" for key, width in self._widths.items())
-            self._console.print("  ".join([*names, f"{'tokens/s':>9}  {'±':>6}  {'seconds':>7}"]))
+            self._console.print("  ".join([*names, f"{'tokens/s':>9}  {'±':>6}  {'loss':>8}  {'seconds':>7}"]))
         self._progress.start()
         return self
 
@@ -61,12 +62,13 @@ class Board:
 
 
 def figures_of(result: Result) -> str:
-    """Tokens a second, half the 95 % interval, seconds of the trial; or the status and its cause."""
+    """Tokens a second, half the 95 % interval, loss, seconds of the trial; or the status and its cause."""
     if not result.measured:
         return f"{result.status.replace('_', ' ')}: {shorten(result.cause, CAUSE, placeholder=' ...')}"
     spread = f"{result.spread:.1%}" if len(result.speeds) > 1 else "-"
+    loss = f"{result.final_loss:.4g}" if math.isfinite(result.final_loss) else "-"
     end = "  stopped early" if result.status == "stopped_early" else ""
-    return f"{result.speed:>9,.0f}  {spread:>6}  {result.seconds:>7.1f}{end}"
+    return f"{result.speed:>9,.0f}  {spread:>6}  {loss:>8}  {result.seconds:>7.1f}{end}"
 
 
 def _width(key: str, choices: Any) -> int:

@@ -89,11 +89,19 @@ class Result:
     """From the first step to the window whose mean loss is the target's; None: not asked, or not reached."""
     loss: float | None = None
     """Mean training loss of the last window."""
+    val_loss: float | None = None
+    """Validation loss at the trial's end; of one sample, unless the objective is `loss`."""
     seconds: float = 0.0
     """Wall-clock time of the trial, its start and end included."""
     overhead_s: float = 0.0
     """Of them, outside the training loop."""
     mlflow_run_id: str | None = None
+
+    @property
+    def final_loss(self) -> float:
+        """What tells how well it learned: the validation loss, or else that of training; infinite where neither is known."""
+        found = self.loss if self.val_loss is None else self.val_loss
+        return math.inf if found is None or math.isnan(found) else found
 
     @property
     def speed(self) -> float:

@@ -96,13 +96,15 @@ class Candidate:
     def _as_trial(self, config: Config) -> Config:
         """The settings of a training that is there to be measured: short, and without what is not the step."""
         sweep, train = self.base.sweep, config.train
+        by_loss = sweep.objective == "loss"
         if sweep.objective != "time_to_loss":
             train = replace(train, steps=sweep.warmup_steps + sweep.windows * sweep.window_steps, epochs=0, hours=0)
         return replace(
             config,
             run=self.run,
             train=replace(train, log_every=sweep.window_steps),
-            validation=replace(config.validation, every=0, samples=1),  # one at the end, as small as can be
+            # One at the end, as small as can be, unless it is what counts.
+            validation=replace(config.validation, every=0, samples=config.validation.samples if by_loss else 1),
             checkpoint=replace(config.checkpoint, every=0),
             sample=replace(config.sample, tokens=0),
             # MLflow is told between two trials, so that no measurement is disturbed.

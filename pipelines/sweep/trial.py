@@ -6,6 +6,7 @@ This runs in the process that drives the trial; what computes are Ray Train's wo
 training prints goes to `trial.txt` in its own folder.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
@@ -197,16 +198,25 @@ def result_of(
         figures={name: summary[name] for name in FIGURES if summary.get(name) is not None},
         seconds_to_loss=seconds_to_loss(windows, sweep.target_loss) if sweep.target_loss else None,
         loss=kept[-1].loss,
+        val_loss=_validated(summary) if sweep.objective == "loss" else None,
         overhead_s=max(0.0, seconds - trained),
     )
 
 
 def enough(windows: list[MeasuredWindow], sweep: Sweep) -> bool:
-    """Whether a trial may end: the loss is reached where that is the aim, else the speed is known well enough."""
+    """Whether a trial may end early: the loss is reached where that is the aim, else the speed is known well enough."""
     if sweep.objective == "time_to_loss":
         return seconds_to_loss(windows, sweep.target_loss) is not None
+    if sweep.objective == "loss":
+        return False  # losses are compared after equally many steps
     speeds = [window.tokens_per_second for window in windows if window.begin >= sweep.warmup_steps]
     return len(speeds) >= sweep.least_windows and relative_half_width(speeds) <= sweep.precision
+
+
+def _validated(summary: Mapping[str, Any]) -> float | None:
+    """The validation loss at the end; infinite where it is no number, which the summary has as a word."""
+    found = summary.get("val_loss")
+    return math.inf if isinstance(found, str) else found
 
 
 def _device(folder: Folder, kind: str) -> str:

@@ -148,7 +148,7 @@ class _Told:
             return True
         self._speeds.append(window.tokens_per_second)
         value = token_score(statistics.fmean(self._speeds), self._workers, sweep, self._plan.price_per_hour)
-        if sweep.objective == "time_to_loss":
+        if sweep.objective in ("time_to_loss", "loss"):
             value = math.nan if window.loss is None else window.loss
         try:
             tune.report({SCORE: value, WINDOW: len(self._speeds)})

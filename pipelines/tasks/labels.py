@@ -51,9 +51,10 @@ class Labelling(Task):
             counts.update(each["labels"])
         names, setting = sorted(counts, key=_in_order), self.label_column
         if not 2 <= len(names) <= MOST_LABELS:
+            found = f"{len(names):,} different values" if len(names) != 1 else f"one value alone, {names[0]!r},"
             raise SettingError(
-                f"{setting.setting} is {setting.name!r}: it has {len(names)} different values, and a classifier needs "
-                f"2 to {MOST_LABELS}; name another column"
+                f"{setting.setting} is {setting.name!r}: it has {found} and a classifier needs 2 to {MOST_LABELS:,} "
+                "different ones; name another column"
             )
         return {"labels": names, "shares": [counts[name] / counts.total() for name in names]}
 

@@ -93,6 +93,7 @@ class Training:
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.strategy.device)
         self._since = self._interval_began = time.perf_counter()
         self._totals = self._logged = [0.0, 0.0]
+        self._newest: StepResult | None = None
         self._waited = self.loader.waited
         self._seconds_before, self._tokens_before = self.state.seconds, self.state.tokens_seen
         self._guard = StepGuard(self.config.guard, self.state, self._diagnose, self.log)
@@ -144,6 +145,7 @@ class Training:
         self._sums += result.measured[: TARGETS + 1]
         self._watch("on_step", self.state.step)
         self._tell_of_commits()
+        self._newest = result
         if self._due(self.config.train.log_every):
             self._log(result)
         validation, checkpoint = self._due(self.config.validation.every), self._due(self.config.checkpoint.every)
@@ -285,8 +287,11 @@ class Training:
                 self._watch("on_checkpoint", step, str(checkpoints.path(step)))
 
     def _finish(self, ending: Ending) -> None:
-        """Validates and saves where the last step has not been yet, and waits until it is written."""
-        self._interval_loss()
+        """Logs, validates and saves where the last step has not been yet, and waits until it is written."""
+        if self._newest and self.config.train.log_every and not self._due(self.config.train.log_every):
+            self._log(self._newest)
+        else:
+            self._interval_loss()
         improved = False
         finished = ending is not Ending.STOPPED
         if finished and self._validated_at != self.state.step:

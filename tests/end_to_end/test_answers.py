@@ -34,12 +34,12 @@ def _job(name: str, trained: Folder, *flags: str) -> Outcome:
 def test_predict_answers_a_file_or_a_question(trained: Folder, tmp_path: Path) -> None:
     (tmp_path / "questions.txt").write_text("ripe apple\nripe plum\n")
     place = ("--input", str(tmp_path / "questions.txt"), "--output", str(tmp_path / "out"))
-    outcome = _job("predict", trained, "--run", "labels", "--launch", "inline", "--format", "jsonl", *place)
+    outcome = _job("predict", trained, "--run", "labels", "--format", "jsonl", *place)
     assert outcome.code == 0, outcome.err
     assert [line.split()[0] for line in outcome.lines[-3:]] == ["results", "mlflow", "next"]
     rows = [json.loads(line) for line in (tmp_path / "out" / "00000.jsonl").read_text().splitlines()]
     one = _job("predict", trained, "--run", "labels", "--text", "ripe apple")
-    assert one.lines[0].split() == ["label", rows[0]["label"]]
+    assert one.lines[0].split() == ["label", rows[0]["prediction"]]
     refused = _job("predict", trained, "--run", "labels")
     assert (refused.code, "input is None" in refused.err) == (2, True)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from raystride.pipelines.commands import program
 from raystride.pipelines.config import Record
 from raystride.pipelines.config.sweep import Sweep, SweepConfig
 from raystride.pipelines.files import Folder
@@ -103,8 +104,8 @@ def test_the_page_the_summary_and_the_last_screen_are_there(config: SweepConfig,
     again = run_well("sweep", config, "--run", NAME)  # nothing is missing, so nothing is run
     assert again.lines[-3:] == [
         f"results  {folder}",
-        f"mlflow   raystride ui --storage {config.storage}",
-        f"next     raystride train --config {folder}/recommended.yaml --storage {config.storage}",
+        f"mlflow   {program()} ui --storage {config.storage}",
+        f"next     {program()} train --config {folder}/recommended.yaml --storage {config.storage}",
     ]
     assert any(line.startswith("compare  http") for line in again.lines)
 

@@ -21,6 +21,8 @@ from raystride.pipelines.config import (
     Train,
     setting,
 )
+from raystride.pipelines.config.parse import parse
+from raystride.pipelines.config.section import ALIASES, BESIDE
 
 SECTIONS = [item.type for item in fields(Config) if isinstance(item.type, type) and issubclass(item.type, Section)]
 
@@ -100,3 +102,26 @@ def test_a_setting_that_is_added_later_names_a_run_only_where_it_was_changed() -
     assert Later().default_run("x") == Config().default_run("x")
     assert Later(novelty=4).default_run("x") != Config().default_run("x")
     assert Later().fixed()["novelty"] == 3  # a resumed run may not change it all the same
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("lr", "optimizer.learning_rate"), ("learning_rate", "optimizer.learning_rate"), ("batch_size", "train.slot_size"),
+        ("batch-size", "train.slot_size"), ("epochs", "train.epochs"), ("seq_len", "model.context"),
+        ("max_steps", "train.steps"), ("n_layer", "model.layers"), ("n_head", "model.heads"), ("n_embd", "model.width"),
+        ("gradient_accumulation_steps", "train.slots"), ("num_workers", "scaling.workers"),
+        ("mixed_precision", "train.precision"), ("output_dir", "storage"), ("resume", "run"), ("train.seed", "seed"),
+        ("weight_decay", "optimizer.weight_decay"), ("warmup_steps", "optimizer.warmup_steps"),
+        ("train.lr", "optimizer.learning_rate"),
+    ],
+)  # fmt: skip
+def test_names_that_everyone_knows_lead_to_ours(written: str, meant: str) -> None:
+    with pytest.raises(SettingError, match=rf"no setting --{written}; did you mean {meant}\?"):
+        parse(Config, [f"--{written}", "3"], program="train")
+
+
+def test_every_other_name_leads_to_a_setting() -> None:
+    known = set(Config().flat())
+    assert set(ALIASES.values()) <= known
+    assert set(BESIDE) <= set(ALIASES.values())

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pyarrow as pa
 import pytest
 from PIL import Image
 from pyarrow import parquet
@@ -54,7 +56,7 @@ def test_both_formats_hold_all_answers_in_order(trained: Folder, questions: Path
     rows = _rows(tmp_path / "a")
     assert rows == _rows(tmp_path / "b")
     assert [row["text"] for row in rows] == [row["text"] for row in ROWS]
-    assert set(rows[0]) == {"text", "label", "probability", "probabilities"}
+    assert set(rows[0]) == {"text", "prediction", "probability", "probabilities"}
 
 
 def test_a_line_of_a_text_file_is_a_question_whatever_its_column(trained: Folder, tmp_path: Path) -> None:
@@ -65,7 +67,7 @@ def test_a_line_of_a_text_file_is_a_question_whatever_its_column(trained: Folder
     _predict(trained, named, tmp_path / "b", form="jsonl", column="fruit")
     one, other = _rows(tmp_path / "a"), _rows(tmp_path / "b")
     assert [row["text"] for row in one] == [row.pop("fruit") for row in other]
-    assert [row["label"] for row in one] == [row["label"] for row in other]
+    assert [row["prediction"] for row in one] == [row["prediction"] for row in other]
 
 
 def _answer_slowly(storage: Folder, source: Path, output: Path) -> None:
@@ -144,9 +146,9 @@ def test_what_is_no_question_ends_it_or_is_counted(trained: Folder, tmp_path: Pa
 def test_translations_and_continuations_are_written(trained: Folder, questions: Path, tmp_path: Path) -> None:
     few = write_rows(tmp_path / "few.jsonl", [{"text": row["text"]} for row in ROWS[:6]])
     _predict(trained, few, tmp_path / "a", run="translates")
-    assert all(isinstance(row["translation"], str) for row in _rows(tmp_path / "a"))
+    assert all(isinstance(row["prediction"], str) for row in _rows(tmp_path / "a"))
     _predict(trained, few, tmp_path / "b", run="writes", sample=Sample(tokens=5))
-    assert all(len(row["continuation"]) <= 5 for row in _rows(tmp_path / "b"))
+    assert all(len(row["prediction"]) <= 5 for row in _rows(tmp_path / "b"))
 
 
 def test_ray_answers_the_same(ray_cluster: None, trained: Folder, questions: Path, tmp_path: Path) -> None:
@@ -184,4 +186,52 @@ def test_images_are_answered_by_their_files(tmp_path: Path) -> None:
     rows = _rows(tmp_path / "out")
     assert len(rows) == 24
     assert rows[0]["image"] == str(tmp_path / "pictures" / "dark" / "0.png")
-    assert {row["label"] for row in rows} <= {"dark", "light"}
+    assert {row["prediction"] for row in rows} <= {"dark", "light"}
+
+
+def test_every_column_stays_and_answers_have_names_of_their_own(trained: Folder, tmp_path: Path) -> None:
+    rows = [{"id": i, "text": row["text"], "label": "truth", "prediction": None} for i, row in enumerate(ROWS[:9])]
+    places = {"jsonl": tmp_path / "a.jsonl", "parquet": tmp_path / "a.parquet", "csv": tmp_path / "a.csv"}
+    places["jsonl"].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parquet.write_table(pa.Table.from_pylist(rows), places["parquet"])
+    places["csv"].write_text(
+        "id;text;label;prediction\n" + "".join(f"{i};{row['text']};truth;\n" for i, row in enumerate(rows))
+    )
+    datasets.Dataset.from_list([{**row, "prediction": ""} for row in rows]).save_to_disk(tmp_path / "hub")
+    expected: list[Any] = []
+    for source in (*places.values(), tmp_path / "hub"):
+        for form in ("parquet", "jsonl"):
+            _predict(trained, source, output := tmp_path / f"{source.name}-{form}", form=form)
+            found = _rows(output)
+            names = ["id", "text", "label", "prediction", "prediction_given", "probability", "probabilities"]
+            assert [list(row) for row in found] == [names] * 9
+            assert [(int(row["id"]), row["text"], row["label"]) for row in found] == [
+                (row["id"], row["text"], "truth") for row in rows
+            ]
+            for row in found:
+                assert set(row["probabilities"]) == {"apple", "pear", "plum"}
+                assert max(row["probabilities"], key=row["probabilities"].get) == row["prediction_given"]
+            answers = [row["prediction_given"] for row in found]
+            expected = expected or answers
+            assert answers == expected
+
+
+def test_values_of_several_types_become_text(trained: Folder, tmp_path: Path) -> None:
+    mixed = write_rows(tmp_path / "a.jsonl", [{"text": "ripe pear", "n": value} for value in (1, "x", None, [2])])  # type: ignore
+    _predict(trained, mixed, tmp_path / "a")
+    assert [row["n"] for row in _rows(tmp_path / "a")] == ["1", "x", None, "[2]"]
+
+
+def test_a_folder_in_which_nothing_was_answered_is_free(trained: Folder, questions: Path, tmp_path: Path) -> None:
+    def nobody(work: AnswerWork, parts: list[Part]) -> None:
+        (tmp_path / "a" / "00000.parquet").write_text("half")
+        raise DataError("the disk is gone")
+
+    with pytest.raises(DataError):
+        _predict(trained, questions, tmp_path / "a", run_parts=nobody)
+    write_rows(questions, [{"text": "ripe apple"}])
+    assert _predict(trained, questions, tmp_path / "a", form="jsonl").files == ["00000.jsonl"]
+    assert not (tmp_path / "a" / "00000.parquet").exists()
+    with pytest.raises(DataError, match=r"has no column 'body' but text"):
+        _predict(trained, questions, tmp_path / "c", column="body")
+    assert not (tmp_path / "c").exists()

@@ -23,8 +23,10 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.resume import (
     Earlier,
     completed,
+    newest_step,
     read_earlier,
     refuse_changes,
+    refuse_fewer_steps,
     refuse_other_bits,
     what_bits_depend_on,
     write_settings,
@@ -178,3 +180,30 @@ def test_an_attempt_that_was_killed_does_not_pass_for_the_one_before_it(tmp_path
     found = read_earlier(folder)
     assert found
     assert completed(found, twice) is None
+
+
+def test_a_run_that_is_past_its_end_is_refused(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    assert newest_step(folder) is None
+    folder.put("checkpoints/step-00000174/MANIFEST.json", "{}")
+    folder.put("checkpoints/step-00000200/data.bin", "never committed")
+    assert newest_step(folder) == 174
+    refuse_fewer_steps(_train(steps=174), 174)
+    refuse_fewer_steps(_train(steps=0, epochs=2), 174)
+    refuse_fewer_steps(_train(steps=90), None)
+    with pytest.raises(SettingError, match=r"train.steps is 90: it must be at least 174, where run .* is already"):
+        refuse_fewer_steps(_train(steps=90), 174)
+
+
+def test_places_are_compared_and_not_their_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small").mkdir()
+    before = replace(CONFIG, data=replace(CONFIG.data, source="../small/"))
+    now = replace(CONFIG, data=replace(CONFIG.data, source=str(tmp_path / "small")))
+    (tmp_path / "inside").mkdir()
+    monkeypatch.chdir(tmp_path / "inside")
+    refuse_changes(_earlier(before), now)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingError, match=r"data\.source"):
+        refuse_changes(_earlier(before), now)
+    refuse_changes(_earlier(before), now, same_data=lambda: True)

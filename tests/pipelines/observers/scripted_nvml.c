@@ -71,6 +71,11 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, Device *device) {
     *device = &numbers[index];
     return text(*device, "lost", value) == LOST ? LOST : OK;
 }
+int nvmlDeviceGetName(Device device, char *name, unsigned size) { return text(device, "name", name); }
+int nvmlSystemGetDriverVersion(char *version, unsigned size) {
+    if (!look_up("*", "driver", version)) strcpy(version, "0");
+    return OK;
+}
 int nvmlDeviceGetUUID(Device device, char *uuid, unsigned size) { return text(device, "uuid", uuid); }
 int nvmlDeviceGetMaxMigDeviceCount(Device device, unsigned *count) { *count = SLICES; return OK; }
 int nvmlDeviceGetMigDeviceHandleByIndex(Device device, unsigned index, Device *slice) {

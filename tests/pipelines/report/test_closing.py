@@ -2,6 +2,7 @@
 
 import pytest
 
+from raystride.pipelines.commands import program
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record.summary import build_summary
 from raystride.pipelines.report import closing_screen
@@ -19,14 +20,13 @@ def test_the_last_three_lines_say_where_and_what_next(status: str, job: str) -> 
     text = closing_screen(summary(status, mlflow_run_id="abc"), FOLDER, "a curve", "a sample")
     last = text.splitlines()[-3:]
     assert last[0] == "results  /data/runs/small-1f3a"
-    assert last[1] == "mlflow   raystride ui --storage /data/runs"
-    settings = "--config /data/runs/small-1f3a/config.yaml " if job == "train" else ""
-    assert last[2].startswith(f"next     raystride {job} {settings}--run small-1f3a --storage /data/runs")
+    assert last[1] == f"mlflow   {program()} ui --storage /data/runs"
+    assert last[2].startswith(f"next     {program()} {job} --run small-1f3a --storage /data/runs")
 
 
 def test_what_writes_no_text_is_evaluated() -> None:
     line = closing_screen(summary(), FOLDER).splitlines()[-1]
-    assert line == "next     raystride evaluate --run small-1f3a --storage /data/runs --split validation"
+    assert line == f"next     {program()} evaluate --run small-1f3a --storage /data/runs --split validation"
 
 
 def test_a_tracking_server_is_linked_and_a_missing_one_is_said() -> None:

@@ -102,3 +102,22 @@ def test_what_is_recommended_is_read_by_a_training_as_it_is(tmp_path: Path, scal
     assert found == candidate.recommended
     assert (found.scaling.workers, found.train.precision, found.train.slots) == (2, "bf16", slots)
     assert (found.run, found.train.steps, found.checkpoint) == (None, base.train.steps, base.checkpoint)
+
+
+def test_settings_that_leave_the_work_as_it_is_are_chosen_by_loss() -> None:
+    assert Sweep(space={"optimizer.learning_rate": [1e-3, 1e-2]}).objective == "loss"
+    assert Sweep(space={"optimizer.learning_rate": [1e-3], "scaling.workers": [1, 2]}).objective == "throughput"
+    assert Sweep(space={"optimizer.learning_rate": [1e-3]}, objective="throughput").objective == "throughput"
+    assert Sweep().objective == "throughput"
+    rates = Sweep(space={"optimizer.learning_rate": [1e-3, 1e-2]})
+    fast, good = replace(trial(200.0, 1), val_loss=3.0), replace(trial(100.0, 1), val_loss=2.0)
+    near, broken = replace(trial(90.0, 1), val_loss=2.001), replace(trial(300.0, 1), val_loss=math.inf)
+    assert best_of([fast, near, good, broken], rates, 0.0) == (good, [good, near])
+    assert replace(fast, val_loss=None, loss=2.5).final_loss == 2.5
+
+
+def test_speed_that_does_not_tell_rates_apart_leaves_them_to_the_loss() -> None:
+    both = Sweep(space={"optimizer.learning_rate": [1e-3, 1e-2], "scaling.workers": [1, 2]})
+    first, second = replace(trial(100.0, 1), loss=3.0), replace(trial(100.1, 1), loss=2.0)
+    assert best_of([first, second], both, 0.0)[0] is second
+    assert best_of([first, replace(trial(300.0, 1), loss=9.0)], both, 0.0)[0].loss == 9.0  # type: ignore[union-attr]

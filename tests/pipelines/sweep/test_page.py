@@ -141,12 +141,18 @@ def test_it_is_whole_and_needs_nothing_from_elsewhere(page: str) -> None:
 
 def test_every_trial_is_in_the_table_with_its_figures(page: str) -> None:
     found = read(page)
-    rows = {row[0]: row for row in found.rows if len(row) == 11}
+    rows = {row[0]: row for row in found.rows if len(row) == 12}
     for one in EVERY:
         milliseconds = f"{1e3 * sum(one.step_seconds) / 4:.4g}"
-        assert rows[one.label][1:5] == ["measured", f"{one.speed:,.0f} ± {one.spread:.1%}", str(one.workers), milliseconds]
+        assert rows[one.label][1:6] == [
+            "measured",
+            "",
+            f"{one.speed:,.0f} ± {one.spread:.1%}",
+            str(one.workers),
+            milliseconds,
+        ]
         share = f"{one.shares['reduce']:.1%}"
-        assert rows[one.label][5:] == ["5.0%", share, f"{0.002 / one.workers:.3g}", "1,024", "12.5", "7.2"]
+        assert rows[one.label][6:] == ["5.0%", share, f"{0.002 / one.workers:.3g}", "1,024", "12.5", "7.2"]
     for one in FAILED:
         assert rows[one.label][1:3] == [one.status.replace("_", " "), ""]
         assert [one.label, one.status.replace("_", " "), one.cause] in found.rows
@@ -266,3 +272,16 @@ def test_it_lies_in_the_sweeps_folder(tmp_path: Path) -> None:
     found = answer(sweep(), EVERY[:1], None)
     write_report(Folder.at(str(tmp_path)), found)
     assert (tmp_path / "report.html").read_text() == sweep_page(found)
+
+
+def test_a_sweep_by_loss_has_the_losses_and_the_lowest_first() -> None:
+    rates = [0.1, 0.001, 0.01]
+    every = [replace(trial(300.0 - i, optimizer__learning_rate=rate), val_loss=2.0 + rate) for i, rate in enumerate(rates)]
+    base = sweep(objective="loss")
+    found = answer(base, every, None)
+    assert found.best == every[1]
+    assert found.text.startswith(f"Use {every[1].label}. Its loss after ")
+    assert "is 2.001, the lowest of all trials. It trains 299" in found.text
+    assert f"The worst that ran, {every[0].label}, has 2.1." in found.text
+    rows = [row for row in read(sweep_page(found)).rows if len(row) == 12 and "measured" in row]
+    assert [row[2] for row in rows] == ["2.001", "2.01", "2.1"]

@@ -1,0 +1,44 @@
+"""A run's page says what it was made of, as far as the folder knows."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from raystride.pipelines.config import Config
+from raystride.pipelines.config.parse import to_yaml
+from raystride.pipelines.files import Folder
+from raystride.pipelines.report.figures import gather_figures
+from raystride.pipelines.report.origin import Origin, origin_of
+from raystride.pipelines.report.page import run_page, write_page
+from tests.tiny import tiny
+
+
+def test_the_page_has_data_date_commit_changed_settings_and_sample(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path / "runs" / "a"))
+    config = tiny(Path("/data/my <texts>.txt"), run="a", storage=str(tmp_path / "runs"))
+    folder.put("config.yaml", to_yaml(config))
+    folder.put_json("environment.json", {"commit": "abc123", "dirty": True, "data": "f" * 16, "gpus": [], "cpu": "A CPU"})
+    folder.put("sample.txt", "def f():\n    return 1 < 2\n")
+    entry = {"kind": "metrics", "step": 1, "time": 1_767_312_000.0, "values": {"train_loss": 1.0}}
+    write_page(folder, gather_figures([entry]), {"run": "a"})  # type: ignore[list-item]
+    page = folder.read("report.html").decode()
+    for shown in (
+        "/data/my &lt;texts&gt;.txt", "2026-01-02 00:00 UTC", "abc123, with changes", "A CPU", "train.steps", ">6<",
+        "<pre>def f():\n    return 1 &lt; 2",
+    ):  # fmt: skip
+        assert shown in page, shown
+    assert "train.clip_norm" not in page
+
+
+def test_what_is_missing_or_damaged_is_left_out(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    assert origin_of(folder) == Origin()
+    folder.put("config.yaml", "a: [")
+    folder.put("environment.json", "{")
+    assert origin_of(folder) == Origin()
+    assert "None, or they are not known." in run_page(gather_figures([]), {})
+
+
+def test_changed_settings_are_those_that_are_no_defaults() -> None:
+    assert Origin(Config()).changed == []
+    changed = Origin(replace(Config(), seed=3, run="a", storage="/x")).changed
+    assert changed == [["seed", "3", "0"]]
