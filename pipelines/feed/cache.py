@@ -7,19 +7,18 @@ which therefore lies on a disk of the node's own: on a network drive that holds 
     path = cache.fetch(folder, "train/00003.arrow", shard_bytes)
 """
 
-import fcntl
 import hashlib
 import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.files import Folder
+from raystride.pipelines.locks import locked
 
 PLACE = "RAYSTRIDE_CACHE"
 """The variable that names another place."""
@@ -45,9 +44,9 @@ class NodeCache:
         target = self.root / hashlib.sha256(f"{folder / name}".encode()).hexdigest()[:32]
         if not _is_whole(target, size):
             self._open()
-            with self._locked(target.name[:2], OTHERS_S):  # who wants another file need not wait for this one
+            with locked(self.root / LOCKS / target.name[:2], OTHERS_S):  # who wants another file need not wait for this one
                 if not _is_whole(target, size):
-                    with self._locked("room", OTHERS_S):
+                    with locked(self.root / LOCKS / "room", OTHERS_S):
                         self._make_room(size)
                     folder.download(name, target)
         # The time of the last use, by which `_make_room` chooses.
@@ -78,21 +77,6 @@ class NodeCache:
         (self.root / LOCKS).mkdir(exist_ok=True)
         if self.root.stat().st_uid != os.getuid():
             raise SettingError(f"{self.root}, where shards are kept, is another user's: name another place by ${PLACE}")
-
-    @contextmanager
-    def _locked(self, name: str, most_s: float) -> Iterator[None]:
-        """Holds a lock, or goes on without it where another worker does not give it back in so many seconds."""
-        deadline = time.monotonic() + most_s
-        with (self.root / LOCKS / name).open("w") as handle:
-            while time.monotonic() < deadline:
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    time.sleep(0.02)
-                except OSError:  # a disk without locks: then two workers may download the same file
-                    break
-            yield
 
 
 def _is_whole(path: Path, size: int) -> bool:

@@ -7,8 +7,6 @@ Whether an owner on another machine lives is seen by its file, which it writes a
 its run watches it for a minute by its own clock. What the two machines take for the time is never compared.
 """
 
-import errno
-import fcntl
 import os
 import secrets
 import socket
@@ -22,6 +20,7 @@ from typing import Self
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.files import Folder
 from raystride.pipelines.hang.process import start_ticks, this_machine
+from raystride.pipelines.locks import locked
 
 FILE = "owner.json"
 RENEW_S = 15.0
@@ -31,9 +30,6 @@ LOOK_S = 2.0
 """Between two looks at its file."""
 LOCK_S = 120.0
 """Seconds that another driver may hold the lock of a run's folder; it needs milliseconds."""
-NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
-"""What a network drive without locks says."""
-
 Echo = Callable[[str], None]
 
 
@@ -180,18 +176,7 @@ def _alone(folder: Folder) -> Iterator[None]:
         yield
         return
     folder.local.mkdir(parents=True, exist_ok=True)
-    with (folder.local / ".lock").open("w") as handle:
-        deadline = time.monotonic() + LOCK_S
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise Owned(f"{folder}/.lock is held by another process for {LOCK_S:.0f} s: find and end it") from None
-                time.sleep(0.05)
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    raise
-                break  # then two drivers in the same instant are told apart by what the file says
+    refusal = Owned(f"{folder}/.lock is held by another process for {LOCK_S:.0f} s: find and end it")
+    # On a drive without locks, two drivers in the same instant are told apart by what the file says.
+    with locked(folder.local / ".lock", LOCK_S, refusal):
         yield

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from raystride.pipelines.config.run import Record
 from raystride.pipelines.credentials import public
 from raystride.pipelines.files import Folder
+from raystride.pipelines.locks import locked
 from raystride.pipelines.record.entry import Entry, Metrics, System
 from raystride.pipelines.record.journal import Segment, stream_entries
 from raystride.pipelines.record.links import NOTE_TAG, VIEW_TAG, describe_run, is_our_note, on_a_server, run_link, view
@@ -292,21 +293,9 @@ def schema_lock(uri: str) -> "Iterator[None]":
     if not uri.startswith("sqlite:///"):
         yield
         return
-    import fcntl
-
     path = Path(uri.removeprefix("sqlite:///") + ".lock")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        deadline = time.monotonic() + SCHEMA_TIMEOUT_S
-        while True:
-            try:
-                # Tried again and again, since a lock that waits knows no limit.
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"another process holds {path} for {SCHEMA_TIMEOUT_S:.0f} s") from None
-                time.sleep(0.1)
+    with locked(path, SCHEMA_TIMEOUT_S, TimeoutError(f"another process holds {path} for {SCHEMA_TIMEOUT_S:.0f} s")):
         yield
 
 

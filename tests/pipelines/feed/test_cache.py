@@ -12,6 +12,7 @@ from raystride.pipelines.config import Config
 from raystride.pipelines.feed import cache as module
 from raystride.pipelines.feed.cache import NodeCache, node_cache
 from raystride.pipelines.files import Folder
+from raystride.pipelines.locks import locked
 
 
 @pytest.fixture
@@ -41,8 +42,7 @@ def test_who_waits_too_long_for_the_same_file_fetches_it_itself(
 ) -> None:
     monkeypatch.setattr(module, "OTHERS_S", 0.2)
     cache = NodeCache(tmp_path / "cache", 1000)
-    cache._open()
-    with cache._locked(cache.fetch(far, "1", 100).name[:2], 10):
+    with locked(cache.root / "locks" / cache.fetch(far, "1", 100).name[:2], 10):
         (tmp_path / "cache" / cache.fetch(far, "1", 100).name).unlink()
         assert cache.fetch(far, "1", 100).read_bytes() == b"\x01" * 100
 
