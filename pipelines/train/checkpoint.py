@@ -231,10 +231,12 @@ class Checkpoints:
     ) -> None:
         # A new thread has Python's lock and keeps it for 5 ms if it can; the loop, which waits for it, goes first.
         time.sleep(0.001)
+        from raystride.pipelines.train import index
         from raystride.pipelines.train.storage import CheckpointWriter, NotWritten, save
 
         names = self.path(what.step), self.attempt, self.data
-        writer = CheckpointWriter(*names, self.rank, header, what.fed_digest, self.extra, self._may_commit, arrived)
+        asked = self._may_commit, arrived, self.world > index.MOST_LISTED
+        writer = CheckpointWriter(*names, self.rank, header, what.fed_digest, self.extra, *asked)
         try:
             save(tensors, writer, self.group)
             self._refused = None
@@ -335,7 +337,7 @@ class Checkpoints:
         wanted: dict[str, torch.Tensor] = {}
         for name, parameter in model.named_parameters():
             wanted |= _wanted(name, parameter, found.manifest["tensors"], optimizer)
-        load(wanted, CheckpointReader(found.folder, found.manifest), self.group)
+        load(wanted, CheckpointReader(found.folder, found.manifest, self.rank, wanted), self.group)
         if optimizer is not None:
             for name, parameter in model.named_parameters():
                 optimizer.load_state(parameter, _held(name, wanted, optimizer))

@@ -9,14 +9,14 @@ and a tensor is the bytes between two offsets of a file whose SHA-256 the manife
       <attempt>-<group>/rank-0.bin ...  bytes of tensors;  tokenizer/... and other small files
 
     save(tensors, CheckpointWriter(folder, attempt, data, rank, header, fed_digest, extra), group)
-    load(tensors, CheckpointReader(folder, manifest), group)
+    load(tensors, CheckpointReader(folder, manifest, rank, tensors), group)
 """
 
 import hashlib
 import mmap
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,18 +26,18 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from raystride.pipelines.files import PIECE, Folder
+from raystride.pipelines.train.index import index_name, index_of, metadata_of, pieces_of
 from raystride.pipelines.train.names import MANIFEST
+from raystride.pipelines.train.pruning import data_of
 
 # One worker saves and loads without a process group, which DCP takes for a mistake.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", module="torch.distributed")
@@ -56,6 +56,8 @@ class StoredPiece:
     sha256: str = field(default="", compare=False)
     """Of the whole file."""
     file_bytes: int = field(default=0, compare=False)
+    index: dict[str, Any] = field(default_factory=dict, compare=False)
+    """Size and hash of the file that says where its writer's pieces lie, where the manifest does not."""
 
 
 class CheckpointWriter(StorageWriter):  # type: ignore[misc]
@@ -72,6 +74,7 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
         extra: dict[str, bytes],
         may_commit: Callable[[], None] = lambda: None,
         arrived: Callable[[], None] = lambda: None,
+        indexed: bool = False,
     ) -> None:
         self.folder, self.attempt, self.rank, self.header = folder, attempt, rank, header
         self.data = data
@@ -81,6 +84,8 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
         """Raises where this group no longer may; asked before anything is written, and just before the commit."""
         self.arrived = arrived
         """Waits until the tensors are in main memory."""
+        self.indexed = indexed
+        """Whether each rank says in a file of its own where its pieces lie."""
         self.fed: dict[str, str] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -110,7 +115,7 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
         """Writes this rank's pieces into one file, in parts, hashing them on the way. Raises OSError where it cannot."""
         name = f"{self.data}/rank-{self.rank}.bin"
         digest, offset = hashlib.sha256(), 0
-        placed: list[tuple[MetadataIndex, StoredPiece]] = []
+        placed: list[tuple[WriteItem, int, int]] = []
 
         def pieces() -> Iterator[memoryview]:
             nonlocal digest, placed, offset
@@ -120,16 +125,21 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
                 for at in range(0, len(data), PIECE):
                     digest.update(data[at : at + PIECE])
                     yield data[at : at + PIECE]
-                placed.append((item.index, StoredPiece(name, offset, len(data))))
+                placed.append((item, offset, len(data)))
                 offset += len(data)
 
+        index = b""
         if plan.items:
             with _portable():
                 self.folder.put_pieces(name, pieces)
-        sha256 = digest.hexdigest()
+                if self.indexed:
+                    index = index_of(placed)
+                    self.folder.put(index_name(self.data, self.rank), index)
+        stated = {"bytes": len(index), "sha256": hashlib.sha256(index).hexdigest()} if index else {}
+        whole = StoredPiece(name, 0, 0, digest.hexdigest(), offset, stated)
         future: Future[list[WriteResult]] = Future()
         future.set_result(
-            [WriteResult(index, piece.bytes, replace(piece, sha256=sha256, file_bytes=offset)) for index, piece in placed]
+            [WriteResult(item.index, size, replace(whole, offset=at, bytes=size)) for item, at, size in placed]
         )
         return future
 
@@ -141,7 +151,9 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
         written = [result for rank in results for result in rank]
         pieces = {result.index: result.storage_data for result in written}
         files = {piece.file: {"bytes": piece.file_bytes, "sha256": piece.sha256} for piece in pieces.values()}
-        tensors = {name: _tensor_to_json(name, entry, pieces) for name, entry in metadata.state_dict_metadata.items()}
+        files |= {piece.file.removesuffix(".bin") + ".json": piece.index for piece in pieces.values() if piece.index}
+        listed = None if self.indexed else pieces
+        tensors = {name: _tensor_to_json(name, entry, listed) for name, entry in metadata.state_dict_metadata.items()}
         with _portable():
             for name, content in self.extra.items():
                 path = f"{self.data}/{name}"
@@ -163,10 +175,10 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
 
 
 class CheckpointReader(StorageReader):  # type: ignore[misc]
-    """Reads tensors of a checkpoint whose manifest is given."""
+    """Reads what a rank `wanted` of a checkpoint whose manifest is given."""
 
-    def __init__(self, folder: Folder, manifest: dict[str, Any]) -> None:
-        self.folder, self.manifest = folder, manifest
+    def __init__(self, folder: Folder, manifest: dict[str, Any], rank: int, wanted: Mapping[str, torch.Tensor]) -> None:
+        self.folder, self.manifest, self.rank, self.wanted = folder, manifest, rank, wanted
         self.pieces: dict[MetadataIndex, StoredPiece] = {}
         self.sizes: dict[MetadataIndex, list[int]] = {}
         self.mapped: dict[str, mmap.mmap] = {}
@@ -180,19 +192,15 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
         return checkpoint_id is None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Sizes, types and pieces of all tensors, from the manifest's JSON."""
-        metadata = Metadata(state_dict_metadata={})
-        for name, entry in self.manifest["tensors"].items():
-            chunks = []
-            for chunk in entry["chunks"]:
-                offsets = torch.Size(chunk["offsets"])
-                chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk["sizes"])))
-                index = MetadataIndex(name, offsets)
+        """Sizes and types of all tensors, and the pieces that this rank needs, from the manifest and its ranks' files."""
+        tensors = self.manifest["tensors"]
+        pieces = pieces_of(self.folder, self.manifest, data_of(self.manifest), self.rank, self.wanted)
+        for name, chunks in pieces.items():
+            for chunk in chunks:
+                index = MetadataIndex(name, torch.Size(chunk["offsets"]))
                 self.pieces[index] = StoredPiece(chunk["file"], chunk["offset"], chunk["bytes"])
                 self.sizes[index] = chunk["sizes"]
-            properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
-            metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, torch.Size(entry["size"]), chunks)
-        return metadata
+        return metadata_of(tensors, pieces)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing to do: all that is needed is in the manifest already."""
@@ -340,15 +348,18 @@ def check_file(folder: Folder, name: str, stated: dict[str, Any]) -> str | None:
     return None
 
 
-def _tensor_to_json(name: str, entry: Any, pieces: dict[MetadataIndex, StoredPiece]) -> dict[str, Any]:
+def _tensor_to_json(name: str, entry: Any, pieces: dict[MetadataIndex, StoredPiece] | None) -> dict[str, Any]:
+    """A tensor's size and type, and where its pieces lie unless its writers say so in files of their own."""
     if not isinstance(entry, TensorStorageMetadata):
         raise TypeError(f"{name} is no tensor: what a checkpoint holds besides tensors belongs into its header")
+    dtype = str(entry.properties.dtype).removeprefix("torch.")
+    if pieces is None:
+        return {"dtype": dtype, "size": list(entry.size)}
     chunks = []
     for chunk in entry.chunks:
         piece = pieces[MetadataIndex(name, chunk.offsets)]
         place = {"file": piece.file, "offset": piece.offset, "bytes": piece.bytes}
         chunks.append({"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), **place})
-    dtype = str(entry.properties.dtype).removeprefix("torch.")
     return {"dtype": dtype, "size": list(entry.size), "chunks": chunks}
 
 

@@ -13,6 +13,7 @@ from raystride.model.transformer import Decoder
 from raystride.pipelines.feed.loader import Step
 from raystride.pipelines.files import Folder
 from raystride.pipelines.strategies.strategy import Single
+from raystride.pipelines.train import index
 from raystride.pipelines.train.checkpoint import Checkpoints, Found, named_tensors
 from raystride.pipelines.train.fingerprint import parameters_sha256
 from raystride.pipelines.train.state import TrainState
@@ -254,7 +255,8 @@ def test_a_checkpoint_of_an_earlier_version_is_opened(tmp_path: Path) -> None:
     assert (tmp_path / "step-00000001" / "a1").exists()
 
 
-def _write(rank: int, world: int, folder: str) -> str:
+def _write(rank: int, world: int, folder: str, most_listed: int) -> str:
+    index.MOST_LISTED = most_listed
     model, optimizer = trained(0)
     group = dist.new_group(backend="gloo")
     checkpoints = Checkpoints(Folder.at(folder), "a1", keep=2, group=group)
@@ -276,10 +278,13 @@ def _read(rank: int, world: int, folder: str) -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("writers", "readers", "place"), [(2, 3, "local"), (3, 1, "local"), (2, 3, "s3"), (3, 1, "s3")])
-def test_another_number_of_workers_reads_it(tmp_path: Path, writers: int, readers: int, place: str, s3: str) -> None:
+@pytest.mark.parametrize("most_listed", [1, 256])
+def test_another_number_of_workers_reads_it(
+    tmp_path: Path, writers: int, readers: int, place: str, most_listed: int, s3: str
+) -> None:
     keys = ":".join(KEYS.values())  # in the address, since the workers' environment is older than the server
     uri = str(tmp_path) if place == "local" else uri_of(s3, f"workers{tmp_path}").replace("s3://", f"s3://{keys}@")
-    written = run_distributed(_write, writers, uri)
+    written = run_distributed(_write, writers, uri, most_listed)
     if readers == 1:
         model, _ = Single(torch.device("cpu")).prepare(Decoder(SHAPE, 11), lambda m: trained(9)[1])
         checkpoints = open_checkpoints(uri)
