@@ -87,17 +87,17 @@ def make_journal(folder: Folder, steps: int, workers: int) -> None:
 
 
 def make_checkpoints(folder: Path, count: int) -> None:
-    """Has the newest checkpoint's manifest stand for earlier ones, whose data is pruned."""
+    """Has the newest checkpoint's manifest stand for later ones, of which the last has its data."""
     newest = max((folder / "checkpoints").glob("step-*"))
     manifest = json.loads((newest / "MANIFEST.json").read_text())
-    step = int(newest.name.removeprefix("step-"))
-    moved = newest.with_name(f"step-{step + count:08}")
-    for number in range(count):
-        earlier = newest.with_name(f"step-{step + number:08}")
-        earlier.mkdir(exist_ok=True)
-        (earlier / "MANIFEST.json").write_text(json.dumps(manifest | {"step": step + number}))
-    shutil.copytree(newest, moved)
-    (moved / "MANIFEST.json").write_text(json.dumps(manifest | {"step": step + count}))
+    first, (begin, end) = manifest["step"], manifest["positions"]
+    for step in range(first + 1, first + count + 1):
+        later, moved = newest.with_name(f"step-{step:08}"), (end - begin) * (step - first)
+        later.mkdir()
+        state = manifest["state"] | {"step": step, "position": end + moved}
+        told = {"step": step, "parent_step": step - 1, "positions": [begin + moved, end + moved], "state": state}
+        (later / "MANIFEST.json").write_text(json.dumps(manifest | told))
+    shutil.copytree(newest / manifest["folder"], later / manifest["folder"])
 
 
 def measured(name: str, *command: str) -> None:

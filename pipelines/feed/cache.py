@@ -1,6 +1,7 @@
 """A node-local copy of remote shards, bounded in bytes, shared by the workers of a node.
 
-The least recently used files go first. A file that a worker has mapped stays readable after it is gone from the folder.
+The least recently used files go first. A file that a worker has mapped stays readable after it is gone from the folder,
+which therefore lies on a disk of the node's own: on a network drive that holds for the same machine alone.
 
     cache = NodeCache(Path("/tmp/raystride-cache"), most_bytes=32 << 30)
     path = cache.fetch(folder, "train/00003.arrow", shard_bytes)
@@ -9,51 +10,102 @@ The least recently used files go first. A file that a worker has mapped stays re
 import fcntl
 import hashlib
 import os
+import socket
+import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from raystride.pipelines.config import Config
+from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.files import Folder
+
+PLACE = "RAYSTRIDE_CACHE"
+"""The variable that names another place."""
+LOCKS = "locks"
+OTHERS_S = 600.0
+"""Seconds that a worker waits for another one's download of the same file, and then fetches it itself: a put is whole."""
+LEFT_S = 86400.0
+"""Age at which what a killed download has left is removed."""
 
 
 @dataclass(frozen=True)
 class NodeCache:
-    """Files fetched to this node, at most `most_bytes` of them (but always the one asked for)."""
+    """Files fetched to this node, at most `most_bytes` of them, but always those that are asked for now."""
 
     root: Path
     most_bytes: int
 
     def fetch(self, folder: Folder, name: str, size: int) -> Path:
-        """The local path of a file of `size` bytes; downloads it once a node, whichever worker asks first."""
+        """The local path of a file of `size` bytes; downloads it once a node, whichever worker asks first.
+
+        Raises OSError where it cannot be downloaded, SettingError where the cache's place is another user's.
+        """
         target = self.root / hashlib.sha256(f"{folder / name}".encode()).hexdigest()[:32]
-        with self._locked():
-            if not (target.exists() and target.stat().st_size == size):
-                self._make_room(size)
-                folder.download(name, target)
-            # The time of the last use, by which `_make_room` chooses.
+        if not _is_whole(target, size):
+            self._open()
+            with self._locked(target.name[:2], OTHERS_S):  # who wants another file need not wait for this one
+                if not _is_whole(target, size):
+                    with self._locked("room", OTHERS_S):
+                        self._make_room(size)
+                    folder.download(name, target)
+        # The time of the last use, by which `_make_room` chooses.
+        with suppress(FileNotFoundError):  # another worker needed its room; then the next look finds it gone
             os.utime(target)
         return target
 
     def _make_room(self, size: int) -> None:
-        files = sorted((path for path in self.root.iterdir() if path.name != "lock"), key=lambda path: path.stat().st_mtime)
-        held = sum(path.stat().st_size for path in files)
-        for path in files:
+        found = []
+        for path in self.root.iterdir():
+            with suppress(FileNotFoundError):
+                state = path.stat()
+                if ".tmp-" in path.name:
+                    if time.time() - state.st_mtime > LEFT_S:
+                        path.unlink()
+                elif path.is_file():
+                    found.append((state.st_mtime, state.st_size, path))
+        held = sum(bytes_ for _, bytes_, _ in found)
+        for _, bytes_, path in sorted(found):
             if held + size <= self.most_bytes:
                 return
-            held -= path.stat().st_size
+            held -= bytes_
             path.unlink(missing_ok=True)
 
+    def _open(self) -> None:
+        """Makes the folder, this user's alone: what lies in it is read as the run's data."""
+        self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        (self.root / LOCKS).mkdir(exist_ok=True)
+        if self.root.stat().st_uid != os.getuid():
+            raise SettingError(f"{self.root}, where shards are kept, is another user's: name another place by ${PLACE}")
+
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        self.root.mkdir(parents=True, exist_ok=True)
-        with (self.root / "lock").open("w") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+    def _locked(self, name: str, most_s: float) -> Iterator[None]:
+        """Holds a lock, or goes on without it where another worker does not give it back in so many seconds."""
+        deadline = time.monotonic() + most_s
+        with (self.root / LOCKS / name).open("w") as handle:
+            while time.monotonic() < deadline:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(0.02)
+                except OSError:  # a disk without locks: then two workers may download the same file
+                    break
             yield
 
 
+def _is_whole(path: Path, size: int) -> bool:
+    try:
+        return path.stat().st_size == size
+    except FileNotFoundError:
+        return False
+
+
 def node_cache(config: Config) -> NodeCache:
-    """The cache of this node, in `$RAYSTRIDE_CACHE` or below the home directory, as large as `data.cache_gib` says."""
-    place = Path(os.environ.get("RAYSTRIDE_CACHE", "~/.cache/raystride")).expanduser()
-    return NodeCache(place, int(config.data.cache_gib * 2**30))
+    """The cache of this node, as large as `data.cache_gib` says, in `$RAYSTRIDE_CACHE` or the system's temporary folder.
+
+    Not below the home directory, which on many clusters all nodes share.
+    """
+    own = f"{tempfile.gettempdir()}/raystride-{os.getuid()}-{socket.gethostname()}"
+    return NodeCache(Path(os.environ.get(PLACE, own)).expanduser(), int(config.data.cache_gib * 2**30))

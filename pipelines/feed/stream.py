@@ -6,6 +6,7 @@ rows, masks = stream.rows(numbers)                        # B vectors of ids, of
 """
 
 from collections import OrderedDict
+from contextlib import suppress
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from raystride.pipelines.prepare.manifest import Manifest, Shard
 MOST_MAPPED = 96
 """Shards that a stream has mapped at once, each an open file: a process may have 1,024, and a long run ten thousand shards.
 Few of them also keep the bound of the node's cache real, whose evicted files stay on disk as long as they are mapped."""
+TRIES = 3
+"""Other workers of the node may need the room of a file that was just fetched before it is mapped."""
 Mapped = tuple[np.ndarray, np.ndarray | None, np.ndarray]
 """Ids, loss mask where there is one, and where rows begin, of a shard: views into one map."""
 Slice = tuple[np.ndarray, np.ndarray | None]
@@ -109,7 +112,7 @@ class TokenStream:
             self._mapped.popitem(last=False)
         shard = self._shards[number]
         # np.memmap gives a subclass whose slices cost twice as much as an array's.
-        file = np.asarray(np.memmap(self._file(shard), np.uint8, "r"))
+        file = np.asarray(self._open(shard))
         ids = np.frombuffer(file, self._id_type, shard.tokens, shard.ids_offset)
         mask = None if shard.mask_offset is None else np.frombuffer(file, np.uint8, shard.tokens, shard.mask_offset)
         starts = np.empty(0, np.int64)
@@ -117,6 +120,12 @@ class TokenStream:
             starts = np.frombuffer(file, "<i8", shard.rows + 1, shard.rows_offset)
         self._mapped[number] = ids, mask, starts
         return self._mapped[number]
+
+    def _open(self, shard: Shard) -> np.ndarray:
+        for _ in range(TRIES - 1):
+            with suppress(FileNotFoundError):
+                return np.memmap(self._file(shard), np.uint8, "r")
+        return np.memmap(self._file(shard), np.uint8, "r")
 
     def _file(self, shard: Shard) -> str:
         """The local path of a shard, fetched first where it is remote."""

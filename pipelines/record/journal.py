@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime
+from io import BytesIO
+from time import localtime, strftime
 from typing import Any, NamedTuple
 
 from raystride.pipelines.files import Folder
@@ -24,6 +25,8 @@ from raystride.pipelines.record.entry import Entry, new_entry
 
 JOINED = "metrics.jsonl"
 READABLE = "log.txt"
+NOT_READABLE = frozenset({"system", "totals", "rank", "ranks", "parameters"})
+"""Kinds that a person has no use for line by line."""
 FIRST = ("train_loss", "val_loss", "tokens_per_second")
 """Figures that stand first in a readable line."""
 READERS = 16
@@ -141,7 +144,7 @@ def _segment(name: str) -> Segment | None:
 
 def read_segment(run_folder: Folder, segment: Segment) -> Iterator[Entry]:
     """A segment's entries; a line that a fault of the disk has damaged becomes an event that says so. Raises OSError."""
-    return (entry for _, entry in _parsed((run_folder / "journal").read(segment.name), segment))
+    return (entry for _, entry in _read_lines(run_folder, segment))
 
 
 def stream_entries(run_folder: Folder) -> Iterator[Entry]:
@@ -161,9 +164,15 @@ def join(run_folder: Folder) -> Entry | None:
     """Writes all segments as `metrics.jsonl`, and readable lines as `log.txt`; the last entry, if any. Raises OSError."""
     entry = None
     with run_folder.writer(READABLE) as log, run_folder.writer(JOINED) as joined:
-        for line, entry in _lines(run_folder):
-            joined.write(line)
-            log.writelines(f"{text}\n".encode() for text in readable([entry]))
+
+        def passed() -> Iterator[Entry]:
+            nonlocal entry
+            for line, entry in _lines(run_folder):
+                joined.write(line)
+                yield entry
+
+        for text in readable(passed()):
+            log.write(f"{text}\n".encode())
     return entry
 
 
@@ -186,16 +195,19 @@ class JournalTail:
 
 def readable(entries: Iterable[Entry]) -> Iterator[str]:
     """Entries as lines for a person: time, step, what happened. Readings of the hosts, and the parameters, are left out."""
+    second, when = -1, ""
     for entry in entries:
-        if entry["kind"] in ("system", "totals", "rank", "ranks", "parameters"):
+        kind, values = entry["kind"], entry.get("values") or {}
+        if kind in NOT_READABLE:
             continue
-        when = datetime.fromtimestamp(float(entry["time"])).strftime("%Y-%m-%d %H:%M:%S")
+        if (now := int(float(entry["time"]))) != second:  # a run of a million lines writes them within a minute
+            second, when = now, strftime("%Y-%m-%d %H:%M:%S", localtime(now))
         step = "" if entry.get("step") is None else f"step {entry['step']}"
-        values = entry.get("values") or {}
-        first = [key for key in FIRST if key in values]
-        shown = (f"{key} {_shown(values[key])}" for key in dict.fromkeys([*first, *values]))
-        text = str(values.get("text") or "") or "  ".join(shown)
-        what = entry["values"]["name"] if entry["kind"] == "event" else entry["kind"]
+        text = str(values.get("text") or "")
+        if not text:
+            first = {key: values[key] for key in FIRST if key in values}
+            text = "  ".join([f"{key} {_shown(value)}" for key, value in (first | dict(values)).items()])
+        what = entry["values"]["name"] if entry["kind"] == "event" else kind
         yield f"{when}  {step:<12} {what:<10} {text.rstrip()}".rstrip()
 
 
@@ -211,7 +223,7 @@ def _lines(run_folder: Folder) -> Iterator[Line]:
     attempts = dict.fromkeys(segment.attempt for segment in segments(run_folder))
     if not attempts:
         with suppress(FileNotFoundError):
-            yield from _parsed(run_folder.read(JOINED), Segment(JOINED, 0, 0))
+            yield from _parsed(BytesIO(run_folder.read(JOINED)), Segment(JOINED, 0, 0))
         return
     for attempt in sorted(attempts, key=lambda attempt: _began(run_folder, attempt)):
         yield from _read_attempt(run_folder, attempt)
@@ -262,17 +274,22 @@ def _fetched(run_folder: Folder, left: list[Segment]) -> Iterator[tuple[Segment,
             some = left[start : start + READERS]
             contents = pool.map((run_folder / "journal").read, [segment.name for segment in some])
             for segment, content in zip(some, contents, strict=True):
-                yield segment, _parsed(content, segment)
+                yield segment, _parsed(BytesIO(content), segment)
 
 
 def _read_lines(run_folder: Folder, segment: Segment) -> Iterator[Line]:
-    return _parsed((run_folder / "journal").read(segment.name), segment)
+    """The lines of a segment, of which a local one is read as it goes."""
+    if not run_folder.local:
+        yield from _parsed(BytesIO((run_folder / "journal").read(segment.name)), segment)
+        return
+    with (run_folder.local / "journal" / segment.name).open("rb") as lines:
+        yield from _parsed(lines, segment)
 
 
-def _parsed(content: bytes, segment: Segment) -> Iterator[Line]:
+def _parsed(lines: Iterable[bytes], segment: Segment) -> Iterator[Line]:
     """A segment's lines; of one that a fault of the disk has damaged, an event that says so."""
     time = 0.0
-    for number, line in enumerate(content.splitlines(keepends=True), start=1):
+    for number, line in enumerate(lines, start=1):
         try:
             entry = json.loads(line)
             entry["sender"], entry["sequence"], entry["values"]

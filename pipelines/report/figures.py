@@ -70,20 +70,20 @@ class Thinned(Generic[Value]):
 class Figures:
     """What `gather_figures` found."""
 
-    lines: dict[str, Thinned[float]] = field(default_factory=dict)
+    lines: dict[str, Thinned[float]] = field(default_factory=lambda: {name: Thinned() for name in LINES})
     """By measurement."""
     workers: Thinned[dict[int, float]] = field(default_factory=lambda: Thinned(MOST_POINTS // 4))
     """By step, each worker's own seconds a step, by rank."""
     devices: dict[str, dict[str, Thinned[float]]] = field(default_factory=dict)
     """By reading (a key of `STRIPS`) and device."""
-    sums: dict[str, tuple[float, int]] = field(default_factory=dict)
+    sums: dict[str, list[float]] = field(default_factory=lambda: {f"phase_{part}_share": [0.0, 0] for part in PARTS})
     """Of the parts' shares over all intervals, and how many."""
     began: float | None = None
     """The time of the first entry, in seconds since 1970; None where there is none."""
 
     def points(self, name: str) -> Points:
         """A measurement's line."""
-        return [(int(step), value) for step, value in self.lines[name].items()] if name in self.lines else []
+        return [(int(step), value) for step, value in self.lines[name].items()]
 
     @property
     def losses(self) -> tuple[Points, Points]:
@@ -93,7 +93,8 @@ class Figures:
     @property
     def part_shares(self) -> dict[str, float]:
         """Mean share of the time by part of a step over all intervals, and the rest; empty where none was measured."""
-        shares = {part: total / count for part in PARTS for total, count in [self.sums.get(part, (0.0, 0))] if count}
+        sums = {part: self.sums[f"phase_{part}_share"] for part in PARTS}
+        shares = {part: total / count for part, (total, count) in sums.items() if count}
         return shares | {"rest": max(0.0, 1 - sum(shares.values()))} if shares else {}
 
 
@@ -119,15 +120,18 @@ def gather_figures(entries: Iterable[Entry]) -> Figures:
 
 
 def _add_metrics(figures: Figures, entry: Metrics) -> None:
-    if entry["step"] is None:
+    if (step := entry["step"]) is None:
         return
-    for name in LINES:
-        if (value := _number(entry["values"].get(name))) is not None:
-            figures.lines.setdefault(name, Thinned()).put(entry["step"], value)
-    for part in PARTS:
-        if (share := _number(entry["values"].get(f"phase_{part}_share"))) is not None:
-            total, count = figures.sums.get(part, (0.0, 0))
-            figures.sums[part] = total + share, count + 1
+    for name, told in entry["values"].items():
+        if (line := figures.lines.get(name)) is None:
+            continue
+        value = told if type(told) is float else _number(told)
+        if value is None:
+            continue
+        line.put(step, value)
+        if total := figures.sums.get(name):
+            total[0] += value
+            total[1] += 1
 
 
 def _add_readings(figures: Figures, entry: System) -> None:

@@ -1,7 +1,7 @@
 """Drivers and recorders of runs in one process: two at once, one that is killed. The run ends with the same bits."""
 
 import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import psutil
@@ -111,3 +111,21 @@ def test_a_killed_recorder_costs_nothing(calm: tuple[Config, dict[str, Any]]) ->
     measured = [entry for entry in read_entries(folder) if entry["kind"] == "metrics"]
     logged = [entry["step"] for entry in measured if "train_loss" in entry["values"]]
     assert logged == list(range(20, STEPS + 1, 20))
+
+
+def test_a_driver_whose_run_was_taken_over_ends_without_touching_it(calm: tuple[Config, dict[str, Any]]) -> None:
+    """As where nothing was heard of it for a minute and a driver on another machine has taken the run."""
+    config = replace(calm[0], train=replace(calm[0].train, steps=100_000))
+    driver = start_job("train", config, "--run", "taken")
+    folder = run_folder(config, "taken")
+    wait_for(lambda: (folder / "journal").names(), driver)
+    owner = read_owner(folder)
+    assert owner
+    theirs = asdict(replace(owner, host="elsewhere", machine="another", pid=1, attempt="theirs"))
+    folder.put_json("owner.json", theirs)
+    outcome = finish_job(driver)
+    assert outcome.code == 2, outcome.out + outcome.err
+    assert "process 1 on elsewhere has taken over run taken" in outcome.err
+    assert "Traceback" not in outcome.err
+    assert folder.read_json("owner.json") == theirs
+    assert not folder.exists("summary.json")
