@@ -100,9 +100,9 @@ class Sweep(Section):
     def __post_init__(self) -> None:
         """Raises SettingError where a field is out of range, `space` has no choices, or the objective lacks its figure."""
         super().__post_init__()
-        if self.objective == "auto":
-            # Everyone who reads it wants to know which.
-            object.__setattr__(self, "objective", "loss" if self.space and all(map(same_work, self.space)) else "throughput")
+        if self.objective == "auto" and self.space:
+            # Everyone who reads it wants to know which. Not without a space, as defaults are that others are put over.
+            object.__setattr__(self, "objective", "loss" if all(map(same_work, self.space)) else "throughput")
         for key, choices in self.space.items():
             self._check_choices(key, choices)
         if self.least_windows > self.windows:

@@ -65,7 +65,7 @@ def test_a_complete_run_says_so_and_how_to_go_on(config: Config, trained: Outcom
     before = summary(config, "trained")
     again = run_well("train", config, "--run", "trained")
     assert "complete (6 steps)" in again.out
-    assert "--run trained --train.steps 12" in again.out
+    assert f"--run trained --storage {config.storage} --train.steps 12" in again.out
     _ends_with_three_lines(again)
     assert summary(config, "trained") == before
     assert again.seconds < max(5.0, trained.seconds)
@@ -120,7 +120,7 @@ def test_a_run_that_is_being_trained_is_left_alone(config: Config) -> None:
     _is_refused(run_job("train", endless, "--run", "owned"), "owned", f"process {first.pid}", "--run")
     first.send_signal(signal.SIGTERM)
     outcome = finish_job(first)
-    assert outcome.code == 0, outcome.err
+    assert outcome.code == 143, outcome.err
     assert summary(config, "owned")["status"] == "stopped"
     _ends_with_three_lines(outcome)
     assert "resumes it" in outcome.lines[-1]

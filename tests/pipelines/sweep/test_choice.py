@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raystride.pipelines.config import Config
-from raystride.pipelines.config.parse import parse
-from raystride.pipelines.config.sweep import Sweep
+from raystride.pipelines.config.parse import configured, parse
+from raystride.pipelines.config.sweep import Sweep, SweepConfig
 from raystride.pipelines.sweep.choice import best_of, by_settings, recommendation, score
 from raystride.pipelines.sweep.result import Result
 from raystride.pipelines.sweep.space import Candidate
 from tests.pipelines.sweep.test_page import sweep, trial, without
 
 speeds = st.lists(st.floats(1, 1e4), min_size=2, max_size=4)
-FAST = Sweep()
+FAST = Sweep(objective="throughput")
 
 
 def spread_out(index: int, windows: list[float]) -> Result:
@@ -108,7 +108,7 @@ def test_settings_that_leave_the_work_as_it_is_are_chosen_by_loss() -> None:
     assert Sweep(space={"optimizer.learning_rate": [1e-3, 1e-2]}).objective == "loss"
     assert Sweep(space={"optimizer.learning_rate": [1e-3], "scaling.workers": [1, 2]}).objective == "throughput"
     assert Sweep(space={"optimizer.learning_rate": [1e-3]}, objective="throughput").objective == "throughput"
-    assert Sweep().objective == "throughput"
+    assert configured(SweepConfig, {"sweep.space": {"seed": [1, 2]}}).settings.sweep.objective == "loss"
     rates = Sweep(space={"optimizer.learning_rate": [1e-3, 1e-2]})
     fast, good = replace(trial(200.0, 1), val_loss=3.0), replace(trial(100.0, 1), val_loss=2.0)
     near, broken = replace(trial(90.0, 1), val_loss=2.001), replace(trial(300.0, 1), val_loss=math.inf)
