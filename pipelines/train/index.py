@@ -67,7 +67,7 @@ def pieces_of(
     return found
 
 
-def metadata_of(tensors: Mapping[str, Any], pieces: Pieces) -> Metadata:
+def as_metadata(tensors: Mapping[str, Any], pieces: Pieces) -> Metadata:
     """The same as PyTorch Distributed Checkpoint knows it, from a manifest's tensors and their pieces."""
     metadata = Metadata(state_dict_metadata={})
     for name, entry in tensors.items():
@@ -90,7 +90,7 @@ def _add(found: dict[str, list[Mapping[str, Any]]], pieces: Iterable[tuple[str, 
 
 def _fills(tensors: Mapping[str, Any], found: Pieces, wanted: Mapping[str, torch.Tensor]) -> bool:
     """Whether these pieces hold every number of the tensors, or of this rank's shards of them; pieces never overlap."""
-    plan = create_default_local_load_plan(dict(wanted), metadata_of(tensors, found))
+    plan = create_default_local_load_plan(dict(wanted), as_metadata(tensors, found))
     held = sum(math.prod(item.lengths) for item in plan.items)
     own = ((tensor.to_local() if isinstance(tensor, DTensor) else tensor) for tensor in wanted.values())
     return held == sum(tensor.numel() for tensor in own)

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from raystride.pipelines.files import PIECE, Folder
-from raystride.pipelines.train.index import index_name, index_of, metadata_of, pieces_of
+from raystride.pipelines.train.index import as_metadata, index_name, index_of, pieces_of
 from raystride.pipelines.train.names import MANIFEST
 from raystride.pipelines.train.pruning import data_of
 
@@ -200,7 +200,7 @@ class CheckpointReader(StorageReader):  # type: ignore[misc]
                 index = MetadataIndex(name, torch.Size(chunk["offsets"]))
                 self.pieces[index] = StoredPiece(chunk["file"], chunk["offset"], chunk["bytes"])
                 self.sizes[index] = chunk["sizes"]
-        return metadata_of(tensors, pieces)
+        return as_metadata(tensors, pieces)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing to do: all that is needed is in the manifest already."""
