@@ -143,10 +143,10 @@ def test_many_segments_become_few_files_and_nothing_is_lost_or_doubled(place: Fo
 
 def test_a_death_amid_a_merge_doubles_nothing(place: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(place, "a1")
-    monkeypatch.setattr(Folder, "remove", lambda *_: None)  # it dies after the merged file, before the others are gone
-    for number in range(1, journal_module.MERGED + 4):
-        journal.append([entry(number)])
-    monkeypatch.undo()
+    with monkeypatch.context() as dying:
+        dying.setattr(Folder, "remove", lambda *_: None)  # it dies after the merged file, before the others are gone
+        for number in range(1, journal_module.MERGED + 4):
+            journal.append([entry(number)])
     assert len((place / "journal").names()) == journal_module.MERGED + 4
     assert [line["sequence"] for line in read_entries(place)] == list(range(1, journal_module.MERGED + 4))
     Journal(place, "a1")
