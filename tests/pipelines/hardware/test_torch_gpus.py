@@ -98,7 +98,7 @@ def test_the_node_with_gpus_is_asked(with_cards: Cluster) -> None:
         "from raystride.pipelines.cluster.resources import Resources\n"
         "ray.init(address=sys.argv[1], log_to_driver=False)\n"
         "there = Resources.of_cluster()\n"
-        "where = ask_a_node(lambda: __import__('ray').get_runtime_context().get_node_id(), gpu=True)\n"
+        "where = ask_a_node(lambda: __import__('ray').get_runtime_context().get_node_id(), 60, gpu=True)\n"
         "cards = next(n['NodeID'] for n in ray.nodes() if n['Resources'].get('GPU'))\n"
         "print(there.gpus, where == cards, several_nodes(), there.gpu_problem)\n"
     )
