@@ -194,14 +194,6 @@ def joined(settings: Launch) -> bool:
     return bool(settings.address or os.environ.get("RAY_ADDRESS"))
 
 
-def on_a_worker(function: Callable[[], str], timeout_s: float) -> str:
-    """Runs a function in a worker process, on another node than this one where there is one; what it returns.
-
-    Raises CannotRun where it is not back in `timeout_s` seconds.
-    """
-    return str(ask_a_node(function, timeout_s))
-
-
 def ask_a_node(function: Callable[[], T], timeout_s: float, *, gpu: bool = False) -> T:
     """What a function gives in a worker process of another node than this one, if there is one; `gpu`: of one with GPUs.
 

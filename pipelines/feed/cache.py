@@ -9,19 +9,16 @@ which therefore lies on a disk of the node's own: on a network drive that holds 
 
 import hashlib
 import os
-import socket
-import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config import Config
 from raystride.pipelines.files import Folder
 from raystride.pipelines.locks import locked
+from raystride.pipelines.node_folder import node_folder, open_private
 
-PLACE = "RAYSTRIDE_CACHE"
-"""The variable that names another place."""
 LOCKS = "locks"
 OTHERS_S = 600.0
 """Seconds that a worker waits for another one's download of the same file, and then fetches it itself: a put is whole."""
@@ -43,7 +40,8 @@ class NodeCache:
         """
         target = self.root / hashlib.sha256(f"{folder / name}".encode()).hexdigest()[:32]
         if not _is_whole(target, size):
-            self._open()
+            open_private(self.root)
+            (self.root / LOCKS).mkdir(exist_ok=True)
             with locked(self.root / LOCKS / target.name[:2], OTHERS_S):  # who wants another file need not wait for this one
                 if not _is_whole(target, size):
                     with locked(self.root / LOCKS / "room", OTHERS_S):
@@ -71,13 +69,6 @@ class NodeCache:
             held -= bytes_
             path.unlink(missing_ok=True)
 
-    def _open(self) -> None:
-        """Makes the folder, this user's alone: what lies in it is read as the run's data."""
-        self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        (self.root / LOCKS).mkdir(exist_ok=True)
-        if self.root.stat().st_uid != os.getuid():
-            raise SettingError(f"{self.root}, where shards are kept, is another user's: name another place by ${PLACE}")
-
 
 def _is_whole(path: Path, size: int) -> bool:
     try:
@@ -87,9 +78,5 @@ def _is_whole(path: Path, size: int) -> bool:
 
 
 def node_cache(config: Config) -> NodeCache:
-    """The cache of this node, as large as `data.cache_gib` says, in `$RAYSTRIDE_CACHE` or the system's temporary folder.
-
-    Not below the home directory, which on many clusters all nodes share.
-    """
-    own = f"{tempfile.gettempdir()}/raystride-{os.getuid()}-{socket.gethostname()}"
-    return NodeCache(Path(os.environ.get(PLACE, own)).expanduser(), int(config.data.cache_gib * 2**30))
+    """The cache of this node, as large as `data.cache_gib` says."""
+    return NodeCache(node_folder(), int(config.data.cache_gib * 2**30))

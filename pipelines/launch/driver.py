@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, cast
 
 from raystride.model.hugging_face_config import check_description
-from raystride.pipelines.cluster.cluster import CannotRun, ask_a_node, cluster, joined, on_a_worker, several_nodes
+from raystride.pipelines.cluster.cluster import CannotRun, ask_a_node, cluster, joined, several_nodes
 from raystride.pipelines.cluster.internals import submission_id
 from raystride.pipelines.cluster.places import PlacesWatch
 from raystride.pipelines.cluster.resources import Resources, Share, resolve
@@ -243,7 +243,7 @@ def surroundings(config: Config, there: Resources, share: Share) -> Environment:
 def checks_for(config: Config, storage: Folder, there: Resources, share: Share) -> list[Check]:
     """All that the preflight looks at. Needs ray.init unless the run is inline."""
     asks = config.launch.mode == "ray" and joined(config.launch)
-    probe = partial(on_a_worker, timeout_s=config.launch.timeout_s) if asks else None
+    probe = partial(ask_a_node, timeout_s=config.launch.timeout_s) if asks else None
     return preflight(config, share, there, storage, config.tokenizer.vocabulary_size, probe)
 
 

@@ -1,14 +1,13 @@
 """Zip and tar archives: their members are files like others, once the node that reads them has unpacked them.
 
 A member that leads out of the archive, is a link, has a password, is broken or an archive itself is refused by its name, and
-so is an archive that grows without measure. Unpacked archives lie in `$RAYSTRIDE_CACHE-unpacked` (or `raystride-unpacked`
-beside the other caches of the home directory), and those that nobody has read for a week go when another one comes.
+so is an archive that grows without measure. Unpacked archives lie in `node_folder("-unpacked")`, and those that nobody has
+read for a week go when another one comes.
 
     members(File("/data/mails.zip", "mails.zip", 20_480))     # [File("/.../mails.zip/a.csv", "a.csv", 52_113, archive=...)]
     at_hand(file)                                             # unpacks its archive where this node has not yet
 """
 
-import fcntl
 import hashlib
 import lzma
 import os
@@ -26,6 +25,8 @@ from typing import IO, Any
 
 from raystride.pipelines.credentials import masked
 from raystride.pipelines.files import filesystem
+from raystride.pipelines.locks import locked
+from raystride.pipelines.node_folder import node_folder, open_private
 from raystride.pipelines.sources.faults import DataError, Fault, Faulty, faults_of
 from raystride.pipelines.sources.pieces import Archive, File
 
@@ -44,6 +45,8 @@ MEMBERS = 5_000_000
 SPARE = 1 << 30
 """Bytes of the disk that are left free."""
 KEPT_S = 7 * 24 * 3600.0
+OTHERS_S = 3600.0
+"""Seconds that a process waits for others, which may unpack large archives."""
 
 _BROKEN = (
     zipfile.BadZipFile,
@@ -62,7 +65,10 @@ def members(archive: File) -> list[File]:
 
     A folder that holds all of them is left out of their names, unless it is the only one.
     """
-    place = _cache() / hashlib.sha256(f"{masked(archive.uri)} {archive.size} {archive.stamp}".encode()).hexdigest()[:16]
+    place = (
+        node_folder("-unpacked")
+        / hashlib.sha256(f"{masked(archive.uri)} {archive.size} {archive.stamp}".encode()).hexdigest()[:16]
+    )
     kept = Archive(archive.uri, archive.size, str(place / os.path.basename(archive.name)))
     _unpack(kept)
     found = []
@@ -103,18 +109,13 @@ def at_hand(file: File) -> None:
             raise Faulty(Fault(file.archive.uri, str(error))) from error
 
 
-def _cache() -> Path:
-    place = os.environ.get("RAYSTRIDE_CACHE") or "~/.cache/raystride"
-    return Path(f"{place.rstrip('/')}-unpacked").expanduser().absolute()
-
-
 def _unpack(archive: Archive) -> None:
     """Unpacks into the archive's folder, unless it is there: whole or not at all, by one process at a time."""
     folder = Path(archive.folder)
     root = folder.parent.parent
-    root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with (root / "lock").open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+    open_private(root)
+    refusal = DataError(f"{archive.uri}: another process has been unpacking in {root} for {OTHERS_S / 3600:g} h")
+    with locked(root / "lock", OTHERS_S, refusal):
         if not folder.is_dir():
             _forget(root)
             temporary = folder.parent.with_name(f"{folder.parent.name}.tmp-{uuid.uuid4().hex[:8]}")

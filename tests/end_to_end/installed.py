@@ -58,3 +58,23 @@ def python_in(site: Path, project: Path, *arguments: str) -> str:
     done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+MINE = """from raystride.model.transformer import Decoder
+from raystride.pipelines.tasks.language_model import LanguageModel
+
+class Mine(Decoder):
+    pass
+
+@raystride.register_task("mine")
+class Own(LanguageModel):
+    def build_model(self):
+        return Mine(self.config.model, self.facts["vocabulary_size"])
+
+@raystride.register_source("sums")
+def sums():
+    for first in range(40):
+        for second in range(40):
+            yield f"{first}+{second}={first + second}"
+"""
+"""What a script of a user's own registers: a task whose network is a class of the script, and a source."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.installed import SETTINGS, python_in
+from tests.end_to_end.installed import MINE, SETTINGS, python_in
 
 API = """
 import raystride
@@ -71,25 +71,9 @@ def test_by_command_with_a_file_as_plug_in(site: Path, project: Path) -> None:
     assert "lm_python" in presets
 
 
-SCRIPT = """
-import raystride
-from raystride.model.transformer import Decoder
-from raystride.pipelines.tasks.language_model import LanguageModel
-
-class Mine(Decoder):
-    pass
-
-@raystride.register_task("mine")
-class Own(LanguageModel):
-    def build_model(self):
-        return Mine(self.config.model, self.facts["vocabulary_size"])
-
-@raystride.register_source("sums")
-def sums():
-    for first in range(40):
-        for second in range(40):
-            yield f"{first}+{second}={first + second}"
-
+SCRIPT = (
+    f"import raystride\n{MINE}"
+    + """
 if __name__ == "__main__":
     settings = {
         "task": "mine", "data.source": "sums", "tokenizer.kind": "bytes", "record.mlflow": False, "scaling.workers": 2,
@@ -101,6 +85,7 @@ if __name__ == "__main__":
     assert type(run.load_model("last")) is Mine
     assert raystride.generate(run, "1+1=", {"sample.tokens": 3, "sample.temperature": 0.0})
 """
+)
 
 
 def test_what_a_script_registers_travels_by_value_and_opens_only_there(site: Path, project: Path) -> None:

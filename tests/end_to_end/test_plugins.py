@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.installed import SETTINGS, python_in
+from tests.end_to_end.installed import MINE, SETTINGS, python_in
 
 pytestmark = pytest.mark.timeout(900)
 PACKAGE = """
@@ -74,26 +74,9 @@ def test_an_installed_one_is_found_everywhere(desk: Path, site: Path, tmp_path: 
         assert line.startswith("error: plugins: there is no module 'ticket_desk.plug_in' on Python's path; install it"), line
 
 
-SWEEPS = """
-import ray
-import raystride
-from raystride.model.transformer import Decoder
-from raystride.pipelines.tasks.language_model import LanguageModel
-
-class Mine(Decoder):
-    pass
-
-@raystride.register_task("mine")
-class Own(LanguageModel):
-    def build_model(self):
-        return Mine(self.config.model, self.facts["vocabulary_size"])
-
-@raystride.register_source("sums")
-def sums():
-    for first in range(40):
-        for second in range(40):
-            yield f"{first}+{second}={first + second}"
-
+SWEEPS = (
+    f"import ray\nimport raystride\n{MINE}"
+    + """
 SHARED = {
     "record.mlflow": False, "scaling.workers": 1, "sample.tokens": 0,
     "sweep": {"space": {"train.slot_size": [4]}, "windows": 1, "least_windows": 1, "window_steps": 2, "warmup_steps": 1},
@@ -121,6 +104,7 @@ if __name__ == "__main__":
         assert answer.best and "slot_size" in answer.recommended, answer
     assert ray.is_initialized()
 """
+)
 
 
 def test_a_sweep_tries_what_a_module_or_the_script_registers(site: Path, project: Path) -> None:

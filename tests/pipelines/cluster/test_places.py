@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.cluster.cluster import CannotRun, on_a_worker
+from raystride.pipelines.cluster.cluster import CannotRun, ask_a_node
 from raystride.pipelines.cluster.places import PlacesWatch
 from raystride.pipelines.cluster.resources import Share
 
@@ -64,8 +64,8 @@ def test_what_waits_says_for_what_and_ends_when_told(taken: Any, asked: Any) -> 
 
 def test_a_probe_that_does_not_come_back_ends() -> None:
     with pytest.raises(CannotRun, match=r"launch\.timeout_s"):
-        on_a_worker(_sleeper, 0.5)
-    assert on_a_worker(_answer, 60) == "here"
+        ask_a_node(_sleeper, 0.5)
+    assert ask_a_node(_answer, 60) == "here"
 
 
 def _sleeper() -> str:

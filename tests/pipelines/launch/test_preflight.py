@@ -164,7 +164,7 @@ def test_a_storage_that_workers_do_not_share(storage: Folder, tmp_path: Path) ->
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_the_probe_runs_in_a_real_worker(storage: Folder) -> None:
-    from raystride.pipelines.cluster.cluster import on_a_worker
+    from raystride.pipelines.cluster.cluster import ask_a_node
 
-    assert _checks(storage, on_a_worker=partial(on_a_worker, timeout_s=60))["storage"].passed
+    assert _checks(storage, on_a_worker=partial(ask_a_node, timeout_s=60))["storage"].passed
     assert storage.names() == []
