@@ -80,8 +80,8 @@ def address_of(path: str, like: str) -> str:
     place, query = split(whole(like) if "://" in like else like)
     scheme, _, rest = place.partition("://")
     if scheme not in _PYARROW:
-        inside = client(like)[1]
-        return place.removesuffix(inside) + path + query
+        # A web address is its own path, options and all; elsewhere a path has neither scheme nor host.
+        return path if "://" in path else whole(like).rstrip("/").removesuffix(client(like)[1]) + path
     authority = rest.partition("/")[0]
     _, before = _keep(scheme, authority, query)
     # A name may hold what would be read as an option, or as a character in another spelling.

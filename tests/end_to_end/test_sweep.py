@@ -132,7 +132,8 @@ def test_what_is_recommended_is_the_fastest_and_trains_as_it_is(config: SweepCon
     outcome = finish_job(job)
     assert outcome.code == 0, outcome.err
     assert summary(config, "again")["tokens_per_second"] > 0
-    assert all(best.speed >= each.speed for each in found.values() if each.measured)
+    fastest = max((each for each in found.values() if each.measured), key=lambda each: each.speed)
+    assert {best.run, fastest.run} <= set(summary(config, NAME)["as_good"]), "the spread does not tell it from the fastest"
 
 
 def test_a_space_without_settings_is_refused_before_anything_starts(config: SweepConfig) -> None:

@@ -12,6 +12,7 @@ from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.cluster_utils import Cluster
 
 from raystride.pipelines.config import Checkpoint, Config, Launch, Model, Optimizer, Scaling, Train, Validation
+from raystride.pipelines.launch.exit_codes import INTERRUPTED
 from raystride.pipelines.record import read_entries
 from raystride.pipelines.record.audit import audit
 from tests.processes import make_job, run_workers
@@ -81,7 +82,7 @@ def test_it_shrinks_and_grows_and_ends_with_the_same_bits(config: Config, cluste
     wait_for(lambda: _trains(config, 2), driver)
     driver.send_signal(signal.SIGINT)
     outcome = finish_job(driver)
-    assert outcome.code == 0, outcome.out + outcome.err
+    assert outcome.code == INTERRUPTED, outcome.out + outcome.err
     ended = summary(config, "mine")
     assert (ended["status"], ended["workers"]) == ("stopped", 2)
     assert [world for world, _ in _groups(config)] == [2, 1, 2]

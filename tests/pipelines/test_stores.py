@@ -57,6 +57,13 @@ def test_a_client_follows_its_surroundings(s3: str, monkeypatch: pytest.MonkeyPa
         assert proxy.requests["GET"] == 1
 
 
+@pytest.mark.parametrize(
+    "address", ["memory://a", "memory://a/b.txt", "https://host/a/b.txt?sig=x&page=2", f"s3://b/c{OPTIONS}"]
+)
+def test_the_address_of_a_path_is_that_which_it_came_from(address: str) -> None:
+    assert address_of(client(address)[1], address) == address
+
+
 def test_an_unknown_option_is_named() -> None:
     with pytest.raises(ValueError, match="endpoint"):
         client("s3://bucket/runs?endpoint=http://minio:9000")
