@@ -1,7 +1,8 @@
 # make train      install, then train the embedded default on two workers, with Ray and MLflow
-# make test       install, then run the tests
+# make test       install, then run the tests of what a change usually breaks
+# make test-all   install, then run all tests, as continuous integration does
 # make test-of X  the tests of one room or package: make test-of feed, make test-of NAME=triton_kernels
-# make test-processors  the same three times, as on other processors: either product, and neither AVX-512 nor AMX
+# make test-processors  all tests three times, as on other processors: either product, and neither AVX-512 nor AMX
 # make test-ray-next  what touches Ray, with the newest Ray that pyproject.toml admits, in an environment of its own
 # make install    make .venv and install Raystride and what its developers need into it
 # make ui         the MLflow UI over the runs in runs/
@@ -15,9 +16,11 @@ VENV := .venv
 STORAGE ?= runs
 RUN := $(VENV)/bin/python
 NEXT := .venv-ray-next
+# A file's tests stay in one process, which has their trainings; the files are taken in tests/conftest.py's order.
+PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help install train test test-of test-processors test-ray-next ui pictures sanitize lint
+.PHONY: help install train test test-all test-of test-processors test-ray-next ui pictures sanitize lint
 .DEFAULT_GOAL := train
 
 help:
@@ -38,8 +41,12 @@ $(VENV)/.developed: $(VENV)/.installed
 install: $(VENV)/.developed
 
 test: install
-	@echo "running the tests: some minutes on two cores"
-	@$(RUN) -m pytest -n 2 --dist loadfile
+	@echo "running the tests of what a change usually breaks: some eight minutes on two cores; the rest: make test-all"
+	@$(PYTEST) -m "not long"
+
+test-all: install
+	@echo "running all tests: some sixteen minutes on two cores"
+	@$(PYTEST)
 
 ifeq ($(firstword $(MAKECMDGOALS)),test-of)
 # The word after test-of is a room's name and no target, also where a target has that name.
@@ -52,7 +59,7 @@ endif
 $(wordlist 2,9,$(MAKECMDGOALS)): ;@:
 
 test-of: install
-	@$(RUN) -m pytest -n 2 --dist loadfile $(ROOM)
+	@$(PYTEST) $(ROOM)
 else
 train: $(VENV)/.installed
 	@echo "training configs/lm_python.yaml on Ray; results go to $(STORAGE)/"
@@ -60,9 +67,9 @@ train: $(VENV)/.installed
 endif
 
 test-processors:
-	RAYSTRIDE_LINEAR=torch $(MAKE) test
-	RAYSTRIDE_LINEAR=onednn $(MAKE) test
-	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(MAKE) test
+	RAYSTRIDE_LINEAR=torch $(MAKE) test-all
+	RAYSTRIDE_LINEAR=onednn $(MAKE) test-all
+	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(MAKE) test-all
 
 test-ray-next: $(NEXT)/.installed
 	@$(NEXT)/bin/python -c 'import ray; print("testing with Ray", ray.__version__)'

@@ -16,12 +16,20 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # their own number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Ray has its workers stand back behind everything else (niceness 15): beside one busy process they get 3 % of a core.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 # What was compiled for one kind of processor must not be found where tests pretend to run on another: PyTorch does not look.
 _KIND = os.environ.get("ATEN_CPU_CAPABILITY", "own")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-tests-{os.getuid()}-{_KIND}")
 
 settings.register_profile("raystride", deadline=None, max_examples=50)
 settings.load_profile("raystride")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of whole trainings first, so that at the end both processes have short files left."""
+    items.sort(key=lambda item: not item.nodeid.startswith(("tests/end_to_end", "tests/faults", "tests/browser")))
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +41,14 @@ def ray_cluster() -> Iterator[None]:
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def ray_address(ray_cluster: None) -> str:
+    """Where other processes join this cluster, which saves each of them the start of their own."""
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -26,10 +27,22 @@ def _id(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def _faults(paths: Iterable[Path], wrong: Callable[[Path], object]) -> dict[str, object]:
+    """What is wrong with each of these files, by file."""
+    found = {_id(path): wrong(path) for path in paths}
+    return {file: fault for file, fault in found.items() if fault}
+
+
+@cache
 def _imports(path: Path) -> set[str]:
     """Every module that a file names in an import, wherever it stands."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -37,17 +50,18 @@ def _imports(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", MODULES, ids=_id)
-def test_arrows_between_packages_point_one_way(path: Path) -> None:
-    own = PACKAGES.index(path.relative_to(ROOT).parts[0])
-    outside = {"tests", "benchmarks", *PACKAGES[own + 1 :]}
-    assert not {name.removeprefix("raystride.").split(".")[0] for name in _imports(path)} & outside
+def test_arrows_between_packages_point_one_way() -> None:
+    def outside(path: Path) -> set[str]:
+        own = PACKAGES.index(path.relative_to(ROOT).parts[0])
+        named = {name.removeprefix("raystride.").split(".")[0] for name in _imports(path)}
+        return named & {"tests", "benchmarks", *PACKAGES[own + 1 :]}
+
+    assert not _faults(MODULES, outside)
 
 
-@pytest.mark.parametrize("path", ALL, ids=_id)
-def test_our_packages_are_imported_below_raystride(path: Path) -> None:
+def test_our_packages_are_imported_below_raystride() -> None:
     """Under two names a class would be two classes; a folder says so when it is imported by its own name."""
-    assert not {name.split(".")[0] for name in _imports(path)} & set(PACKAGES)
+    assert not _faults(ALL, lambda path: {name.split(".")[0] for name in _imports(path)} & set(PACKAGES))
 
 
 @pytest.mark.parametrize("package", ["model", "pipelines", "triton_kernels"])
@@ -57,13 +71,10 @@ def test_a_folder_imported_by_its_own_name_says_the_right_one(package: str) -> N
     assert done.stderr.rstrip().splitlines()[-1].startswith(f"ImportError: import raystride.{package}, not {package}")
 
 
-@pytest.mark.parametrize("path", MODULES, ids=_id)
-def test_one_file_reaches_into_private_parts_of_ray(path: Path) -> None:
+def test_one_file_reaches_into_private_parts_of_ray() -> None:
     """By import, by name in a text, or by a name of Ray's that no page of its documentation has."""
-    private = re.findall(
-        r"\bray\.[\w.]*\b_\w+|_raylet|ray\.core\b|ray\.train\.v2|__internal|_JSON_ENV_VAR", path.read_text()
-    )
-    assert not private or path == ROOT / "pipelines" / "cluster" / "internals.py"
+    private = re.compile(r"\bray\.[\w.]*\b_\w+|_raylet|ray\.core\b|ray\.train\.v2|__internal|_JSON_ENV_VAR")
+    assert list(_faults(MODULES, lambda path: private.findall(path.read_text()))) == ["pipelines/cluster/internals.py"]
 
 
 @cache
@@ -77,7 +88,7 @@ def _graph() -> dict[str, set[str]]:
     uses: dict[str, set[str]] = {}
     for name, path in modules.items():
         found = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(_tree(path)):
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -110,53 +121,66 @@ def test_no_rooms_import_each_other_in_a_circle() -> None:
     assert not _circle(uses)
 
 
-@pytest.mark.parametrize("path", ALL, ids=_id)
-def test_files_and_functions_are_short_and_have_a_prologue(path: Path) -> None:
-    text = path.read_text()
-    tree = ast.parse(text)
-    assert text.count("\n") <= 400
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno is not None
-            assert node.end_lineno - node.lineno < 60, node.name
-    assert ast.get_docstring(tree) or not tree.body
+def test_files_and_functions_are_short_and_have_a_prologue() -> None:
+    def wrong(path: Path) -> list[str]:
+        tree = _tree(path)
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        found = [node.name for node in functions if (node.end_lineno or 10**6) - node.lineno >= 60]
+        found += ["its length"] * (path.read_text().count("\n") > 400)
+        return found + ["its prologue"] * (not ast.get_docstring(tree) and bool(tree.body))
+
+    assert not _faults(ALL, wrong)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=_id)
-def test_what_is_public_has_a_docstring(path: Path) -> None:
-    for node in ast.parse(path.read_text()).body:
-        overload = isinstance(node, ast.FunctionDef) and "overload" in map(ast.unparse, node.decorator_list)
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_") and not overload:
-            assert ast.get_docstring(node), node.name
+def _public_functions(path: Path) -> list[ast.FunctionDef]:
+    return [node for node in _tree(path).body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=_id)
-def test_a_public_function_that_raises_says_so(path: Path) -> None:
+def _is_decorated(node: ast.AST, word: str) -> bool:
+    return isinstance(node, ast.FunctionDef) and word in map(ast.unparse, node.decorator_list)
+
+
+def test_what_is_public_has_a_docstring() -> None:
+    def without(path: Path) -> list[str]:
+        public = [node for node in _tree(path).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+        named = [node for node in public if not node.name.startswith("_") and not _is_decorated(node, "overload")]
+        return [node.name for node in named if not ast.get_docstring(node)]
+
+    assert not _faults(MODULES, without)
+
+
+def test_a_public_function_that_raises_says_so() -> None:
     """What it raises itself; `raise SystemExit`, and errors that mean a mistake of ours, need no word."""
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-            raised = {
-                ast.unparse(each.exc.func)
-                for each in ast.walk(node)
-                if isinstance(each, ast.Raise) and isinstance(each.exc, ast.Call)
-            }
-            if raised - {"SystemExit", "AssertionError", "NotImplementedError"}:
-                assert "aise" in (ast.get_docstring(node) or ""), f"{node.name} raises {', '.join(raised)}"
+
+    def silent(path: Path) -> list[str]:
+        found = []
+        for node in _public_functions(path):
+            calls = [each.exc for each in ast.walk(node) if isinstance(each, ast.Raise) and isinstance(each.exc, ast.Call)]
+            raised = {ast.unparse(call.func) for call in calls} - {"SystemExit", "AssertionError", "NotImplementedError"}
+            if raised and "aise" not in (ast.get_docstring(node) or ""):
+                found.append(f"{node.name} raises {', '.join(raised)}")
+        return found
+
+    assert not _faults(MODULES, silent)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=_id)
-def test_what_is_public_has_types(path: Path) -> None:
+def test_what_is_public_has_types() -> None:
     """mypy lets kernels go without, as Python knows no types for what they work on; their public functions may not."""
-    for node in ast.parse(path.read_text()).body:
-        kernel = isinstance(node, ast.FunctionDef) and "jit" in map(ast.unparse, node.decorator_list)
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and not kernel:
+
+    def without(path: Path) -> list[str]:
+        found = []
+        for node in _public_functions(path):
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            assert all([node.returns, *(argument.annotation for argument in arguments)]), node.name
+            whole = all([node.returns, *(argument.annotation for argument in arguments)])
+            found += [node.name] * (not whole and not _is_decorated(node, "jit"))
+        return found
+
+    assert not _faults(MODULES, without)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "pipelines" / "config").glob("*.py")), ids=_id)
 def test_every_setting_has_a_docstring(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_tree(path)):
         if not isinstance(node, ast.ClassDef) or not any("dataclass" in ast.dump(item) for item in node.decorator_list):
             continue
         for field, after in zip(node.body, [*node.body[1:], None], strict=True):
@@ -169,7 +193,7 @@ def test_no_public_name_stands_in_two_modules() -> None:
     """But for `main`, and for what the library passes on under the name of what it calls."""
     found: dict[str, set[str]] = defaultdict(set)
     for path in MODULES:
-        for node in ast.parse(path.read_text()).body:
+        for node in _tree(path).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_") and node.name != "main":
                 found[node.name].add(_id(path))
     assert {name: places for name, places in found.items() if len(places) > 1} == {}
@@ -182,9 +206,9 @@ def test_settings_are_frozen() -> None:
     assert Config.__dataclass_params__.frozen  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("path", ALL, ids=_id)
-def test_no_room_is_named_after_nothing(path: Path) -> None:
-    assert not {"utils", "helpers", "common", "base", "misc"} & set(path.with_suffix("").parts)
+def test_no_room_is_named_after_nothing() -> None:
+    nothing = {"utils", "helpers", "common", "base", "misc"}
+    assert not _faults(ALL, lambda path: nothing & set(path.relative_to(ROOT).with_suffix("").parts))
 
 
 def _named_paths(page: Path) -> set[str]:
@@ -250,12 +274,15 @@ def test_every_file_is_on_the_map_in_its_room(package: str) -> None:
 MIRRORED = [path for package in PACKAGES for path in sorted((ROOT / "tests" / package).rglob("test_*.py"))]
 
 
-@pytest.mark.parametrize("path", MIRRORED, ids=_id)
-def test_tests_lie_where_what_they_test_lies(path: Path) -> None:
+def test_tests_lie_where_what_they_test_lies() -> None:
     """A module of the same room, or one of the tests' own beside it. What tests several lies in tests/end_to_end."""
-    tested = path.name.removeprefix("test_")
-    room = ROOT / path.parent.relative_to(ROOT / "tests")
-    assert (room / tested).exists() or path.with_name(tested).exists()
+
+    def astray(path: Path) -> bool:
+        tested = path.name.removeprefix("test_")
+        room = ROOT / path.parent.relative_to(ROOT / "tests")
+        return not (room / tested).exists() and not path.with_name(tested).exists()
+
+    assert not _faults(MIRRORED, astray)
 
 
 def test_the_loop_imports_with_torch_and_numpy_alone() -> None:

@@ -1,12 +1,18 @@
 """What the server has loaded from which the tests' processes are forked: all that takes seconds to import.
 
+Of a tiny job's processor time more than half was imports: of PyTorch, and at its end of what draws its curve and report.
+
 CONTEXT = get_context("forkserver"); CONTEXT.set_forkserver_preload(["tests.warm"])
 """
 
 import importlib
 import os
 
-from raystride.pipelines.strategies.deepspeed import import_deepspeed
+# Ray reads some of its variables when it is imported; those of a cluster of the tests' are none of a job's.
+for variable in [name for name in os.environ if name.startswith("RAY_")]:
+    del os.environ[variable]
+
+from raystride.pipelines.strategies.deepspeed import import_deepspeed  # noqa: E402
 
 # The compiler's own pool of processes would not survive the fork.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -18,5 +24,18 @@ for name in (
     "torch._dynamo",
     "torch.distributed.fsdp",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    "jsonargparse.typing",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.backends.backend_svg",
+    "matplotlib.figure",
+    "mpl_toolkits.mplot3d",  # which a figure with axes looks for
+    "pandas",
+    "pyarrow.dataset",
+    "ray.train",
+    "raystride.pipelines.launch.driver",
+    "raystride.pipelines.launch.inline",
+    "raystride.pipelines.report.page",
+    "raystride.pipelines.report.curve",
+    "rich.progress",
 ):
     importlib.import_module(name)

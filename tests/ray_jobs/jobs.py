@@ -1,7 +1,7 @@
 """Jobs as a user starts them: `python ray_jobs/train.py ...` in a process of its own, its exit code and what it printed.
 
-Inline jobs are the same script in a process that is forked from a server which has PyTorch loaded: half of what such a job
-takes is importing. Those under Ray, and those with variables of their own, are started by the operating system.
+Such a process is forked from a server which has PyTorch loaded, since half of what a job takes is importing. Those with
+variables of their own are started by the operating system.
 
 outcome = run_job("train", config, "--launch", "inline", "--run", "name")
 outcome.code, outcome.lines[-3:], summary(config, "name")["steps"]
@@ -106,16 +106,16 @@ def start_job(job: str, config: Config, *flags: str, env: dict[str, str] | None 
     file = Path(config.storage).parent / "tiny.yaml"
     file.write_text(to_yaml(config))
     given = ("--config", str(file), *flags)
-    if env is None and (config.launch.mode == "inline" or "inline" in flags):
-        return Forked(ROOT / "ray_jobs" / f"{job}.py", given)
     return start_script(job, *given, env=env)
 
 
-def start_script(job: str, *flags: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+def start_script(job: str, *flags: str, env: dict[str, str] | None = None) -> Process:
     """Starts a job with these flags alone, in a process group of its own, as a terminal does."""
+    if env is None:
+        return Forked(ROOT / "ray_jobs" / f"{job}.py", flags)
     return subprocess.Popen(
         [sys.executable, str(ROOT / "ray_jobs" / f"{job}.py"), *flags],
-        env=environment() | (env or {}),
+        env=environment() | env,
         start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -124,8 +124,9 @@ def start_script(job: str, *flags: str, env: dict[str, str] | None = None) -> su
 
 
 def environment() -> dict[str, str]:
-    """This process's variables, without those that would lead a job to a cluster."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    """This process's variables, without those that would lead a job to a cluster; Ray's workers are not niced, as there."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return kept | {"RAY_worker_niceness": "0"}
 
 
 def finish_job(process: Process) -> Outcome:
