@@ -23,6 +23,7 @@ from raystride.pipelines.prepare.prepare import prepare
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.worker.job import Job, WorkerInfo
 from tests.distributed import CONTEXT, LIMIT_S
+from tests.receipts import accept
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def _work(job: Job, rank: int, world: int, port: int, place: Path) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
         place_of = WorkerInfo(rank=rank, world=world, local_rank=rank)
-        summary = run_worker(job, place_of, lambda _, entries: entries[-1]["sequence"], lambda: False)
+        summary = run_worker(job, place_of, accept, lambda: False)
         assert not dist.is_initialized(), "a worker leaves its process group, or it may abort when Python ends"
     except BaseException:
         (place / f"error-{rank}").write_text(traceback.format_exc())

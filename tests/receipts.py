@@ -8,3 +8,8 @@ def taken(entries: list[Entry]) -> Receipt:
     """All of it is recorded for good."""
     last = entries[-1]["sequence"] if entries else 0
     return Receipt("test", last, last)
+
+
+def accept(name: str, entries: list[Entry], recorder: str) -> Receipt:
+    """A recorder of no memory, for workers whose training alone is looked at. For one that raised each would wait 15 s."""
+    return taken(entries)

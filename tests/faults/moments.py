@@ -29,6 +29,7 @@ import psutil
 from raystride.pipelines.config import Checkpoint, Scaling, Train, Validation
 from raystride.pipelines.worker.job import Job, WorkerInfo
 from tests.faults.schedules import CONTEXT, exact_job
+from tests.receipts import accept
 
 LIMIT_S = 120.0
 Moment = Literal["between steps", "forward", "backward", "reduction", "data", "manifest", "hint", "pruning"]
@@ -131,9 +132,7 @@ def _worker(job: Job, rank: int, world: int, port: int, steps: Any, place: Path,
         return False
 
     try:
-        summary = run_worker(
-            job, WorkerInfo(rank=rank, world=world, local_rank=rank), lambda _, entries: entries[-1]["sequence"], stopping
-        )
+        summary = run_worker(job, WorkerInfo(rank=rank, world=world, local_rank=rank), accept, stopping)
     except BaseException:
         (place / f"error.{rank}").write_text(traceback.format_exc())
         sys.exit(1)

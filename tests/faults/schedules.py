@@ -24,6 +24,7 @@ from raystride.pipelines.config import Checkpoint, Config, Model, Optimizer, Tra
 from raystride.pipelines.worker.job import Job, WorkerInfo
 from tests.distributed import CONTEXT
 from tests.processes import make_job
+from tests.receipts import accept
 from tests.tiny import tiny
 
 LIMIT_S = 120.0
@@ -138,7 +139,7 @@ def _worker(job: Job, rank: int, world: int, port: int, steps: Any, stop: Any, p
 
     try:
         place_of = WorkerInfo(rank=rank, world=world, local_rank=rank)
-        summary = run_worker(job, place_of, lambda _, entries: entries[-1]["sequence"], stopping)
+        summary = run_worker(job, place_of, accept, stopping)
     except BaseException:
         (place / f"error-{rank}").write_text(traceback.format_exc())
         sys.exit(1)

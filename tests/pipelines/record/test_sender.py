@@ -14,7 +14,7 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.record import Recorder, Sender, read_entries
 from raystride.pipelines.record.entry import new_entry
 from raystride.pipelines.record.sender import Entry, Receipt
-from tests.receipts import taken
+from tests.receipts import accept, taken
 
 
 class Unreliable:
@@ -54,6 +54,12 @@ def test_every_entry_is_in_the_journal_once_and_in_order(
         own = [entry for entry in entries if entry["sender"] == wire.name]
         assert [entry["sequence"] for entry in own] == list(range(1, count + 2))
         assert [entry["step"] for entry in own] == [*range(count), None]
+
+
+def test_the_recorder_of_the_tests_own_workers_keeps_none_of_them_waiting() -> None:
+    sender = Sender(accept, "rank0")
+    sender.put(new_entry("metrics", {"train_loss": 1.0}, step=1))
+    assert sender.close(60.0)
 
 
 def test_put_does_not_wait_for_a_post_that_hangs() -> None:
