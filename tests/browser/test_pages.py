@@ -18,7 +18,10 @@ from tests.browser.chromium import PROGRAM, Visit, chromium
 from tests.ray_jobs.jobs import finish_job, run_folder, start_job, summary
 from tests.tiny import tiny, write_text
 
-pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine; .ci/tools brings Debian's")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine; .ci/tools brings Debian's"),
+]
 RATES = {"calm": 0.002, "hasty": 0.01}
 """Learning rates, by run."""
 

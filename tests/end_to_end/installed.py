@@ -3,7 +3,6 @@
 python_in(site, project, "-m", "raystride", "presets")    # what it printed
 """
 
-import os
 import shutil
 import subprocess
 import sys
@@ -11,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.ray_jobs.jobs import ROOT, environment
+
 SETTINGS = """
 task: averaged
 data: {source: tickets, test_source: tickets#test}
@@ -52,10 +52,8 @@ def project(tmp_path: Path) -> Path:
 
 def python_in(site: Path, project: Path, *arguments: str) -> str:
     """Runs Python in the project, where `raystride` is the installed wheel; what it printed."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment["PYTHONPATH"] = str(site)
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=280)
+    command, given = [sys.executable, *arguments], environment() | {"PYTHONPATH": str(site)}
+    done = subprocess.run(command, cwd=project, env=given, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

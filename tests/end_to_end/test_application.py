@@ -1,13 +1,13 @@
 """`raystride` within somebody's application: in its threads, beside its handlers of signals and its own Ray."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.ray_jobs.jobs import ROOT, environment
+
 COMMON = """
 import signal, sys, threading
 import raystride
@@ -90,13 +90,16 @@ if __name__ == "__main__":
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("mode", "program"), [("inline", ALONE), ("ray", ALONE), ("ray", JOINED)], ids=["inline", "ray", "joined"]
+    ("mode", "program"),
+    [
+        pytest.param("inline", ALONE, id="inline"),
+        pytest.param("ray", ALONE, id="ray", marks=pytest.mark.long),
+        pytest.param("ray", JOINED, id="joined", marks=pytest.mark.long),
+    ],
 )
 def test_in_its_threads_and_beside_its_handlers(tmp_path: Path, mode: str, program: str) -> None:
     (tmp_path / "application.py").write_text(COMMON + program)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    command = [sys.executable, "application.py", mode]
-    environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
+    command, given = [sys.executable, "application.py", mode], environment() | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == ""

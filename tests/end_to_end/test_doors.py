@@ -16,7 +16,7 @@ from raystride.pipelines.config import Checkpoint, Config, Launch, Scaling, Trai
 from tests.ray_jobs.jobs import finish_job, start_job, wait_for_checkpoint
 from tests.tiny import tiny, write_text
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 @pytest.fixture

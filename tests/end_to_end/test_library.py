@@ -45,7 +45,7 @@ for wrong, error in (({"plugins": ["nowhere.tasks"]}, "nowhere.tasks"), ({"train
 """
 
 
-@pytest.mark.parametrize(("mode", "workers"), [("inline", 1), ("ray", 2)])
+@pytest.mark.parametrize(("mode", "workers"), [("inline", 1), pytest.param("ray", 2, marks=pytest.mark.long)])
 def test_by_api(site: Path, project: Path, mode: str, workers: int) -> None:
     (project / "settings.yaml").write_text(SETTINGS)
     (project / "use.py").write_text(API)
@@ -88,6 +88,7 @@ if __name__ == "__main__":
 )
 
 
+@pytest.mark.long
 def test_what_a_script_registers_travels_by_value_and_opens_only_there(site: Path, project: Path) -> None:
     (project / "script.py").write_text(SCRIPT)
     python_in(site, project, "script.py")

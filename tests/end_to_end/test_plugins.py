@@ -10,7 +10,7 @@ import pytest
 
 from tests.end_to_end.installed import MINE, SETTINGS, python_in
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 PACKAGE = """
 [build-system]
 requires = ["setuptools"]

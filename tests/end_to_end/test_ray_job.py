@@ -27,7 +27,7 @@ from tests.end_to_end.installed import SETTINGS
 from tests.ray_jobs.jobs import ROOT, environment, run_folder, run_well, summary
 from tests.tiny import tiny, write_text
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 LIMIT_S = 240
 CPUS = 4 if usable_cores() == 3 else 3
 """Of the cluster: another number than this machine has, so that one can tell them apart."""

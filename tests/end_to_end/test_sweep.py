@@ -61,6 +61,7 @@ def _difference(result: Result) -> str:
     return ", ".join(f"{key} {value}" for key, value in result.settings.items() if PLAIN[key] != value)
 
 
+@pytest.mark.long
 def test_every_combination_has_a_result_and_each_failure_its_cause(found: dict[str, Result]) -> None:
     ended = {name: result.status for name, result in found.items()}
     assert ended == {
@@ -77,6 +78,7 @@ def test_every_combination_has_a_result_and_each_failure_its_cause(found: dict[s
     assert "it must be at most train.slots, 4" in found["scaling.workers 64"].cause
 
 
+@pytest.mark.long
 def test_windows_leave_out_the_warm_up(config: SweepConfig, found: dict[str, Result]) -> None:
     for result in found.values():
         if result.measured:
@@ -86,6 +88,7 @@ def test_windows_leave_out_the_warm_up(config: SweepConfig, found: dict[str, Res
             assert 0 < result.overhead_s < result.seconds
 
 
+@pytest.mark.long
 def test_mlflow_has_the_trials_under_the_sweep(config: SweepConfig, found: dict[str, Result]) -> None:
     parent = only_run(config, NAME)
     assert parent.info.status == "FINISHED"
@@ -96,6 +99,7 @@ def test_mlflow_has_the_trials_under_the_sweep(config: SweepConfig, found: dict[
             assert child.data.tags["raystride.outcome"] == result.status
 
 
+@pytest.mark.long
 def test_the_page_the_summary_and_the_last_screen_are_there(config: SweepConfig, found: dict[str, Result]) -> None:
     folder = Folder(config.storage) / NAME
     assert "Diverged" in folder.read("report.html").decode()
@@ -110,6 +114,7 @@ def test_the_page_the_summary_and_the_last_screen_are_there(config: SweepConfig,
     assert any(line.startswith("compare  http") for line in again.lines)
 
 
+@pytest.mark.long
 def test_what_is_recommended_is_the_fastest_and_trains_as_it_is(config: SweepConfig, found: dict[str, Result]) -> None:
     file = Path(config.storage) / NAME / "recommended.yaml"
     settings: dict[str, Any] = yaml.safe_load(file.read_text())

@@ -19,7 +19,7 @@ from tests.processes import make_job, run_workers
 from tests.ray_jobs.jobs import finish_job, run_folder, start_job, summary, wait_for, wait_for_checkpoint
 from tests.tiny import tiny, write_text
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 MORE = 5
 """Steps after which nothing more is awaited of a group."""
 

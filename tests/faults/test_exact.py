@@ -34,7 +34,7 @@ def test_the_last_step_has_empty_slots(calm: Outcome, folder: Path) -> None:
     assert 0 < calm.summary["samples_seen"] % train.batch <= train.batch - 2 * train.slot_size
 
 
-@pytest.mark.parametrize(("flavour", "bucket_mib"), [("gpt2", 25.0), ("llama", 0.01)])
+@pytest.mark.parametrize(("flavour", "bucket_mib"), [pytest.param("gpt2", 25.0, marks=pytest.mark.long), ("llama", 0.01)])
 def test_any_number_of_workers_ends_with_the_same_bits(folder: Path, flavour: str, bucket_mib: float) -> None:
     shape = Model(flavour=flavour, layers=2, heads=2, width=16, context=16, dropout=0.2)  # type: ignore[arg-type]
     config = exact_config(folder / "text.txt", model=shape, checkpoint=Checkpoint(every=0))
@@ -65,6 +65,7 @@ def test_without_it_bits_depend_on_the_workers(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.long
 def test_kills_stops_and_resizes_change_nothing(folder: Path, calm: Outcome, seed: int) -> None:
     schedule = draw_schedule(seed, calm.summary["steps"])
     job = exact_job(folder / "text.txt", folder, f"disturbed-{seed}")
@@ -93,6 +94,7 @@ def test_a_run_that_meets_everything(folder: Path, calm: Outcome) -> None:
     assert set(proven.workers) >= {3, 1, 2}
 
 
+@pytest.mark.long
 def test_a_run_under_ray_goes_on_alone_and_refuses_what_would_change_its_bits(folder: Path, calm: Outcome) -> None:
     config = exact_config(folder / "text.txt", storage=str(folder / "runs"))
     steps = calm.summary["steps"]

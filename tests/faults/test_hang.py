@@ -51,6 +51,7 @@ def _stop_one(config: Config, driver: Process, starts: int) -> psutil.Process:
     return victim
 
 
+@pytest.mark.long
 def test_a_stopped_worker_is_found_out_with_one_restart_and_without(tmp_path: Path) -> None:
     job = short_job(
         write_text(tmp_path, 6_000),

@@ -58,7 +58,7 @@ def test_a_training_saves_and_says_that_it_is_not_done(config: Config, number: i
     assert (run_folder(config, "stopped") / "checkpoints").read("last") == f"step-{told['steps']:08}\n".encode()
 
 
-@pytest.mark.parametrize("mode", ["inline", "ray"])
+@pytest.mark.parametrize("mode", ["inline", pytest.param("ray", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_preparation_ends_in_one_line(config: Config, tmp_path: Path, mode: str, number: int, code: int) -> None:
     marker, plugin = tmp_path / "reading", tmp_path / "slow.py"

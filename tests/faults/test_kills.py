@@ -40,17 +40,17 @@ def _holds(checkpoints: Folder, summary: dict[str, Any], calm: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("moment", "step", "victim", "world", "then", "resumed_from"),
     [
-        ("between steps", 7, 0, 1, 2, 4),
-        ("between steps", 7, 2, 3, 1, 4),
-        ("forward", 7, 1, 2, 3, 4),
-        ("backward", 7, 0, 2, 4, 4),
+        pytest.param("between steps", 7, 0, 1, 2, 4, marks=pytest.mark.long),
+        pytest.param("between steps", 7, 2, 3, 1, 4, marks=pytest.mark.long),
+        pytest.param("forward", 7, 1, 2, 3, 4, marks=pytest.mark.long),
+        pytest.param("backward", 7, 0, 2, 4, 4, marks=pytest.mark.long),
         ("backward", 7, 2, 3, 2, 4),
         ("reduction", 7, 1, 2, 1, 4),
-        ("reduction", 7, 0, 4, 3, 4),
+        pytest.param("reduction", 7, 0, 4, 3, 4, marks=pytest.mark.long),
         ("data", 8, 1, 2, 3, 4),
         ("manifest", 8, 0, 3, 1, 4),
-        ("hint", 8, 0, 2, 2, 8),
-        ("pruning", 12, 0, 2, 1, 12),
+        pytest.param("hint", 8, 0, 2, 2, 8, marks=pytest.mark.long),
+        pytest.param("pruning", 12, 0, 2, 1, 12, marks=pytest.mark.long),
     ],
 )
 def test_a_worker_killed_at_this_moment_changes_nothing(
@@ -81,6 +81,7 @@ def test_a_worker_that_stood_still_and_goes_on_changes_nothing(
     _holds(job.folder / "checkpoints", group.summary(), calm)
 
 
+@pytest.mark.long
 def test_those_who_wait_for_a_stopped_worker_learn_of_its_end(folder: Path, calm: dict[str, Any]) -> None:
     job = short_job(folder / "text.txt", folder, "still-killed")
     group = Group(job, 3, folder, Blow("forward", 7, 2, signal.SIGSTOP))

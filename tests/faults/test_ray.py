@@ -53,6 +53,7 @@ def _one_screen(outcome: Outcome) -> str:
     return outcome.err
 
 
+@pytest.mark.long
 def test_a_killed_worker_ends_the_run_with_one_screen(config: Config) -> None:
     driver = _start(config, "killed")
     workers = _workers(driver)
@@ -80,6 +81,7 @@ def test_with_restarts_a_killed_worker_changes_nothing(config: Config) -> None:
         assert mended[key] == whole[key], key
 
 
+@pytest.mark.long
 def test_a_shard_that_rots_under_a_run_names_the_rank_and_the_line(config: Config, tmp_path: Path) -> None:
     own = replace(config, storage=str(tmp_path / "runs"))
     driver = _start(own, "rotten")

@@ -15,7 +15,7 @@ from tests.faults.moments import LIMIT_S, finish, short_job
 from tests.ray_jobs.jobs import Process, finish_job, run_folder, run_well, start_job, summary, wait_for_checkpoint
 from tests.tiny import write_text
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 STEPS = 400
 
 

@@ -30,6 +30,7 @@ def calm(text: Path) -> tuple[Config, dict[str, Any]]:
     return replace(job.config, launch=Launch(mode="inline")), finish(job, 1, text.parent)
 
 
+@pytest.mark.long
 def test_a_run_whose_store_breaks_requests_has_the_bits_of_a_calm_one(
     s3: str, calm: tuple[Config, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

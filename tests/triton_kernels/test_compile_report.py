@@ -39,6 +39,7 @@ def _shipped() -> list[dict[str, str]]:
     return [row for row in rows if "alternative" not in row["label"]]
 
 
+@pytest.mark.long
 def test_the_table_has_what_is_launched_and_no_more(now: dict[str, list[Cells]]) -> None:
     assert [row[:3] for row in table()] == [launch[:3] for launch in now["launches"]]
     for row, launch in zip(table(), now["launches"], strict=True):
@@ -46,6 +47,7 @@ def test_the_table_has_what_is_launched_and_no_more(now: dict[str, list[Cells]])
         assert blocks == launch[3:], (row, launch)
 
 
+@pytest.mark.long
 def test_the_table_has_what_is_compiled(now: dict[str, list[Cells]]) -> None:
     rows = table()
     for number, found in zip(sample(rows), now["rows"], strict=True):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 import ray.train.torch  # before a name goes that it uses: in another Ray it would use none that is gone
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from raystride.pipelines.cluster import fallback, internals
 from raystride.pipelines.cluster.cluster import QUIET
@@ -37,6 +37,7 @@ from raystride.pipelines.config import Record
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record import read_entries
 from raystride.pipelines.worker.job import Job
+from tests.pipelines.cluster.controller import Controller
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
 
@@ -58,6 +59,7 @@ def _trained(job: Job, fast_start: bool) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_lean_and_stock_trainer_give_the_same(tmp_path: Path) -> None:
     config = tiny(write_text(tmp_path))
     fast_start, stock = (
@@ -132,6 +134,7 @@ def _controller() -> Any:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_a_controller_of_other_keywords_trains_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """They were met in fit() alone, when the record had begun and there was no way back."""
 
@@ -253,15 +256,6 @@ def test_where_it_does_not_listen_it_is_said_once(monkeypatch: pytest.MonkeyPatc
         tell_of_nodes(True, warned.append)
     (text,) = warned
     assert "20 s" in text
-
-
-class Controller:
-    """As Ray Train's: it reserves places for workers."""
-
-    def reserve(self) -> str:
-        group = placement_group([{"CPU": 1}])
-        ray.get(group.ready())
-        return str(group.id.hex())
 
 
 @contextmanager

@@ -64,7 +64,7 @@ def test_hidden_gpus_are_no_problem(monkeypatch: pytest.MonkeyPatch, visible: st
 
 
 @needs_none
-@pytest.mark.parametrize("mode", ["inline", "ray"])
+@pytest.mark.parametrize("mode", ["inline", pytest.param("ray", marks=pytest.mark.long)])
 def test_a_driver_alone_trains_on_cpus_with_one_warning(tmp_path: Path, driver: dict[str, str], mode: str) -> None:
     outcome = train(tmp_path, driver, "--launch", mode, "--scaling.workers", "1")
     assert outcome.code == 0, outcome.err
@@ -75,7 +75,7 @@ def test_a_driver_alone_trains_on_cpus_with_one_warning(tmp_path: Path, driver: 
 
 
 @needs_none
-@pytest.mark.parametrize("mode", ["inline", "ray"])
+@pytest.mark.parametrize("mode", ["inline", pytest.param("ray", marks=pytest.mark.long)])
 def test_cuda_there_is_an_error_with_its_remedy(tmp_path: Path, driver: dict[str, str], mode: str) -> None:
     outcome = train(tmp_path, driver, "--launch", mode, "--scaling.device", "cuda")
     assert outcome.code == 3, outcome.out + outcome.err
@@ -96,6 +96,7 @@ def with_cards() -> Iterator[Cluster]:
 
 
 @needs_none
+@pytest.mark.long
 def test_the_node_with_gpus_is_asked(with_cards: Cluster) -> None:
     program = (
         "import ray, sys; from raystride.pipelines.cluster.cluster import ask_a_node, several_nodes\n"

@@ -53,6 +53,7 @@ def job(folder: Path, *arguments: str, path: str = "") -> subprocess.CompletedPr
 
 
 @pytest.mark.parametrize("launch", ["inline", "ray"])
+@pytest.mark.long
 def test_nsys_collects_the_window_and_its_summary_names_our_ranges(tmp_path: Path, launch: str) -> None:
     if which("nsys") is None:
         pytest.skip("nsys is not installed")
@@ -78,6 +79,7 @@ def test_a_program_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
             assert not (tmp_path / "runs" / "r").exists()
 
 
+@pytest.mark.long
 def test_ncu_runs_the_job_once_more_and_its_figures_become_a_page(tmp_path: Path) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()

@@ -45,6 +45,7 @@ def test_in_shards(folder: Path, way: str) -> None:
 
 
 @pytest.mark.parametrize("linear", ["torch", "onednn"])
+@pytest.mark.long
 def test_compiled_it_learns_the_same(folder: Path, linear: str) -> None:
     """Few cases: on CPUs the compiler takes half a minute for the smallest model."""
     model = replace(DROPOUT, dropout=0.0, linear=linear)  # type: ignore[arg-type]
