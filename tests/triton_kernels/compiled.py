@@ -5,8 +5,11 @@ Run as a process of its own, since a test's own process has kernels that belong 
     python -m tests.triton_kernels.compiled                   # {"launches": [...], "rows": [...]}
 """
 
+import hashlib
 import json
 import os
+import platform
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from multiprocessing import get_context
@@ -16,8 +19,19 @@ from typing import Any
 from raystride.triton_kernels.processes import end_with_parent
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
+KERNELS = TABLE.parents[1] / "triton_kernels"
 Cells = list[str]
 """A row: the architecture, then what the table holds."""
+
+
+def state() -> str:
+    """What the result depends on, as digits: the kernels, the table, this file, Triton with its compilers, and Python."""
+    import triton
+
+    said = hashlib.sha256(f"{triton.__version__} {sys.version} {platform.machine()}".encode())
+    for path in (TABLE, Path(__file__), *sorted(KERNELS.rglob("*.py"))):
+        said.update(path.name.encode() + path.read_bytes())
+    return said.hexdigest()[:16]
 
 
 def table() -> list[Cells]:

@@ -7,16 +7,20 @@ make the table again: python -m raystride.triton_kernels.compile_report --write 
 import ast
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from raystride.pipelines.files import Folder
 from raystride.triton_kernels.architectures import ARCHITECTURES, occupancy
 from raystride.triton_kernels.compile_report import Compiled, compiled_page, faults
-from tests.triton_kernels.compiled import Cells, sample, table
+from tests.triton_kernels import compiled
+from tests.triton_kernels.compiled import Cells, sample, state, table
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -25,12 +29,27 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def now() -> dict[str, list[Cells]]:
-    """What the kernels would launch now, and the sample of the table's rows compiled again."""
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", "tests.triton_kernels.compiled"]
-    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
-    assert found.returncode == 0, found.stderr[-3000:]
-    return dict(json.loads(found.stdout))
+    """What the kernels would launch now, and the sample of the table's rows compiled again; once for the same kernels."""
+    kept = Path(tempfile.gettempdir()) / f"raystride-compiled-{os.getuid()}" / f"{state()}.json"
+    if not kept.exists():
+        environment = os.environ | {"TRITON_INTERPRET": "0"}
+        command = [sys.executable, "-m", "tests.triton_kernels.compiled"]
+        found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
+        assert found.returncode == 0, found.stderr[-3000:]
+        Folder(str(kept.parent)).put(kept.name, found.stdout.encode())
+    return dict(json.loads(kept.read_bytes()))
+
+
+def test_what_was_compiled_of_other_kernels_is_not_believed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = state()
+    assert before == state()
+    monkeypatch.setattr("triton.__version__", "0.0")
+    another = state()
+    shutil.copytree(ROOT / "triton_kernels", tmp_path / "triton_kernels")
+    with (tmp_path / "triton_kernels" / "rope.py").open("a") as stream:
+        stream.write("# changed\n")
+    monkeypatch.setattr(compiled, "KERNELS", tmp_path / "triton_kernels")
+    assert len({before, another, state()}) == 3
 
 
 def _shipped() -> list[dict[str, str]]:
