@@ -236,6 +236,26 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
     assert not [link for link in links if "://" not in link and not (page.parent / link).exists()]
 
 
+def _shares() -> dict[str, tuple[float, float]]:
+    """Of CONTRIBUTING.md: which minutes each group of tests may take, in `make test` and beyond it."""
+    rows = re.findall(r"^\| `(tests/[^`]+)` \| ([\d.]+) \| ([\d.]+) \|", PAGES[-1].read_text(), re.MULTILINE)
+    return {group: (float(usual), float(long)) for group, usual, long in rows}
+
+
+def test_every_test_belongs_to_a_group_that_has_its_share() -> None:
+    shares = _shares()
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if path.parent != ROOT / "tests"]
+    groups = {file: [group for group in shares if _id(file).startswith(f"{group}/")] for file in files}
+    assert not {_id(file) for file, found in groups.items() if not found}
+    assert not set(shares) - {group for found in groups.values() for group in found}, "in the table, not in the folder"
+
+
+def test_the_shares_of_the_groups_stay_below_the_whole() -> None:
+    usual, long = (sum(minutes) for minutes in zip(*_shares().values(), strict=True))
+    assert round(usual, 1) <= 8
+    assert round(usual + long, 1) <= 40
+
+
 def test_the_readme_is_for_newcomers() -> None:
     text = (ROOT / "README.md").read_text()
     assert text.count("\n") <= 150

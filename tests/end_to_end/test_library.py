@@ -13,6 +13,7 @@ import pytest
 
 from tests.end_to_end.installed import MINE, SETTINGS, python_in
 
+pytestmark = pytest.mark.long
 API = """
 import raystride
 from pathlib import Path
@@ -45,7 +46,7 @@ for wrong, error in (({"plugins": ["nowhere.tasks"]}, "nowhere.tasks"), ({"train
 """
 
 
-@pytest.mark.parametrize(("mode", "workers"), [("inline", 1), pytest.param("ray", 2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("mode", "workers"), [("inline", 1), ("ray", 2)])
 def test_by_api(site: Path, project: Path, mode: str, workers: int) -> None:
     (project / "settings.yaml").write_text(SETTINGS)
     (project / "use.py").write_text(API)
@@ -88,7 +89,6 @@ if __name__ == "__main__":
 )
 
 
-@pytest.mark.long
 def test_what_a_script_registers_travels_by_value_and_opens_only_there(site: Path, project: Path) -> None:
     (project / "script.py").write_text(SCRIPT)
     python_in(site, project, "script.py")

@@ -65,6 +65,7 @@ def _pairs(count: int, longest: int) -> list[tuple[str, str]]:
     return [(" ".join(words), " ".join(WORDS[word] for word in reversed(words))) for words in chosen]
 
 
+@pytest.mark.long
 def test_a_reversal_with_the_vocabulary_swapped_is_learned_exactly(tmp_path: Path) -> None:
     pairs = _pairs(6000, 4)
     for side, name in enumerate(("words.txt", "parole.txt")):
@@ -86,7 +87,7 @@ def test_a_reversal_with_the_vocabulary_swapped_is_learned_exactly(tmp_path: Pat
     assert right >= 0.99 * len(fresh)
 
 
-@pytest.mark.parametrize("flavour", ["gpt2", "llama"])
+@pytest.mark.parametrize("flavour", ["gpt2", pytest.param("llama", marks=pytest.mark.long)])
 def test_texts_in_a_folder_a_class_are_told_apart(tmp_path: Path, flavour: str) -> None:
     draw = random.Random(0)
     for label, letters in (("vowels", "aeiou"), ("consonants", "bcdfg"), ("digits", "12345")):
@@ -105,7 +106,7 @@ def test_texts_in_a_folder_a_class_are_told_apart(tmp_path: Path, flavour: str) 
     assert set(answer) >= {"text", "label", "probability"}
 
 
-@pytest.mark.parametrize("loss", ["cross_entropy", "mse"])
+@pytest.mark.parametrize("loss", ["cross_entropy", pytest.param("mse", marks=pytest.mark.long)])
 def test_images_of_several_sizes_are_told_apart(tmp_path: Path, loss: str) -> None:
     draw = np.random.default_rng(0)
     for label, axis in (("across", 0), ("down", 1)):

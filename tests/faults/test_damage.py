@@ -56,7 +56,8 @@ def _flip_in_the_manifest(step: Path) -> None:
     manifest.write_text(manifest.read_text().replace('"sha256": "', '"sha256": "0', 1))
 
 
-DAMAGES = [_cut, _flip, _lose_a_file, _lose_all_files, _lose_the_manifest, _cut_the_manifest, _flip_in_the_manifest]
+DAMAGES = [_flip, _lose_a_file, _cut_the_manifest]
+MORE = [_cut, _lose_all_files, _lose_the_manifest, _flip_in_the_manifest]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ def _copy(job: Job, run: str, keep: int = 2) -> tuple[Job, Path]:
     return replace(job, run=run, folder=Folder(str(place)), config=config), place / "checkpoints"
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", [*DAMAGES, *(pytest.param(damage, marks=pytest.mark.long) for damage in MORE)])
 def test_the_one_before_a_damaged_one_is_used(
     folder: Path, calm: dict[str, Any], killed: Job, damage: Callable[[Path], None]
 ) -> None:
@@ -119,6 +120,7 @@ def test_where_none_is_whole_the_run_begins_again(folder: Path, calm: dict[str, 
 
 
 @pytest.mark.parametrize("damage", [_flip, _cut_the_manifest, _lose_the_manifest])
+@pytest.mark.long
 def test_damaged_ones_do_not_push_whole_ones_out(
     folder: Path, calm: dict[str, Any], killed: Job, damage: Callable[[Path], None]
 ) -> None:

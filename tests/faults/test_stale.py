@@ -4,6 +4,7 @@ import re
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -13,19 +14,31 @@ from tests.faults.moments import Blow, Group, Moment, await_true, finish, short_
 from tests.tiny import write_text
 
 
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text of some 300 samples."""
+    return write_text(tmp_path_factory.mktemp("stale"), 6_000)
+
+
+@pytest.fixture(scope="module")
+def calm(text: Path) -> dict[str, Any]:
+    """A run on one worker that nothing disturbs."""
+    return finish(short_job(text, text.parent, "calm"), 1, text.parent)
+
+
 @pytest.mark.parametrize("name", ["new", "old"], ids=["attempt", "restart"])  # Ray restarts a group within an attempt
 @pytest.mark.parametrize(
     ("moment", "step"),
     [
-        ("between steps", 7),
-        ("data", 8),  # its half of a save was cleared away meanwhile
+        pytest.param("between steps", 7, marks=pytest.mark.long),
+        pytest.param("data", 8, marks=pytest.mark.long),  # its half of a save was cleared away meanwhile
         ("manifest", 8),  # this manifest passes, the next not
     ],
     ids=["between", "data", "manifest"],
 )
-def test_an_old_group_that_wakes_up_changes_nothing(tmp_path: Path, moment: Moment, step: int, name: str) -> None:
-    text = write_text(tmp_path, 6_000)
-    calm = finish(short_job(text, tmp_path, "calm"), 1, tmp_path)
+def test_an_old_group_that_wakes_up_changes_nothing(
+    text: Path, calm: dict[str, Any], tmp_path: Path, moment: Moment, step: int, name: str
+) -> None:
     job = replace(short_job(text, tmp_path, "run"), attempt="old")
     old = Group(job, 2, tmp_path, Blow(moment, step, 0, signal.SIGSTOP))
     sleeper = old.process(0)

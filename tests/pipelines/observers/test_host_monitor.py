@@ -27,7 +27,7 @@ def test_the_host_monitor_sends_mlflows_names_with_times(nodes: int, prefix: str
     while sum(i * i for i in range(10_000)) and time.time() < began + 0.4:  # some load, for the processor's reading
         pass
     monitor.on_end({})
-    assert sender.close()
+    assert sender.close(60.0)
     count = len(posted)
     assert count >= 3
     for entry in posted:

@@ -248,6 +248,7 @@ def test_in_this_process_ray_is_not_imported(corpus: Path, tmp_path: Path) -> No
     assert done.stdout == "set()\n"
 
 
+@pytest.mark.long
 def test_the_default_settings_prepare_the_standard_library(tmp_path: Path) -> None:
     result = prepared(Config(), tmp_path)
     assert result.manifest.tokens("train") > 1e6

@@ -33,7 +33,7 @@ def record(storage: Folder, name: str, rate: float) -> str:
     recorder = Recorder(folder, name, "a1", Record(), storage, {"optimizer.learning_rate": rate}, tags)
     sender = Sender(recorder.receive, "rank0")
     sender.put(new_entry("metrics", {"train_loss": 1 / rate}, step=1))
-    assert sender.close()
+    assert sender.close(60.0)
     return str(recorder.finish("finished")["mlflow_run_id"])
 
 

@@ -42,7 +42,7 @@ def test_the_summary_takes_what_the_loop_gave_and_else_the_newest_measurement(re
     steps(sender, 5)
     sender.put(new_entry("metrics", {"val_loss": float("nan"), "tokens_seen": 640.0}, step=5))
     sender.put(new_entry("summary", {"tokens_per_second": 900.0, "metrics": {"perplexity": 7.4}}))
-    assert sender.close()
+    assert sender.close(60.0)
     summary = recorder.finish("finished", {"resumed_from": 3})
     assert summary["train_loss"] == 2.0
     assert summary["tokens_per_second"] == 900.0
@@ -102,7 +102,7 @@ def test_the_log_of_a_run_grows_and_tells_begin_figures_warnings_and_end(record:
         sender.put(new_entry("metrics", {"learning_rate": 0.5, "train_loss": 2.0}, step=3))
         sender.put(new_entry("event", {"name": "warning", "text": f"{attempt} runs hot"}))
         sender.put(new_entry("checkpoint", {"path": "/there"}, step=3))
-        assert sender.close()
+        assert sender.close(60.0)
         grown = lines()
         recorder.finish("stopped")
     begun = [f"attempt attempt {attempt} of {folder.uri.rpartition('/')[2]} begins" for attempt in ("a1", "a2")]
@@ -144,7 +144,7 @@ def test_mlflow_gets_points_with_their_own_times_and_shows_what_broke(
     sender.put(new_entry("tags", {"model": "small"}))
     for name in ("profiles/note.txt", "../outside.txt"):
         sender.put(new_entry("artifact", {"name": name}))
-    assert sender.close()
+    assert sender.close(60.0)
     summary = recorder.finish("done")
     run = only_run(storage, folder.uri.rpartition("/")[2])
     began = min(entry["time"] for entry in sent(folder, everyone=True) if entry["sender"] == "recorder")
@@ -172,7 +172,7 @@ def test_a_resumed_run_goes_on_in_its_mlflow_run(record: MakeRecorder, folder: F
         recorder = record(attempt, Record(), parameters={"workers": workers, "seed": 0})
         sender = Sender(recorder.receive, "rank0")
         steps(sender, 10, first)
-        assert sender.close()
+        assert sender.close(60.0)
         ids.append(recorder.finish("stopped" if attempt == "a1" else "finished")["mlflow_run_id"])
     run = only_run(storage, folder.uri.rpartition("/")[2])
     assert ids == [run.info.run_id] * 2
@@ -221,6 +221,7 @@ def _record_one(storage: Folder, name: str) -> None:
     print(recorder.state()["warnings"])
 
 
+@pytest.mark.long
 def test_two_runs_may_open_a_fresh_database_at_once(tmp_path: Path) -> None:
     storage = Folder(str(tmp_path / "fresh"))
     names = ("left", "right")

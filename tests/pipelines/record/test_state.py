@@ -75,7 +75,7 @@ def test_the_newest_totals_of_each_node_reach_the_summary_and_mlflow_even_past_a
     sender.put(new_entry("totals", totals("left", joules=1.0)))
     sender.put(new_entry("totals", totals("left")))
     sender.put(new_entry("totals", RIGHT))
-    assert sender.close()
+    assert sender.close(60.0)
     successor = record()  # reads the journal, as after the first one's death
     summary = successor.finish("failed")
     assert {name: summary[name] for name in EXPECTED} == EXPECTED

@@ -29,7 +29,7 @@ def train(recorder: Recorder, first: int, last: int, began: float) -> None:
     for step in range(first, last + 1):
         sender.put(new_entry("metrics", {"train_loss": began / step, "word": "no number"}, step=step, time=began + step / 8))
         sender.put(new_entry("system", {"system/cpu": float(step)}, step=7, time=began + step / 8))
-    assert sender.close()
+    assert sender.close(60.0)
     recorder.finish("finished")
 
 
@@ -97,12 +97,12 @@ def test_what_a_full_disk_did_not_take_is_written_later(record: MakeRecorder, fo
     sender = Sender(recorder.receive, "rank0")
     sender.put(new_entry("metrics", {"train_loss": 1.0}, step=1, time=1.0))
     sender.put(new_entry("error", {"text": "urgent"}))
-    assert sender.flush(5.0)
+    assert sender.flush(60.0)
     until(lambda: bool(recorder.state()["warnings"]), "the fault was not said")
     assert "TensorBoard" in recorder.state()["warnings"][0]
     in_the_way.unlink()
     sender.put(new_entry("metrics", {"train_loss": 2.0}, step=2, time=2.0))
-    assert sender.close()
+    assert sender.close(60.0)
     recorder.finish("finished")
     assert [step for step, _, _ in points(Path(folder.uri), "train_loss")] == [1, 2]
 

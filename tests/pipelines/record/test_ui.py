@@ -26,7 +26,7 @@ def test_the_newest_run_is_linked_and_ctrl_c_leaves_nothing(
     recorder = record(settings=Record())
     sender = Sender(recorder.receive, "rank0")
     sender.put(new_entry("metrics", {"train_loss": 1.0}, step=1))
-    assert sender.close()
+    assert sender.close(60.0)
     run_id = recorder.finish("finished")["mlflow_run_id"]
     command = [sys.executable, "-m", "raystride.pipelines.record.ui", "--storage", storage.uri, "--port", str(port)]
     shown = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -55,6 +55,7 @@ def test_eight_times_the_largest_trial_is_predicted(model: ScalingModel) -> None
         assert answer.step_seconds.middle == pytest.approx(seconds(replace(work, workers=256, slots=256), TRUTH), rel=0.05)
 
 
+@pytest.mark.long
 def test_intervals_hold_as_many_truths_as_they_say() -> None:
     """Sixteen clusters drawn from what is believed before; of two further trials on each, 80 % should lie inside."""
     rng, inside = np.random.default_rng(7), 0

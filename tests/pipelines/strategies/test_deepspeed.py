@@ -45,12 +45,16 @@ def _course(folder: Path, run: str, stage: int, world: int, prepare: Any = None,
     return run_course(course_job(folder, run, scaling=_zero(stage), **{"train": TRAIN} | sections), world, prepare)
 
 
-@pytest.mark.parametrize(("stage", "world"), [(1, 2), (2, 2), (3, 2), (2, 1), (3, 3), (1, 4)])
+MORE = [pytest.param(*way, marks=pytest.mark.long) for way in ((2, 1), (3, 3), (1, 4))]
+
+
+@pytest.mark.parametrize(("stage", "world"), [(1, 2), (2, 2), (3, 2), *MORE])
 def test_the_course_is_that_of_one_worker(folder: Path, single: Course, stage: int, world: int) -> None:
     assert_same_course(_course(folder, f"zero-{stage}-{world}", stage, world), single)
 
 
 @pytest.mark.parametrize(("precision", "stage"), [("bf16", 2), ("pure_bf16", 3)])
+@pytest.mark.long
 def test_precisions(folder: Path, precision: str, stage: int) -> None:
     train = replace(SHORT, precision=precision)  # type: ignore[arg-type]
     single = run_course(course_job(folder, f"single-{precision}-{stage}", train=train), 1)
@@ -59,6 +63,7 @@ def test_precisions(folder: Path, precision: str, stage: int) -> None:
     assert found.losses == pytest.approx(single.losses, rel=2**-9)
 
 
+@pytest.mark.long
 def test_what_is_recomputed_and_gathered_again_changes_nothing(folder: Path) -> None:
     """Llama's flavour, whose embedding is not tied, with plain momentum, and blocks that are computed twice."""
     model = Model(flavour="llama", layers=2, heads=4, kv_heads=2, width=16, context=16)
@@ -88,6 +93,7 @@ def test_a_bad_step_is_skipped(folder: Path) -> None:
     assert course.logged[-1]["dropped_steps"] == 1
 
 
+@pytest.mark.long
 def test_the_sample_is_that_of_one_worker(folder: Path) -> None:
     """A whole job, with parameters in partitions: the workers generate together."""
     texts = []

@@ -14,8 +14,9 @@ TOLERANCE = 2e-6
 """Relative, of losses and norms over 30 steps in fp32. Sums of some 10^3 gradients in another order differ by up to 10^3
 units of 2^-24 in the worst and some 30, 2e-6, in the usual case. Measured: 1.5e-7, of norms 2.7e-6."""
 DDP, FSDP = Scaling(strategy="ddp"), Scaling(strategy="fsdp")
-WAYS = [(DDP, 2), (DDP, 3), (DDP, 4), (FSDP, 1), (FSDP, 2), (FSDP, 3), (FSDP, 4)]
-WAYS += [(Scaling(strategy="fsdp", reshard=False), 2), (Scaling(strategy="fsdp", shard_workers=2), 4)]
+MORE = [(DDP, 3), (DDP, 4), (FSDP, 1), (FSDP, 2), (FSDP, 4)]
+WAYS = [(DDP, 2), (FSDP, 3), (Scaling(strategy="fsdp", reshard=False), 2), (Scaling(strategy="fsdp", shard_workers=2), 4)]
+WAYS += [pytest.param(*way, marks=pytest.mark.long) for way in MORE]  # type: ignore[misc]
 
 
 @cache
@@ -40,7 +41,8 @@ def assert_same_course(found: Course, wanted: Course, tolerance: float = TOLERAN
 @pytest.mark.parametrize(("scaling", "world"), WAYS, ids=str)
 def test_the_course_is_that_of_one_worker(folder: Path, scaling: Scaling, world: int) -> None:
     train = Train(steps=STEPS, slots=SLOTS, slot_size=2, log_every=1, micro_batch_slots=1)
-    job = course_job(folder, f"run-{WAYS.index((scaling, world))}", scaling=scaling, train=train)
+    run = "-".join(map(str, (scaling.strategy, world, scaling.reshard, scaling.shard_workers)))
+    job = course_job(folder, run, scaling=scaling, train=train)
     assert_same_course(run_course(job, world), _single(folder))
 
 
@@ -98,6 +100,7 @@ def test_from_strategy_to_strategy(folder: Path, calm: Course) -> None:
 
 @NEEDS_DEEPSPEED
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_from_a_hybrid_mesh_through_zero(folder: Path, calm: Course) -> None:
     """Parameters of four workers in two copies go to three, which cut each of them where no row ends."""
     legs = [(4, HYBRID, "fp32"), (3, ZERO[3], "fp32"), (2, ZERO[1], "fp32"), (2, FSDP, "fp32")]
@@ -106,6 +109,7 @@ def test_from_a_hybrid_mesh_through_zero(folder: Path, calm: Course) -> None:
 
 @NEEDS_DEEPSPEED
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_from_precision_to_precision(folder: Path, calm: Course) -> None:
     """Master copies become parameters and the other way round, and lose nothing: the last leg is fp32 again."""
     legs = [(1, SINGLE, "fp32"), (2, ZERO[3], "pure_bf16"), (2, DDP, "pure_bf16"), (1, SINGLE, "fp32")]
