@@ -19,6 +19,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ray has its workers stand back behind everything else (niceness 15): beside one busy process they get 3 % of a core.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
+# What a first start measures differs from one to the next, and many tests compare bits; those of the measurement take this
+# away again.
+os.environ.setdefault("RAYSTRIDE_LINEAR", "torch")
+
 # What was compiled for one kind of processor must not be found where tests pretend to run on another: PyTorch does not look.
 _KIND = os.environ.get("ATEN_CPU_CAPABILITY", "own")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-tests-{os.getuid()}-{_KIND}")

@@ -25,6 +25,7 @@ from raystride.pipelines.tasks import Task, build_task
 from raystride.pipelines.tasks.task import Encoder
 from raystride.pipelines.tokenizers import Tokenizers
 from raystride.pipelines.train.checkpoint import Checkpoints, Found
+from raystride.pipelines.train.products import use_products_of
 from raystride.triton_kernels.dispatch import use_kernels, why_no_triton
 
 if TYPE_CHECKING:
@@ -156,6 +157,7 @@ def _build(chosen: Chosen, task: Task) -> nn.Module:
             total.add_(parameter.detach(), alpha=1 / len(chosen.checkpoints))
     for parameter, value in zip(model.parameters(), mean, strict=False):
         parameter.data.copy_(value)
+    use_products_of(model, chosen.checkpoints[0])
     return model.eval()
 
 

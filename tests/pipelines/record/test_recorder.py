@@ -125,7 +125,7 @@ def test_a_storage_that_fails_for_a_while_loses_nothing(record: MakeRecorder, fo
     assert not sender.flush(0.5)
     assert "could not be written" in recorder.state()["warnings"][0]
     in_the_way.unlink()
-    assert sender.close(5.0)
+    assert sender.close(60.0)
     recorder.finish("finished")
     assert [entry["sequence"] for entry in sent(folder)] == list(range(1, 22))
 
