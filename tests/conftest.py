@@ -48,14 +48,6 @@ def ray_cluster() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def ray_address(ray_cluster: None) -> str:
-    """Where other processes join this cluster, which saves each of them the start of their own."""
-    import ray
-
-    return str(ray.get_runtime_context().gcs_address)
-
-
-@pytest.fixture(scope="session")
 def s3() -> Iterator[str]:
     """The endpoint of a server that speaks S3, with an empty bucket, started once."""
     from tests.storage import server

@@ -29,6 +29,7 @@ def yesterday(tmp_path: Path) -> dict[str, str]:
     return {"LD_PRELOAD": str(library), "CLOCK_SHIFT_S": str(-DAY_S)}
 
 
+@pytest.mark.long
 def test_a_clock_that_was_set_back_changes_nothing(tmp_path: Path, yesterday: dict[str, str]) -> None:
     text, storage = write_text(tmp_path, 6_000), tmp_path / "runs"
     calm = finish(short_job(text, tmp_path, "calm"), 1, tmp_path)
