@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.warm"])
-LIMIT_S = 240.0
+LIMIT_S = 540.0
 
 
 def run_distributed(function: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
@@ -42,7 +42,7 @@ def _process(rank: int, world: int, folder: str, function: Callable[..., Any], a
     try:
         torch.set_num_threads(1)
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=240)
         )
         torch.save(function(rank, world, *arguments), Path(folder) / str(rank))
         dist.barrier()

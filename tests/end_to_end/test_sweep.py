@@ -17,6 +17,7 @@ from tests.end_to_end.tracking import only_run
 from tests.ray_jobs.jobs import finish_job, run_well, start_job, start_script, summary, wait_for
 from tests.tiny import tiny, write_text
 
+pytestmark = pytest.mark.timeout(1800)
 NAME = "swept"
 PLAIN = {"scaling.workers": 1, "train.slot_size": 1, "optimizer.learning_rate": 1e-3, "model.width": 16}
 """Of each combination at most one setting differs from these, but for the workers and slot sizes, which are all combined."""

@@ -31,7 +31,7 @@ from raystride.pipelines.worker.job import Job, WorkerInfo
 from tests.faults.schedules import CONTEXT, exact_job
 from tests.receipts import accept
 
-LIMIT_S = 120.0
+LIMIT_S = 270.0
 Moment = Literal["between steps", "forward", "backward", "reduction", "data", "manifest", "hint", "pruning"]
 SYSTEM_CALLS: dict[str, tuple[str, str]] = {
     "data": ("os.rename", r"step-{step:08d}/{attempt}-\w+/rank-{rank}\.bin"),  # it is written, and about to get its name

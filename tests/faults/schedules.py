@@ -27,7 +27,7 @@ from tests.processes import make_job
 from tests.receipts import accept
 from tests.tiny import tiny
 
-LIMIT_S = 120.0
+LIMIT_S = 270.0
 Kind = Literal["kill one", "kill all", "stop", "nothing"]
 
 

@@ -25,7 +25,7 @@ from raystride.pipelines.files import Folder
 from tests.distributed import CONTEXT
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 240
+LIMIT_S = 540
 """No job of a test takes longer, however busy the machine."""
 
 
