@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import pytest
 
 from raystride.pipelines.config import Checkpoint, Config, Launch, Optimizer, Scaling, Train, Validation
 from raystride.pipelines.files import Folder
+from raystride.pipelines.hang.detector import FIRST_S, WARM_LOOKS, Hang, HangDetector
+from raystride.pipelines.hang.heartbeat import Heartbeat
 from raystride.pipelines.record import read_entries
 from raystride.pipelines.record.audit import audit
 from tests.distributed import CONTEXT
@@ -24,8 +27,8 @@ pytestmark = pytest.mark.timeout(900)
 ENOUGH = 100_000
 """Steps that no test comes to, however fast the machine."""
 HANG_S = 10
-WARM_S = 3.0
-"""In which the first steps of a group are over, for who looks at it twice a second."""
+LOOK_S = 0.5
+"""How often the driver looks at its workers; it has to see steps end at some of these looks before it judges them."""
 
 
 def _workers(driver: Process) -> set[psutil.Process]:
@@ -45,7 +48,10 @@ def _stop_one(config: Config, driver: Process, starts: int) -> psutil.Process:
     folder = run_folder(config, "stopped")
     wait_for(lambda: len(_starts(folder)) == starts, driver)
     wait_for(lambda: folder.exists("checkpoints/last"), driver)
-    time.sleep(WARM_S)
+    for _ in range(2 * WARM_LOOKS):
+        before = folder.read("checkpoints/last")
+        wait_for(lambda before=before: folder.read("checkpoints/last") != before, driver)  # type: ignore[misc]
+        time.sleep(LOOK_S)
     victim = max(_workers(driver), key=lambda process: process.create_time())
     victim.send_signal(signal.SIGSTOP)
     return victim
@@ -127,16 +133,20 @@ def _train_and_hang(config: Config, screen: Path) -> None:
     from raystride.pipelines.launch.driver import run_training
 
     driver.LEAVE_S = 0.5
-    for_ever = threading.Event()
-    begun: list[float] = []
+    for_ever, warm = threading.Event(), threading.Event()
+    look = HangDetector.look
+
+    def look_and_tell(detector: HangDetector, heartbeats: Mapping[int, Heartbeat], now: float) -> Hang | None:
+        if detector.limit_s < FIRST_S:
+            warm.set()
+        return look(detector, heartbeats, now)
 
     def hang(module: torch.nn.Module, inputs: object) -> None:
-        if type(module).__name__ == "Decoder":
-            begun.append(time.monotonic())
-            if begun[-1] - begun[0] > WARM_S / 2:  # one looks at it twice as often
-                threading.Thread(target=for_ever.wait).start()
-                for_ever.wait()
+        if type(module).__name__ == "Decoder" and warm.is_set():
+            threading.Thread(target=for_ever.wait).start()
+            for_ever.wait()
 
+    HangDetector.look = look_and_tell  # type: ignore[method-assign]
     torch.nn.modules.module.register_module_forward_pre_hook(hang)
     sys.stderr = screen.open("w", buffering=1)
     sys.exit(run_training(Parsed(config, preset="tiny")))
