@@ -20,8 +20,8 @@ Times = tuple[dict[Way, float], dict[Way, float], dict[Way, float]]
 """Seconds by way: of a product, of its gradient for the input, and of that for the weight."""
 
 BUDGET_S = 0.5
-ROUNDS = 8
-"""Times that each product is tried, where the budget lasts; the best counts, since all else is disturbance."""
+LEAST_ROUNDS, ROUNDS = 3, 8
+"""Times that each product is tried; the best counts, since all else is disturbance."""
 FEWEST_ROWS = 64
 WORTHWHILE = 0.97
 """A way other than PyTorch's own must take at most this share of its time."""
@@ -32,7 +32,7 @@ OURS_S = 30e-6
 def time_products(shapes: Iterable[Shape], rows: int, ways: Iterable[Way], budget_s: float = BUDGET_S) -> dict[Shape, Times]:
     """Seconds of the three products of each weight (out, in) with an input (rows, in), by every one of the ways.
 
-    Takes about `budget_s` seconds in all, and two rounds at least.
+    Takes about `budget_s` seconds in all, and three rounds at least, since others on the machine disturb some of them.
     """
     began = time.perf_counter()
     shapes, ways = list(shapes), list(ways)
@@ -45,20 +45,20 @@ def time_products(shapes: Iterable[Shape], rows: int, ways: Iterable[Way], budge
                     seconds = _seconds(left, right, way)
                     # The first time makes what the library keeps.
                     times[way] = seconds if turn < 2 else min(times[way], seconds)
-        if turn and time.perf_counter() - began > budget_s * (turn + 1) / (turn + 2):
+        if turn >= LEAST_ROUNDS and time.perf_counter() - began > budget_s * (turn + 1) / (turn + 2):
             break
     return found
 
 
 def _rows_in_time(shapes: list[Shape], rows: int, ways: int, budget_s: float) -> int:
-    """As many rows as leave time for four rounds, at the rate that a first product shows."""
+    """As many rows as leave time for all rounds, at the rate that a first product shows."""
     if not shapes:
         return rows
     outputs, inputs = shapes[0]
     left, right = torch.ones(FEWEST_ROWS, inputs), torch.ones(outputs, inputs)
     seconds = min(_seconds(left, right, "torch") for _ in range(3))
     of_one = 3 * ways * sum(outputs * inputs for outputs, inputs in shapes) * seconds / (FEWEST_ROWS * outputs * inputs)
-    return min(rows, max(FEWEST_ROWS, int(budget_s / 4 / of_one)))
+    return min(rows, max(FEWEST_ROWS, int(budget_s / (ROUNDS + 2) / of_one)))
 
 
 def _factors(shape: Shape, rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
