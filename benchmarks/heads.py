@@ -45,11 +45,13 @@ class Head:
             check=False,
         )
         if done.returncode:
-            raise Failed(f"ray {' '.join(arguments)} ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-1000:]}")
+            raise Failed(
+                f"ray {' '.join(arguments)} ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-1000:]}"
+            )
         return done.stdout
 
     def submit(self, *arguments: str) -> str:
-        """Runs this Python with arguments as a job whose working directory is the repository; what it prints. Raises Failed."""
+        """Runs this Python with arguments as a job that begins in the repository; what it prints. Raises Failed."""
         runtime = json.dumps({"env_vars": ENVIRONMENT})
         return self.ray(
             *("job", "submit", "--working-dir", str(ROOT), "--runtime-env-json", runtime, "--", sys.executable, *arguments)

@@ -45,7 +45,7 @@ PACKAGES = "/runtime_resources/working_dir_files/"
 
 
 def fast_start_trainer(function: Any, settings: Mapping[str, Any], warn: Warn = say) -> Any | None:
-    """A Ray Train trainer without the parts that a run of a fixed number of workers has no use for; None where Ray is another.
+    """A Ray Train trainer without the parts that a run of so many workers has no use for; None where Ray is another.
 
     The stock TorchTrainer imports torch in the driver and in the controller, gives every process an environment of its own
     (so that none of the processes that Ray keeps or starts ahead fits), and starts actors that clean up after controllers,

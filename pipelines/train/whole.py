@@ -31,8 +31,11 @@ def check_file(folder: Folder, name: str, stated: dict[str, Any]) -> str | None:
 
 
 def read_whole(wanted: Mapping[str, torch.Tensor], folder: Folder, manifest: Mapping[str, Any]) -> bool:
-    """Fills the tensors; whether it could. It cannot, and has touched none, where the checkpoint lies elsewhere, its manifest
-    does not say where all pieces lie, or a tensor is spread over devices or of another size. Raises OSError."""
+    """Fills the tensors; whether it could. Raises OSError.
+
+    It cannot, and has touched none, where the checkpoint lies elsewhere, its manifest does not say where all pieces lie, or
+    a tensor is spread over devices or of another size.
+    """
     stored: Mapping[str, Any] = manifest["tensors"]
     if folder.local is None or not all(_whole(tensor, stored.get(name)) for name, tensor in wanted.items()):
         return False
