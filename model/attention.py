@@ -12,7 +12,7 @@ import math
 import torch
 from torch import nn
 
-from raystride.model.linear import Linear
+from raystride.model.linear import Linear, Products
 from raystride.model.norm import RMSNorm
 from raystride.triton_kernels.attention import attention
 from raystride.triton_kernels.rope import rope
@@ -69,16 +69,16 @@ class Attention(nn.Module):
         qkv_bias: bool = False,
         qk_norm: float | None = None,
         dropout: float = 0.0,
-        onednn: bool = False,
+        products: Products,
         causal: bool = True,
     ) -> None:
         """`qk_norm`: the eps of RMSNorms over each head's query and key (Dehghani et al., 2023); None: without."""
         super().__init__()
         self.causal = causal
         self.heads, self.kv_heads, self.head_size = heads, kv_heads, head_size or width // heads
-        self.qkv = Linear(width, (heads + 2 * kv_heads) * self.head_size, bias=bias or qkv_bias, onednn=onednn)
+        self.qkv = Linear(width, (heads + 2 * kv_heads) * self.head_size, bias=bias or qkv_bias, products=products)
         self.q_norm, self.k_norm = (None if qk_norm is None else RMSNorm(self.head_size, eps=qk_norm) for _ in "qk")
-        self.out = Linear(heads * self.head_size, width, bias=bias, onednn=onednn)
+        self.out = Linear(heads * self.head_size, width, bias=bias, products=products)
         self.dropout = dropout
 
     def forward(

@@ -3,7 +3,7 @@
 Shapes: the stream x (B, T, C). A block normalises before its parts (pre-norm, as GPT-2 does) or after each addition
 (post-norm; Vaswani et al., 2017), as `model.shape.post_norm` says.
 
-    block = Block(config.model, onednn=False, causal=False)
+    block = Block(config.model, products=Products(), causal=False)
     x, rotation = with_positions(embedding(ids), config.model, learned=None)
     x = block(x, rotation, None, None, lengths)               # (B, T, C) -> (B, T, C)
 """
@@ -15,6 +15,7 @@ from torch import nn
 
 from raystride.model.attention import Attention, LayerCache, Rotation, rotation_table
 from raystride.model.feed_forward import GELU, ReLU, SwiGLU
+from raystride.model.linear import Products
 from raystride.model.norm import LayerNorm, RMSNorm
 from raystride.model.shape import DecoderShape, has_biases, head_size, hidden_width, post_norm
 
@@ -22,13 +23,13 @@ from raystride.model.shape import DecoderShape, has_biases, head_size, hidden_wi
 class Block(nn.Module):
     """Attention and feed-forward, each added to the stream."""
 
-    def __init__(self, shape: DecoderShape, onednn: bool, *, causal: bool = True) -> None:
+    def __init__(self, shape: DecoderShape, products: Products, *, causal: bool = True) -> None:
         super().__init__()
         self.post = post_norm(shape)
         self.norm1 = build_norm(shape)
-        self.attention = build_attention(shape, onednn, causal=causal)
+        self.attention = build_attention(shape, products, causal=causal)
         self.norm2 = build_norm(shape)
-        self.feed_forward = build_feed_forward(shape, onednn)
+        self.feed_forward = build_feed_forward(shape, products)
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(
@@ -49,7 +50,7 @@ class Block(nn.Module):
         return x + self.dropout(self.feed_forward(y))  # type: ignore[no-any-return]
 
 
-def build_attention(shape: DecoderShape, onednn: bool, *, causal: bool = True) -> Attention:
+def build_attention(shape: DecoderShape, products: Products, *, causal: bool = True) -> Attention:
     """The self-attention of this shape."""
     return Attention(
         width=shape.width,
@@ -60,7 +61,7 @@ def build_attention(shape: DecoderShape, onednn: bool, *, causal: bool = True) -
         qkv_bias=shape.qkv_bias,
         qk_norm=shape.norm_eps if shape.qk_norm else None,
         dropout=shape.dropout,
-        onednn=onednn,
+        products=products,
         causal=causal,
     )
 
@@ -77,14 +78,14 @@ def build_final_norm(shape: DecoderShape) -> nn.Module:
     return nn.Identity() if post_norm(shape) else build_norm(shape)
 
 
-def build_feed_forward(shape: DecoderShape, onednn: bool) -> nn.Module:
+def build_feed_forward(shape: DecoderShape, products: Products) -> nn.Module:
     """The feed-forward that the flavour has."""
     if shape.flavour == "llama":
-        return SwiGLU(shape.width, hidden_width(shape), onednn=onednn)
+        return SwiGLU(shape.width, hidden_width(shape), products=products)
     if shape.flavour == "gpt2":
         tanh = shape.gelu == "tanh"
-        return GELU(shape.width, hidden_width(shape), bias=shape.bias, tanh=tanh, onednn=onednn)
-    return ReLU(shape.width, hidden_width(shape), bias=has_biases(shape), onednn=onednn)
+        return GELU(shape.width, hidden_width(shape), bias=shape.bias, tanh=tanh, products=products)
+    return ReLU(shape.width, hidden_width(shape), bias=has_biases(shape), products=products)
 
 
 def build_positions(shape: DecoderShape) -> nn.Embedding | None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from raystride.model.block import Block, build_final_norm, build_positions, initialise, with_positions
-from raystride.model.linear import Linear, use_onednn
+from raystride.model.linear import Linear, Products
 from raystride.model.loss import cross_entropy
 from raystride.model.shape import ClassifierShape, classifier_flops_per_token, pooled_width
 
@@ -43,17 +43,17 @@ class Classifier(nn.Module):
         if class_weights and len(class_weights) != classes:
             raise ValueError(f"class_weights are {len(class_weights)}, classes {classes}: give one weight a class, or none")
         self.shape, self.label_smoothing = shape, label_smoothing
-        onednn = use_onednn(shape.linear)
+        self.products = Products(shape.linear)
         self.embedding = nn.Embedding(vocabulary_size, shape.width)
         self.positions = build_positions(shape)
         self.dropout = nn.Dropout(shape.dropout)
-        self.blocks = nn.ModuleList(Block(shape, onednn, causal=False) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(Block(shape, self.products, causal=False) for _ in range(shape.layers))
         self.norm = build_final_norm(shape)
         # Zeros, so that it begins as the mean.
         self.query = nn.Parameter(torch.zeros(shape.width)) if shape.pooling == "attention" else None
         sizes = shape.windows if shape.pooling == "windows" else ()
-        self.windows = nn.ModuleList(WindowConvolution(shape, size, onednn) for size in sizes)
-        self.head = Linear(pooled_width(shape), classes, bias=True, onednn=onednn)
+        self.windows = nn.ModuleList(WindowConvolution(shape, size, self.products) for size in sizes)
+        self.head = Linear(pooled_width(shape), classes, bias=True, products=self.products)
         self.register_buffer("class_weights", torch.tensor(class_weights) if class_weights else None, persistent=False)
         initialise(self, shape, additions=max(1, 2 * shape.layers))
 
@@ -96,10 +96,10 @@ class Classifier(nn.Module):
 class WindowConvolution(nn.Module):
     """A convolution over neighbouring tokens, and the maximum of each channel over the text (Kim, 2014, section 2)."""
 
-    def __init__(self, shape: ClassifierShape, size: int, onednn: bool) -> None:
+    def __init__(self, shape: ClassifierShape, size: int, products: Products) -> None:
         super().__init__()
         self.size = size
-        self.convolution = Linear(size * shape.width, shape.window_channels, bias=True, onednn=onednn)
+        self.convolution = Linear(size * shape.width, shape.window_channels, bias=True, products=products)
 
     def forward(self, x: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         """(B, T, C), of which the tokens count where real (B, T) is True, -> (B, channels)."""

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from raystride.model.linear import Linear, use_onednn
+from raystride.model.linear import Linear, Products
 from raystride.model.loss import cross_entropy
 from raystride.model.shape import IGNORED, convnet_flops
 from raystride.triton_kernels.mse import mse
@@ -65,9 +65,9 @@ class ConvNet(nn.Module):
                 self.stages.append(Stage(x.shape[1], outputs, pool=min(x.shape[2:]) > 1))
                 x = self.stages[-1](x)
         widths = (x.numel(), *hidden, classes)
-        onednn = use_onednn(linear)
+        self.products = Products(linear)
         self.layers = nn.ModuleList(
-            Linear(inputs, outputs, bias=True, onednn=onednn) for inputs, outputs in pairwise(widths)
+            Linear(inputs, outputs, bias=True, products=self.products) for inputs, outputs in pairwise(widths)
         )
         self._initialise()
 

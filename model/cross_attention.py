@@ -10,7 +10,7 @@ of B: neighbouring rows of x share a sentence, and read its keys and values once
 import torch
 from torch import nn
 
-from raystride.model.linear import Linear
+from raystride.model.linear import Linear, Products
 from raystride.triton_kernels.attention import attention
 
 
@@ -39,13 +39,13 @@ class CrossAttention(nn.Module):
         head_size: int = 0,
         bias: bool = False,
         dropout: float = 0.0,
-        onednn: bool = False,
+        products: Products,
     ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_size = heads, kv_heads, head_size or width // heads
-        self.q = Linear(width, heads * self.head_size, bias=bias, onednn=onednn)
-        self.kv = Linear(width, 2 * kv_heads * self.head_size, bias=bias, onednn=onednn)
-        self.out = Linear(heads * self.head_size, width, bias=bias, onednn=onednn)
+        self.q = Linear(width, heads * self.head_size, bias=bias, products=products)
+        self.kv = Linear(width, 2 * kv_heads * self.head_size, bias=bias, products=products)
+        self.out = Linear(heads * self.head_size, width, bias=bias, products=products)
         self.dropout = dropout
 
     def forward(

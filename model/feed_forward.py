@@ -8,7 +8,7 @@ y = block(x)                                              # (B, T, 128) -> (B, T
 import torch
 from torch import nn
 
-from raystride.model.linear import Linear
+from raystride.model.linear import Linear, Products
 from raystride.triton_kernels.gelu import gelu
 from raystride.triton_kernels.relu import relu
 from raystride.triton_kernels.swiglu import swiglu
@@ -17,11 +17,11 @@ from raystride.triton_kernels.swiglu import swiglu
 class GELU(nn.Module):
     """W2 gelu(W1 x); `tanh`: by the approximation."""
 
-    def __init__(self, width: int, hidden: int, *, bias: bool = False, tanh: bool = False, onednn: bool = False) -> None:
+    def __init__(self, width: int, hidden: int, *, bias: bool = False, tanh: bool = False, products: Products) -> None:
         super().__init__()
         self.tanh = tanh
-        self.up = Linear(width, hidden, bias=bias, onednn=onednn)
-        self.down = Linear(hidden, width, bias=bias, onednn=onednn)
+        self.up = Linear(width, hidden, bias=bias, products=products)
+        self.down = Linear(hidden, width, bias=bias, products=products)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, C) -> (B, T, C)."""
@@ -31,10 +31,10 @@ class GELU(nn.Module):
 class ReLU(nn.Module):
     """W2 max(W1 x, 0)."""
 
-    def __init__(self, width: int, hidden: int, *, bias: bool = False, onednn: bool = False) -> None:
+    def __init__(self, width: int, hidden: int, *, bias: bool = False, products: Products) -> None:
         super().__init__()
-        self.up = Linear(width, hidden, bias=bias, onednn=onednn)
-        self.down = Linear(hidden, width, bias=bias, onednn=onednn)
+        self.up = Linear(width, hidden, bias=bias, products=products)
+        self.down = Linear(hidden, width, bias=bias, products=products)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, C) -> (B, T, C)."""
@@ -44,11 +44,11 @@ class ReLU(nn.Module):
 class SwiGLU(nn.Module):
     """W2 (silu(W1 x) * W3 x), without biases."""
 
-    def __init__(self, width: int, hidden: int, *, onednn: bool = False) -> None:
+    def __init__(self, width: int, hidden: int, *, products: Products) -> None:
         super().__init__()
-        self.gate = Linear(width, hidden, onednn=onednn)
-        self.up = Linear(width, hidden, onednn=onednn)
-        self.down = Linear(hidden, width, onednn=onednn)
+        self.gate = Linear(width, hidden, products=products)
+        self.up = Linear(width, hidden, products=products)
+        self.down = Linear(hidden, width, products=products)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, C) -> (B, T, C)."""

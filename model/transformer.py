@@ -14,7 +14,7 @@ from torch import nn
 
 from raystride.model.attention import LayerCache
 from raystride.model.block import Block, build_final_norm, build_positions, initialise, with_positions
-from raystride.model.linear import Linear, linear, use_onednn
+from raystride.model.linear import Linear, Products, linear
 from raystride.model.shape import DecoderShape, flops_per_token, is_tied
 from raystride.triton_kernels.linear_cross_entropy import linear_cross_entropy
 
@@ -25,18 +25,20 @@ class Decoder(nn.Module):
     def __init__(self, shape: DecoderShape, vocabulary_size: int) -> None:
         super().__init__()
         self.shape, self.vocabulary_size = shape, vocabulary_size
-        self.onednn = use_onednn(shape.linear)
+        self.products = Products(shape.linear)
         self.embedding = nn.Embedding(vocabulary_size, shape.width)
         self.positions = build_positions(shape)
         self.dropout = nn.Dropout(shape.dropout)
-        self.blocks = nn.ModuleList(Block(shape, self.onednn) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(Block(shape, self.products) for _ in range(shape.layers))
         self.norm = build_final_norm(shape)
-        self.head = None if is_tied(shape) else Linear(shape.width, vocabulary_size, onednn=self.onednn)
+        self.head = None if is_tied(shape) else Linear(shape.width, vocabulary_size, products=self.products)
+        if self.head is None:
+            self.products.add(vocabulary_size, shape.width)
         initialise(self, shape, additions=2 * shape.layers)
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum of the cross-entropies in nats over targets that are not -100, and how many those are."""
-        return linear_cross_entropy(self.hidden(ids), self._head(), targets, product=partial(linear, onednn=self.onednn))
+        return linear_cross_entropy(self.hidden(ids), self._head(), targets, product=partial(linear, products=self.products))
 
     def hidden(
         self,
@@ -54,7 +56,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(B, T, C) -> (B, T, V)."""
-        return linear(hidden, self._head(), onednn=self.onednn)
+        return linear(hidden, self._head(), products=self.products)
 
     def _head(self) -> torch.Tensor:
         return self.embedding.weight if self.head is None else self.head.weight

@@ -25,7 +25,7 @@ from raystride.model.block import (
     with_positions,
 )
 from raystride.model.cross_attention import CrossAttention, MemoryCache
-from raystride.model.linear import linear, use_onednn
+from raystride.model.linear import Products, linear
 from raystride.model.shape import TranslatorShape, has_biases, post_norm, translator_flops_per_token
 from raystride.triton_kernels.linear_cross_entropy import linear_cross_entropy
 
@@ -33,11 +33,11 @@ from raystride.triton_kernels.linear_cross_entropy import linear_cross_entropy
 class TargetBlock(nn.Module):
     """A block of the decoder: causal attention, attention to the source, feed-forward, each added to the stream."""
 
-    def __init__(self, shape: TranslatorShape, onednn: bool) -> None:
+    def __init__(self, shape: TranslatorShape, products: Products) -> None:
         super().__init__()
         self.post = post_norm(shape)
         self.norm1 = build_norm(shape)
-        self.attention = build_attention(shape, onednn)
+        self.attention = build_attention(shape, products)
         self.norm2 = build_norm(shape)
         self.cross_attention = CrossAttention(
             width=shape.width,
@@ -46,10 +46,10 @@ class TargetBlock(nn.Module):
             head_size=shape.head_size,
             bias=has_biases(shape),
             dropout=shape.dropout,
-            onednn=onednn,
+            products=products,
         )
         self.norm3 = build_norm(shape)
-        self.feed_forward = build_feed_forward(shape, onednn)
+        self.feed_forward = build_feed_forward(shape, products)
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(
@@ -110,16 +110,17 @@ class Translator(nn.Module):
         """Without `target_vocabulary` both languages share one, and one matrix embeds both and is the head (section 3.4)."""
         super().__init__()
         self.shape, self.label_smoothing = shape, label_smoothing
-        self.onednn = use_onednn(shape.linear)
+        self.products = Products(shape.linear)
         self.embedding = nn.Embedding(source_vocabulary, shape.width)
         self.target_embedding = None if target_vocabulary is None else nn.Embedding(target_vocabulary, shape.width)
         self.positions, self.target_positions = build_positions(shape), build_positions(shape)
         self.dropout = nn.Dropout(shape.dropout)
         layers = shape.encoder_layers or shape.layers
-        self.encoder = nn.ModuleList(Block(shape, self.onednn, causal=False) for _ in range(layers))
+        self.encoder = nn.ModuleList(Block(shape, self.products, causal=False) for _ in range(layers))
         self.encoder_norm = build_final_norm(shape)
-        self.decoder = nn.ModuleList(TargetBlock(shape, self.onednn) for _ in range(shape.layers))
+        self.decoder = nn.ModuleList(TargetBlock(shape, self.products) for _ in range(shape.layers))
         self.norm = build_final_norm(shape)
+        self.products.add(*self._targets().weight.shape)
         initialise(self, shape, additions=2 * layers)
         # Once more: a block of the decoder adds to its stream three times, not twice.
         initialise(self.decoder, shape, additions=3 * shape.layers)
@@ -133,7 +134,7 @@ class Translator(nn.Module):
         """
         hidden = self._hidden(target_inputs, self.encode(source, lengths), lengths)
         smoothing = self.label_smoothing if self.training else 0.0
-        product = partial(linear, onednn=self.onednn)
+        product = partial(linear, products=self.products)
         return linear_cross_entropy(hidden, self._targets().weight, targets, label_smoothing=smoothing, product=product)
 
     def hidden(self, source: torch.Tensor, lengths: torch.Tensor, target_inputs: torch.Tensor) -> torch.Tensor:
@@ -142,7 +143,7 @@ class Translator(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(B, T, C) -> (B, T, V)."""
-        return linear(hidden, self._targets().weight, onednn=self.onednn)
+        return linear(hidden, self._targets().weight, products=self.products)
 
     def encode(self, source: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """The memory (B, S, C) of sources (B, S); beyond a source's length it means nothing."""
@@ -155,7 +156,7 @@ class Translator(nn.Module):
     def decode(self, ids: torch.Tensor, decoding: DecodingState) -> torch.Tensor:
         """Logits (R, V) of what follows the next token (R,) of every row."""
         hidden = self._hidden(ids[:, None], decoding.memory, decoding.lengths, decoding)[:, 0]
-        return linear(hidden, self._targets().weight, onednn=self.onednn)
+        return linear(hidden, self._targets().weight, products=self.products)
 
     def _hidden(
         self, ids: torch.Tensor, memory: torch.Tensor, lengths: torch.Tensor, decoding: DecodingState | None = None

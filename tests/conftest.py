@@ -16,6 +16,10 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # their own number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# What a first start measures differs from one to the next, and many tests compare bits; those of the measurement take this
+# away again.
+os.environ.setdefault("RAYSTRIDE_LINEAR", "torch")
+
 # What was compiled for one kind of processor must not be found where tests pretend to run on another: PyTorch does not look.
 _KIND = os.environ.get("ATEN_CPU_CAPABILITY", "own")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-tests-{os.getuid()}-{_KIND}")

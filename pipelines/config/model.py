@@ -77,7 +77,8 @@ class Model(Section):
 
     `triton` without a GPU needs TRITON_INTERPRET=1, which runs kernels in Triton's interpreter: for proofs, very slowly."""
     linear: Literal["auto", "torch", "onednn"] = setting("auto")
-    """Matrix products on CPUs: PyTorch's default, or oneDNN, which is faster on AMD; `auto` looks at the processor."""
+    """Matrix products on CPUs in fp32: PyTorch's own, or oneDNN's. `auto`: whichever is faster for each shape and direction,
+    which the first start on a machine measures; with train.exact PyTorch's own."""
 
     def __post_init__(self) -> None:
         """Raises SettingError where a field is out of range, sizes do not divide, or one does not go with the flavour."""

@@ -17,7 +17,8 @@ class Scaling(Section):
     name: ClassVar[str] = "scaling"
 
     workers: Literal["auto"] | int = setting("auto", at_least=1)
-    """Training processes; `auto`: one a GPU if there are any, else one a core, never more than slots."""
+    """Training processes, never more than slots; `auto`: one a GPU if there are any. On CPUs of one machine one that has all
+    threads, or several, whichever a few steps show to be faster, of several machines and with train.exact one a core."""
     least_workers: int = setting(0, at_least=0)
     """With how few workers a run goes on when a node is lost, within `launch.restarts`, from its newest checkpoint; when
     there is room again, it saves and grows back to `workers`. 0: their number is fixed."""

@@ -68,12 +68,14 @@ class Train(Section):
     """End with the same bits on any number of workers: gradients are added slot by slot along one tree."""
     clip_norm: float = setting(1.0, at_least=0)
     """Largest norm of the gradient; 0: no clipping."""
-    precision: Literal["fp32", "tf32", "bf16", "fp16", "pure_bf16"] = setting("fp32")
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "pure_bf16"] = setting("fp32")
     """How numbers are held and multiplied; in brackets the level of NVIDIA's Apex that is the like.
 
+    `auto`: `bf16` on processors and GPUs that have instructions for it, else `fp32`; with train.exact always `fp32`.
     `fp32` (O0). `tf32`: fp32 whose products round their factors to TF32, on NVIDIA GPUs since Ampere. `bf16` (O1):
-    parameters and updates in fp32, products in bfloat16, by autocast on GPUs, in linear layers on CPUs that have AMX
-    (others multiply in fp32). `fp16` (O1): autocast to float16, with a loss scale that finds its own value.
+    parameters and updates in fp32, products in bfloat16: by autocast on GPUs; on CPUs with AMX or AVX512-BF16 those of
+    linear layers that are faster so (other CPUs multiply in fp32). `fp16` (O1): autocast to float16, with a loss scale that
+    finds its own value.
     `pure_bf16` (O2): parameters and activations in bfloat16, gradients and a master copy of the parameters in fp32; with
     train.stochastic_rounding there is no master copy (O3)."""
     stochastic_rounding: bool = setting(False)

@@ -150,6 +150,7 @@ def _build(chosen: Chosen, task: Task) -> "nn.Module":
     import torch
 
     from raystride.pipelines.train.checkpoint import Checkpoints
+    from raystride.pipelines.train.products import use_products_of
 
     _use_kernels(chosen.config)
     model = task.build_model()
@@ -160,6 +161,7 @@ def _build(chosen: Chosen, task: Task) -> "nn.Module":
             total.add_(parameter.detach(), alpha=1 / len(chosen.checkpoints))
     for parameter, value in zip(model.parameters(), mean, strict=False):
         parameter.data.copy_(value)
+    use_products_of(model, chosen.checkpoints[0])
     return model.eval()
 
 

@@ -10,7 +10,7 @@ import faulthandler
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -40,6 +40,7 @@ from raystride.pipelines.launch.preflight import Check, failing, preflight
 from raystride.pipelines.launch.profiled import under_profiler
 from raystride.pipelines.launch.resume import (
     Earlier,
+    bits_before,
     completed,
     newest_step,
     read_earlier,
@@ -51,6 +52,7 @@ from raystride.pipelines.launch.resume import (
 )
 from raystride.pipelines.launch.screen import Screen
 from raystride.pipelines.launch.session import Beside, Watcher, conduct
+from raystride.pipelines.launch.workers import settle_workers
 from raystride.pipelines.plugins import Carried
 from raystride.pipelines.prepare.fingerprint import fingerprint
 from raystride.pipelines.prepare.manifest import Manifest
@@ -147,17 +149,27 @@ def train(
             prepared=prepared.folder,
             device=share.device,
             threads=share.threads,
-            facts=_facts(config, folder, environment, share),
             carried=carried,
             # A trial's process has driven others before: its own start says nothing of this one.
             started_at=milestones["driver"] if watcher else process_start(os.getpid()) or milestones["driver"],
             milestones=milestones,
         )
+        job, share = _settled(job, there, share, environment, None if watcher else screen.line)
         write_settings(folder, attempt, settled(config), environment)
         all_tags = _tags(environment, config, share) | _ray_tags(dashboard) | dict(tags or {})
         _show_pages(folder, all_tags, screen)
         page.end(summary := _conduct(job, share, storage, all_tags, Beside(screen, watcher or page, mine.check)))
         return summary
+
+
+def _settled(
+    job: Job, there: Resources, share: Share, environment: RunEnvironment, said: Callable[[str], None] | None
+) -> tuple[Job, Share]:
+    """The job with settled workers, and what its checkpoints say. Without `said` nothing is tried; see `_facts`."""
+    if said:
+        share = settle_workers(job, there, share, _total_steps(job), said)
+    facts = _facts(job.config, job.folder, environment, share)
+    return replace(job, threads=share.threads, facts=facts), share
 
 
 def _nothing_left(config: Config, storage: Folder, folder: Folder, earlier: Earlier | None, screen: Screen) -> bool:
@@ -330,7 +342,7 @@ def _facts(config: Config, folder: Folder, environment: RunEnvironment, share: S
     kept = {key: environment.get(key) for key in ("commit", "python", "versions") if key in environment}
     facts: dict[str, object] = kept | {"device": share.device, "threads": share.threads}
     if config.train.exact:
-        facts["bits"] = bits = what_bits_depend_on(config, environment, share)
+        facts["bits"] = bits = what_bits_depend_on(config, environment, share, bits_before(folder / "checkpoints")[1])
         refuse_other_bits(folder / "checkpoints", bits)
     return facts
 

@@ -21,7 +21,7 @@ from raystride.pipelines.config.parse import from_yaml, to_yaml
 from raystride.pipelines.files import Folder, absolute
 from raystride.pipelines.record.environment import Environment
 from raystride.pipelines.record.summary import RunSummary
-from raystride.pipelines.train.names import MANIFEST
+from raystride.pipelines.train.names import BEFORE_PRODUCTS, MANIFEST, step_name
 
 PLACES = ("data.source", "data.validation_source", "data.target_source", "tokenizer.file")
 """Settings that name where data lies: written differently, they mean the same."""
@@ -112,6 +112,12 @@ def newest_step(folder: Folder) -> int | None:
     return max((int(name.removeprefix("step-")) for name in steps), default=None)
 
 
+def newest_manifest(folder: Folder) -> dict[str, Any]:
+    """What the newest checkpoint of a run says of itself; empty where there is none."""
+    step = newest_step(folder)
+    return {} if step is None else _json(folder / "checkpoints" / step_name(step), MANIFEST)
+
+
 def refuse_fewer_steps(config: Config, reached: int | None) -> None:
     """Raises SettingError where a run that is to go on is past its end already."""
     if reached and 0 < config.train.steps < reached:
@@ -121,10 +127,13 @@ def refuse_fewer_steps(config: Config, reached: int | None) -> None:
         )
 
 
-def what_bits_depend_on(config: Config, environment: Environment, share: Share) -> dict[str, object]:
+def what_bits_depend_on(
+    config: Config, environment: Environment, share: Share, before: Mapping[str, object] | None = None
+) -> dict[str, object]:
     """What must be the same, besides the fixed settings, for the same bits; `environment` as record.environment tells it.
 
-    The size of buckets is among them: the gradient's norm is that of the buckets' norms.
+    `before` is what the run's newest checkpoint says of them, None where there is none. The size of buckets is among them:
+    the gradient's norm is that of the buckets' norms.
     """
     names = [gpu["name"] for gpu in environment["gpus"][:1]] if share.device == "cuda" else [environment["cpu"]]
     versions = environment["versions"]
@@ -134,27 +143,40 @@ def what_bits_depend_on(config: Config, environment: Environment, share: Share) 
         "torch": versions.get("torch"),
         "triton": versions.get("triton") if share.device == "cuda" else None,
         "threads a worker": share.threads if share.device == "cpu" else None,
-        "train.precision": config.train.precision,
+        "train.precision": "fp32" if config.train.precision == "auto" else config.train.precision,
         "train.stochastic_rounding": config.train.stochastic_rounding,
         "model.linear": config.model.linear,
+        "products": _exact_products(config, before) if share.device == "cpu" else None,
         "model.kernels": config.model.kernels,
         "scaling.bucket_mib": config.scaling.bucket_mib,
     }
 
 
+def _exact_products(config: Config, before: Mapping[str, object] | None) -> object:
+    """Which way an exact run's linear products go on CPUs: as they went, and in a new one by PyTorch unless one is named."""
+    named = config.model.linear if config.model.linear != "auto" else os.environ.get("RAYSTRIDE_LINEAR")
+    return named or ("torch" if before is None else before.get("products", BEFORE_PRODUCTS))
+
+
+def bits_before(checkpoints: Folder) -> tuple[str, dict[str, object] | None]:
+    """The newest checkpoint of a run that says what its bits depend on, by name, and what it says; None where none does."""
+    for name in sorted((name for name in checkpoints.names() if name.startswith("step-")), reverse=True):
+        if (before := _json(checkpoints / name, MANIFEST).get("bits")) is not None:
+            return name, before
+    return "", None
+
+
 def refuse_other_bits(checkpoints: Folder, bits: Mapping[str, object]) -> None:
     """Raises SettingError where the newest checkpoint of an exact run was made under what gives other bits."""
-    for name in sorted((name for name in checkpoints.names() if name.startswith("step-")), reverse=True):
-        before = _json(checkpoints / name, MANIFEST).get("bits")
-        if before is None:
-            continue
-        changed = [f"{key}: {before.get(key)} before, {bits[key]} now" for key in bits if before.get(key) != bits[key]]
-        if changed:
-            raise SettingError(
-                f"train.exact is true, and from {name} on this run would not have the bits that it promises. Go on where "
-                "these are as before, or start another run with --run NAME:\n  " + "\n  ".join(changed)
-            )
-        return
+    name, before = bits_before(checkpoints)
+    # What an earlier version did not write down is what it was then.
+    common = [key for key in bits if key in (before or {})]
+    changed = [f"{key}: {before[key]} before, {bits[key]} now" for key in common if before and before[key] != bits[key]]
+    if changed:
+        raise SettingError(
+            f"train.exact is true, and from {name} on this run would not have the bits that it promises. Go on where "
+            "these are as before, or start another run with --run NAME:\n  " + "\n  ".join(changed)
+        )
 
 
 def write_settings(folder: Folder, attempt: str, config: Config, environment: Environment) -> None:

@@ -16,6 +16,7 @@ from typing import TypedDict
 
 import raystride
 from raystride.pipelines.credentials import hidden
+from raystride.pipelines.hardware.processor import processor_name
 
 PACKAGES = ("torch", "triton", "ray", "mlflow", "numpy", "pyarrow", "datasets", "tokenizers", "deepspeed")
 
@@ -121,7 +122,7 @@ def describe_hardware() -> Hardware:
     """Host, processor, cores that this process may use, memory in bytes, GPUs with their memory in bytes."""
     return {
         "host": socket.gethostname(),
-        "cpu": _cpu_name(),
+        "cpu": processor_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": _memory_bytes(),
         "gpus": _gpus(),
@@ -163,16 +164,6 @@ def _gpus() -> list[Gpu]:
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
-
-
-def _cpu_name() -> str | None:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or None
 
 
 def _version(package: str) -> str | None:

@@ -64,6 +64,10 @@ class RunSummary(_Always, total=False):
     """Of the last attempt."""
     complete: bool
     """Whether all steps are done, or the run ended early by itself."""
+    precision: str
+    """How numbers were multiplied: what `train.precision auto` came to."""
+    products: str
+    """Which way linear products on CPUs went, and what was measured to be gained by it."""
     kernels: dict[str, str]
     """Which implementation of each operation ran."""
 

@@ -23,6 +23,8 @@ FIGURES: dict[str, tuple[str, str]] = {
     "train_loss": ("training loss", "{:.4f}"),
     "val_loss": ("validation loss", "{:.4f}"),
     "tokens_per_second": ("tokens/s", "{:,.0f}"),
+    "precision": ("precision", "{}"),
+    "products": ("linear products", "{}"),
     "mfu": ("model FLOP utilisation", "{:.1%}"),
     "step_seconds_p50": ("step, median, s", "{:.4f}"),
     "step_seconds_p95": ("step, 95 %, s", "{:.4f}"),

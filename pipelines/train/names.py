@@ -6,6 +6,9 @@ checkpoints.read_json(f"{step_name(500)}/{MANIFEST}")      # checkpoints/step-00
 MANIFEST = "MANIFEST.json"
 """The last file of a checkpoint to be written: without it there is none."""
 
+BEFORE_PRODUCTS = "as before 0.3"
+"""What an exact run's checkpoints say of its linear products where it began before they were measured."""
+
 
 def step_name(step: int) -> str:
     """The folder of a step's checkpoint."""

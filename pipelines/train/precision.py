@@ -18,12 +18,13 @@ O3 parameters alone, which here are rounded stochastically so that small updates
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from raystride.model.linear import bf16_products, rounds_to_bf16
+from raystride.model.linear import bf16_products, has_bf16
+from raystride.pipelines.config import Train
 
 FIRST_SCALE, GROWTH, BACKOFF, GOOD_STEPS = 2.0**16, 2.0, 0.5, 2000
 """Of the loss scale: as NVIDIA's Apex and PyTorch's GradScaler have them."""
@@ -64,9 +65,10 @@ class Precision:
 
     def shortfall(self, device: torch.device) -> str:
         """How products on this device fall short of what was asked; empty where they do not."""
-        if self.kind == "bf16" and device.type == "cpu" and not rounds_to_bf16():
+        if self.kind == "bf16" and device.type == "cpu" and not has_bf16():
             return (
-                "train.precision bf16: this processor cannot multiply in bfloat16 (AMX is what it lacks), so it does in fp32"
+                "train.precision bf16: this processor cannot multiply in bfloat16 (it lacks AMX and AVX512-BF16), so it "
+                "does in fp32"
             )
         return ""
 
@@ -83,6 +85,17 @@ class Precision:
             parameter.data = rounded.float() if sharded else rounded
             if not sharded:
                 parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
+
+
+def with_precision(train: Train, device: torch.device) -> Train:
+    """The settings with what `train.precision` means on a device.
+
+    `auto` is bf16 where the device has instructions for it, and fp32 elsewhere and with train.exact.
+    """
+    if train.precision != "auto":
+        return train
+    has = torch.cuda.is_bf16_supported(including_emulation=False) if device.type == "cuda" else has_bf16()
+    return replace(train, precision="bf16" if has and not train.exact else "fp32")
 
 
 class LossScale:

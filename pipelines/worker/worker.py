@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import torch
@@ -40,14 +40,15 @@ from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.strategies import build_strategy
 from raystride.pipelines.strategies.recompute import as_compiled, recompute
 from raystride.pipelines.strategies.strategy import Strategy, whole_shape
-from raystride.pipelines.tasks import build_task
+from raystride.pipelines.tasks import Task, build_task
 from raystride.pipelines.tokenizers import Tokenizers
-from raystride.pipelines.train.checkpoint import Checkpoints
+from raystride.pipelines.train.checkpoint import Checkpoints, Found
 from raystride.pipelines.train.fingerprint import parameters_sha256
 from raystride.pipelines.train.loop import Ending, Training
 from raystride.pipelines.train.optimizer import build_optimizer
-from raystride.pipelines.train.precision import Precision
+from raystride.pipelines.train.precision import Precision, with_precision
 from raystride.pipelines.train.pretrained import start_from
+from raystride.pipelines.train.products import Choice, choose_products
 from raystride.pipelines.train.state import TrainState
 from raystride.pipelines.train.step import build_rules
 from raystride.pipelines.train.validation import validate
@@ -86,6 +87,9 @@ def run_worker(
         phase("the first step")
         ending, metrics = training.run()
         summary = _summary(job, training, ending, metrics) | {"resumed_from": resumed_from}
+        summary |= {"precision": training.rules.precision.kind}
+        if job.device == "cpu":
+            summary |= {"products": Choice.of_bits(training.header["bits"]).text}
         summary |= {"parameters": facts.parameters, "flops_per_token": facts.flops_per_token}
         if ending is not Ending.STOPPED and (worker.rank == 0 or training.strategy.equal_micro_batches):
             _write_sample(job, worker, training)
@@ -123,8 +127,9 @@ def build_training(
     job: Job, worker: WorkerInfo, observers: list[Observer], stopping: Callable[[], bool], log: Callable[[str], None]
 ) -> Training:
     """Everything that a training needs, at the position of the newest checkpoint."""
-    config, world, rank = job.config, worker.world, worker.rank
+    world, rank = worker.world, worker.rank
     device = _use_device(job, worker)
+    config = replace(job.config, train=with_precision(job.config.train, device))
     use_kernels(config.model.kernels)
     manifest = Manifest.load(job.prepared)
     task = build_task(config, manifest.facts, Tokenizers(job.prepared, manifest.tokenizers))
@@ -134,7 +139,7 @@ def build_training(
     precision.use_products()
     if shortfall := precision.shortfall(device):
         log(shortfall)
-    model = task.build_model()
+    network = model = task.build_model()
     checkpoints = _checkpoints(job, worker, manifest, log)
     found = checkpoints.newest()
     if config.model.init_from and not found:  # a run that is resumed needs that folder no more
@@ -148,10 +153,8 @@ def build_training(
         log(f"resumed from step {found.step}")
     state = found.state if found else TrainState()
 
-    cache = node_cache(config)
-    train, held_out = (
-        open_samples(config, task, TokenStream(job.prepared, manifest, split, cache)) for split in ("train", "validation")
-    )
+    train, held_out = _open_splits(job, config, task, manifest)
+    choice = _choose_products(job, config, worker, network, train, found, log)
     loader = Loader(
         plan=build_plan(config, train.count, state.step, state.position),
         samples=train,
@@ -163,6 +166,7 @@ def build_training(
         prefetch=config.data.prefetch,
         device=device,
     )
+    made = {"run": job.run, "bits": choice.bits, "data": manifest.fingerprint, "order": asdict(loader.plan.order)}
     return Training(
         config=config,
         strategy=strategy,
@@ -173,11 +177,38 @@ def build_training(
         rules=build_rules(config, train, state, device),
         validate=_validation(config, strategy, model, precision, held_out),
         checkpoints=checkpoints if config.checkpoint.every else None,
-        header={"run": job.run, **job.facts, "data": manifest.fingerprint, "order": asdict(loader.plan.order)},
+        header=made | job.facts,
         watchers=observers,
         stopping=stopping,
         log=log,
     )
+
+
+def _open_splits(job: Job, config: Config, task: Task, manifest: Manifest) -> tuple[Samples, Samples]:
+    """The samples to train on, and those to validate on."""
+    cache = node_cache(config)
+    train, held_out = (
+        open_samples(config, task, TokenStream(job.prepared, manifest, split, cache)) for split in ("train", "validation")
+    )
+    return train, held_out
+
+
+def _choose_products(
+    job: Job,
+    config: Config,
+    worker: WorkerInfo,
+    model: torch.nn.Module,
+    samples: Samples,
+    found: Found | None,
+    log: Callable[[str], None],
+) -> Choice:
+    """Has the linear products of a model on CPUs go the way that is best for this worker's micro-batches."""
+    if job.device != "cpu":
+        return Choice()
+    train = config.train
+    slots = train.together or -(-train.slots // worker.world)
+    rows = round(samples.tokens * train.slot_samples * slots)
+    return choose_products(train, model, rows, found=found, facts=job.facts, rank=worker.rank, world=worker.world, log=log)
 
 
 def _use_device(job: Job, worker: WorkerInfo) -> torch.device:

@@ -14,10 +14,13 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 @pytest.mark.parametrize("asked", [{}, {"py_executable": "nsys profile python"}, {"env_vars": {"MINE": "1"}}])
-def test_a_worker_has_an_environment_of_its_own_only_where_one_is_asked_for(asked: dict[str, Any]) -> None:
+def test_a_worker_has_an_environment_of_its_own_only_where_one_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+) -> None:
     """With one, Ray starts a process for each worker anew, and those that it keeps are of no use."""
+    monkeypatch.setenv("RAY_TRAIN_COLLECTIVE_TIMEOUT_S", "77")
     group = import_module(f"{TRAIN}.execution.worker_group").WorkerGroup
-    assert group._get_worker_runtime_env(asked) != asked, "Ray Train's own says what the driver's environment has"
+    assert group._get_worker_runtime_env(asked) != asked, "Ray Train's own has what the driver's environment says"
     assert internals._group_class()._get_worker_runtime_env(asked) == asked
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from raystride.model.linear import rounds_to_bf16
+from raystride.model.linear import has_bf16
 from raystride.pipelines.config import Answering, Sample
 from raystride.pipelines.evaluate.answering import Answerer
 from raystride.pipelines.evaluate.opening import choose, open_run
@@ -39,7 +39,7 @@ def test_bf16_is_near_fp32(trained: Folder) -> None:
         for precision in ("fp32", "bf16")
     )
     assert np.abs(exact - rounded).max() < 16 * torch.finfo(torch.bfloat16).eps
-    assert np.array_equal(exact, rounded) is not rounds_to_bf16()
+    assert np.array_equal(exact, rounded) is not has_bf16()
 
 
 def test_translations_are_those_of_the_task(trained: Folder) -> None:

@@ -1,0 +1,18 @@
+"""What this machine's processor is.
+
+processor_name()                                          # "AMD EPYC 9654 96-Core Processor"
+"""
+
+import platform
+from pathlib import Path
+
+
+def processor_name() -> str | None:
+    """What the processor is called, where the system tells."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or None
