@@ -20,6 +20,7 @@ Nothing of Ray is imported before it is asked for: a driver begins without it, a
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -354,7 +355,9 @@ def in_submitted_job(warn: Warn = say) -> bool:
 def submission_id(warn: Warn = say) -> str | None:
     """The name of the submitted job; None where there is none, or Ray does not tell."""
     try:
-        text = os.environ.get(JOB) or os.environ.get(part("ray._private.runtime_env.constants", JOB))
+        text = os.environ.get(JOB)
+        if text is None and "ray" in sys.modules:  # an inline training is not to import Ray for that
+            text = os.environ.get(part("ray._private.runtime_env.constants", JOB))
         if text is None:
             return None
         with known(ValueError):

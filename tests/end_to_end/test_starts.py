@@ -85,6 +85,12 @@ def test_a_finished_run_is_used_without_ray(config: Config) -> None:
     assert _asked("runs", "list", "--storage", config.storage)[:2] == (0, [])
 
 
+def test_an_inline_training_imports_no_ray(config: Config) -> None:
+    more = ("--storage", config.storage, "--run", "done", "--train.steps", "7", "--launch", "inline")
+    code, heavy, said = _asked("train", *more)
+    assert (code, "torch" in heavy, "ray" in heavy) == (0, True, False), said
+
+
 def test_a_resumed_run_says_at_once_from_which_step(config: Config) -> None:
     """In the first line, before Ray is looked for: none can be joined here."""
     nowhere = ("--launch", "ray", "--launch.address", "127.0.0.1:1", "--launch.timeout_s", "0.1")
