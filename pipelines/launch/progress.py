@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 BAR_WIDTH = 24
+TELLING = 10
+"""Steps after which it is known how long all of them will take."""
+SHORT_S, LONG_S = 600.0, 3600.0
+"""A training that takes longer than the first and no longer than the second may be of somebody who only wants to see one,
+and is told how to shorten it."""
 
 
 class Progress:
@@ -31,6 +36,7 @@ class Progress:
         self._written_at = float("-inf")
         self._phase: str | None = None
         self._warnings: set[str] = set()
+        self._told = False
         if self._stream.isatty():
             self._live = _live_line(self._stream)
 
@@ -46,6 +52,9 @@ class Progress:
             if warning not in self._warnings:
                 self._warnings.add(warning)
                 self.note(f"warning: {warning}")
+        if not self._told and (state.get("step") or 0) >= TELLING and (left := state.get("eta")) is not None:
+            self._told = True
+            self.note(time_to_go(left, (state.get("steps") or 0) - (state.get("step") or 0), state.get("steps") or 0))
         line = progress_line(state)
         if self._live is not None:
             self._live.update(_text(line), refresh=True)
@@ -103,6 +112,16 @@ def progress_line(state: TrainingState) -> str:
     if state.get("phase"):
         parts.append(str(state["phase"]))
     return "  ".join(parts)
+
+
+def time_to_go(seconds: float, left: int, steps: int) -> str:
+    """How long the steps that are left will take, and of a training of some length the flag that shortens it."""
+    text = f"some {duration(seconds)} to go"
+    if not SHORT_S < seconds <= LONG_S:
+        return text
+    fewer = steps - left + int(left * SHORT_S / seconds)
+    digits = 10 ** max(0, len(str(fewer)) - 2)
+    return f"{text}; --train.steps {max(1, fewer // digits * digits)} would take ten minutes"
 
 
 def duration(seconds: float) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from raystride.command import JOBS
 from raystride.pipelines.config import Config
+from raystride.pipelines.config.parse import to_yaml
 from tests.ray_jobs.jobs import ROOT, environment, run_well
 from tests.tiny import tiny, write_text
 
@@ -85,9 +86,9 @@ def test_a_finished_run_is_used_without_ray(config: Config) -> None:
     assert _asked("runs", "list", "--storage", config.storage)[:2] == (0, [])
 
 
-def test_an_inline_training_imports_no_ray(config: Config) -> None:
-    more = ("--storage", config.storage, "--run", "done", "--train.steps", "7", "--launch", "inline")
-    code, heavy, said = _asked("train", *more)
+def test_an_inline_training_imports_no_ray(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "same.yaml").write_text(to_yaml(config))
+    code, heavy, said = _asked("train", "--config", str(tmp_path / "same.yaml"), "--run", "other", "--launch", "inline")
     assert (code, "torch" in heavy, "ray" in heavy) == (0, True, False), said
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.launch.progress import Progress, duration, progress_line
+from raystride.pipelines.launch.progress import Progress, duration, progress_line, time_to_go
 
 STATE = {
     "step": 250,
@@ -50,11 +50,11 @@ def test_in_a_file_lines_are_plain_and_few() -> None:
             progress.update(state(step=step, warnings=["MLflow is away"]))
         progress.close(state(step=1000))
     lines = stream.getvalue().splitlines()
-    assert len(lines) == 5
+    assert len(lines) == 6
     assert lines[:2] == ["starting workers ...", "first step ..."]
-    assert lines[2] == "warning: MLflow is away"
-    assert "step 100/1,000" in lines[3]
-    assert "step 1,000/1,000" in lines[4]
+    assert lines[2:4] == ["warning: MLflow is away", "some 3:07 min to go"]
+    assert "step 100/1,000" in lines[4]
+    assert "step 1,000/1,000" in lines[5]
     assert "\x1b" not in stream.getvalue()
 
 
@@ -68,6 +68,32 @@ def test_on_a_terminal_one_line_is_redrawn() -> None:
     assert all(f"step {step}/1,000" in text for step in (1, 2, 3))
     assert "a line that stays" in text
     assert "\x1b[2K" in stream.getvalue()
+
+
+def test_how_long_it_will_take_is_told_once_after_ten_steps() -> None:
+    stream = io.StringIO()
+    with Progress(stream, plain_every_s=3600) as progress:
+        for step in (9, 10, 20):
+            progress.update(state(step=step, eta=700.0))
+    assert [line for line in stream.getvalue().splitlines() if "to go" in line] == [
+        "some 11:40 min to go; --train.steps 850 would take ten minutes"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "left", "steps", "flag"),
+    [
+        (600, 900, 1000, ""),
+        (4000, 900, 1000, ""),
+        (1200, 990, 1000, "--train.steps 500"),
+        (3000, 9, 10, "--train.steps 2"),
+        (1300, 99_990, 100_000, "--train.steps 46000"),
+    ],
+)
+def test_a_training_of_some_length_says_how_to_shorten_it(seconds: float, left: int, steps: int, flag: str) -> None:
+    told = time_to_go(seconds, left, steps)
+    assert told.startswith(f"some {duration(seconds)} to go")
+    assert (flag in told) if flag else "--train" not in told
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(-1, "0 s"), (42.4, "42 s"), (187, "3:07 min"), (18120, "5:02 h")])
