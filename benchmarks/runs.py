@@ -14,7 +14,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,11 @@ class Finished:
         return dict(json.loads(self.output.strip().splitlines()[-1]))
 
 
-def run(*arguments: str) -> Finished:
-    """Runs this Python with arguments in the repository, outside any Ray cluster there may be. Raises Failed."""
+def run(*arguments: str, ends: Collection[int] = (0,)) -> Finished:
+    """Runs this Python with arguments in the repository, outside any Ray cluster there may be.
+
+    Raises Failed where it ends with another exit code than these.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | ENVIRONMENT
     started_at = time.time()
     done = subprocess.run(
@@ -63,7 +66,7 @@ def run(*arguments: str) -> Finished:
         timeout=TIMEOUT_S,
         check=False,
     )
-    if done.returncode:
+    if done.returncode not in ends:
         raise Failed(f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
     return Finished(done.stdout, started_at)
 
@@ -98,8 +101,19 @@ def train(storage: Path, *flags: str) -> dict[str, Any]:
     """Trains a run of a new name; its summary, and in `start` the seconds of each part of the start."""
     name = f"run-{secrets.token_hex(4)}"
     run("ray_jobs/train.py", *flags, "--storage", str(storage), "--run", name)
-    folder = Folder.at(str(storage / name))
-    return dict(folder.read_json("summary.json")) | {"start": _start(read_entries(folder))}
+    return dict(Folder.at(str(storage / name)).read_json("summary.json")) | {"start": start_of(storage, name)}
+
+
+def start_of(storage: Path, name: str) -> dict[str, float]:
+    """The seconds of each part of a run's start."""
+    return _start(read_entries(Folder.at(str(storage / name))))
+
+
+def seconds(*arguments: str) -> float:
+    """How long this Python takes with arguments in the repository, which may end with a refusal. Raises Failed."""
+    started = time.monotonic()
+    run(*arguments, ends=(0, 2))
+    return time.monotonic() - started
 
 
 def figures(summary: dict[str, Any]) -> dict[str, float]:

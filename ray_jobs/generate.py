@@ -29,10 +29,11 @@ def _generate(parsed: Parsed[Generate]) -> int:
 
 def _write(settings: Generate) -> int:
     from raystride.pipelines.evaluate.opening import open_run
-    from raystride.pipelines.evaluate.writing import write_texts
 
     storage = Folder.at(settings.storage)
     opened = open_run(storage, settings.run, settings.checkpoint, settings.average)
+    from raystride.pipelines.evaluate.writing import write_texts
+
     prompts = [settings.prompt] if isinstance(settings.prompt, str) else list(settings.prompt)
     texts = [""] * len(prompts)
     print(prompts[0], end="", flush=True)

@@ -11,15 +11,20 @@ if __name__ == "__main__":  # started as a script, from any folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from raystride.pipelines.config import Config
-from raystride.pipelines.config.parse import command
-from raystride.pipelines.launch.driver import run_preparation
+from raystride.pipelines.config.parse import Parsed, command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; the exit code."""
     return command(
-        Config, run_preparation, arguments, program="raystride prepare", description="Turn raw data into shards, on Ray."
+        Config, _prepare, arguments, program="raystride prepare", description="Turn raw data into shards, on Ray."
     )
+
+
+def _prepare(parsed: Parsed[Config]) -> int:
+    from raystride.pipelines.launch.driver import run_preparation  # when the settings stand: it takes most of a second
+
+    return run_preparation(parsed)
 
 
 if __name__ == "__main__":

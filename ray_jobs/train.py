@@ -11,8 +11,7 @@ if __name__ == "__main__":  # started as a script, from any folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from raystride.pipelines.config import Config
-from raystride.pipelines.config.parse import command
-from raystride.pipelines.launch.driver import run_training
+from raystride.pipelines.config.parse import Parsed, command
 from raystride.pipelines.launch.stored import stored_settings
 
 
@@ -20,7 +19,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; the exit code."""
     about = "Train, or resume, a model on Ray."
     with stored_settings(sys.argv[1:] if arguments is None else arguments) as given:
-        return command(Config, run_training, given, program="raystride train", description=about)
+        return command(Config, _train, given, program="raystride train", description=about)
+
+
+def _train(parsed: Parsed[Config]) -> int:
+    from raystride.pipelines.launch.driver import run_training  # when the settings stand: it takes most of a second
+
+    return run_training(parsed)
 
 
 if __name__ == "__main__":

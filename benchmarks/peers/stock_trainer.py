@@ -3,13 +3,17 @@
 The model and the batches are those of `plain_loop`. The last line printed is JSON: when each part of the start was reached,
 in seconds since 1970.
 
-    python -m benchmarks.peers.stock_trainer TOKENS VOCABULARY STORAGE
+    python -m benchmarks.peers.stock_trainer TOKENS VOCABULARY STORAGE           # on a local cluster of its own
+    ray job submit ... -- python -m benchmarks.peers.stock_trainer TOKENS VOCABULARY STORAGE     # on that one
 """
 
 import json
+import os
 import sys
 import time
 from typing import Any
+
+import psutil
 
 
 def train_function(config: dict[str, Any]) -> dict[str, float]:
@@ -35,13 +39,16 @@ def train_function(config: dict[str, Any]) -> dict[str, float]:
 
 
 def main(tokens: str, vocabulary: int, storage: str) -> None:
-    """Starts a local cluster of its own, trains, prints the times."""
-    reached = {"driver": time.time()}
+    """Joins the cluster that the job was submitted to, or starts a local one; trains, prints the times."""
+    reached = {"process": psutil.Process().create_time(), "driver": time.time()}
     import ray
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    ray.init(address="local", include_dashboard=False)
+    if "RAY_ADDRESS" in os.environ:  # as a submitted job has it
+        ray.init()
+    else:
+        ray.init(address="local", include_dashboard=False)
     reached["cluster"] = time.time()
     trainer = TorchTrainer(
         train_function,

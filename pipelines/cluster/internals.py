@@ -20,6 +20,7 @@ Nothing of Ray is imported before it is asked for: a driver begins without it, a
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -45,12 +46,13 @@ PACKAGES = "/runtime_resources/working_dir_files/"
 
 
 def fast_start_trainer(function: Any, settings: Mapping[str, Any], warn: Warn = say) -> Any | None:
-    """A Ray Train trainer without the parts that a run on its own local cluster has no use for; None where Ray is another.
+    """A Ray Train trainer without the parts that a run of so many workers has no use for; None where Ray is another.
 
     The stock TorchTrainer imports torch in the driver and in the controller, gives every process an environment of its own
-    (so that none of the processes that Ray starts ahead fits), and starts actors that clean up after lost drivers, ask an
-    autoscaler for nodes, manage data sets and watch for preemption. On a shared or autoscaled cluster all of that is wanted,
-    and the stock trainer is used. Here the workers import torch, and join the process group, by themselves.
+    (so that none of the processes that Ray keeps or starts ahead fits), and starts actors that clean up after controllers,
+    ask an autoscaler for nodes and manage data sets. Here the workers import torch, and join the process group, by
+    themselves. An autoscaler sees the workers' places wait, as all that wait; and places go back when the job ends. What a
+    cluster that others use has besides stays: preemption is watched where there are several nodes, and its dashboard told.
 
     The controller, the first process to which a changed part would show, stands when this returns.
     """
@@ -65,8 +67,9 @@ def fast_start_trainer(function: Any, settings: Mapping[str, Any], warn: Warn = 
 
 
 def _trainer_class() -> type:
-    """Ray Train's data-parallel trainer with a controller, workers, failure handling, and nothing else."""
+    """Ray Train's data-parallel trainer with a controller, workers, failure handling, and little else."""
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     accelerators = part(f"{TRAIN}.callbacks", "AcceleratorSetupCallback")
     backends = part(f"{TRAIN}.callbacks", "BackendSetupCallback")
@@ -75,6 +78,9 @@ def _trainer_class() -> type:
     reference = part(f"{TRAIN}.util", "ObjectRefWrapper")
     controller, scaling, rendezvous = _controller_class(), _scaling_class(), _rendezvous_class()
     base = part("ray.train.v2.api.data_parallel_trainer", "DataParallelTrainer")
+    # What the dashboard shows of trainings; see `cluster`.
+    told = os.environ.get("RAY_TRAIN_ENABLE_STATE_TRACKING") == "1"
+    dashboards = [part(f"{TRAIN}.callbacks.state_manager", "StateManagerCallback")] if told else []
 
     class FastStartTrainer(base):  # type: ignore[misc, valid-type]
         """See `fast_start_trainer`."""
@@ -89,12 +95,15 @@ def _trainer_class() -> type:
                 "callbacks": [
                     accelerators(self.backend_config, self.scaling_config),
                     backends(self.backend_config),
+                    *(dashboard(datasets={}) for dashboard in dashboards),
                     users(user_callbacks=[], train_run_context=self.train_run_context),
                 ],
                 "validation_config": None,
             }
             takes(controller.__mro__[1], **arguments)
-            self._controller = ray.remote(num_cpus=0)(controller).remote(**arguments)
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            actor = ray.remote(num_cpus=0, scheduling_strategy=here)(controller)
+            self._controller = actor.remote(_for_processes(), **arguments)
             ray.get(self._controller.stands.remote())
 
         def fit(self) -> Any:
@@ -108,30 +117,65 @@ def _trainer_class() -> type:
     return overrides(FastStartTrainer, "fit")
 
 
-def _controller_class() -> type:
-    """Ray Train's controller, which gives the workers no environment of their own.
+def _for_processes() -> dict[str, str]:
+    """What of the driver's environment Ray Train has in the controller and the workers."""
+    import ray
 
-    Local workers inherit the driver's anyway. Without one, Ray can use the worker processes that it started ahead; with one
-    it starts each anew, and through one more Python.
+    there = {name: os.environ[name] for name in part(f"{TRAIN}.constants", "ENV_VARS_TO_PROPAGATE") if name in os.environ}
+    watcher = part(f"{TRAIN}.constants", "ENABLE_PREEMPTION_WATCHER_ENV_VAR")
+    # The only node is the driver's: when it goes, nobody is left to be told.
+    return there if len([node for node in ray.nodes() if node["Alive"]]) > 1 else there | {watcher: "0"}
+
+
+def _controller_class() -> type:
+    """Ray Train's controller, which gives no worker an environment of its own unless one is asked for.
+
+    Without one, Ray can use the worker processes that it keeps; with one it starts each anew, and through one more Python.
+    What Ray Train would set there is set in the processes when they stand.
     """
     base = part(f"{TRAIN}.execution.controller", "TrainController")
-    inherited = sorted(part(f"{TRAIN}.constants", "ENV_VARS_TO_PROPAGATE"))
-    watcher = part(f"{TRAIN}.constants", "ENABLE_PREEMPTION_WATCHER_ENV_VAR")
+    group = _group_class()
     for name in ("run", "get_result"):
         takes(getattr(base, name), None)
 
     class Controller(base):  # type: ignore[misc, valid-type]
-        def __init__(self, **arguments: Any) -> None:
-            os.environ[watcher] = "0"
+        worker_group_cls = group
+
+        def __init__(self, environment: Mapping[str, str], **arguments: Any) -> None:
+            os.environ.update(environment)
             super().__init__(**arguments)
-            for name in inherited:
-                os.environ.pop(name, None)
 
         def stands(self) -> bool:
             """Answers when it has been made."""
             return True
 
-    return Controller
+    return overrides(Controller, "worker_group_cls")
+
+
+def _group_class() -> type:
+    """Ray Train's group of workers, which sets their environment when they stand."""
+    base = part(f"{TRAIN}.execution.worker_group", "WorkerGroup")
+    variables = part(f"{TRAIN}.constants", "get_env_vars_to_propagate")
+    worker = base._worker_cls
+    takes(worker)
+
+    class Group(base):  # type: ignore[misc, valid-type]
+        @staticmethod
+        def _get_worker_runtime_env(custom_runtime_env: Any) -> Any:
+            return custom_runtime_env
+
+        @property
+        def _worker_cls(self) -> type:
+            environment = variables()
+
+            class RayTrainWorker(worker):  # type: ignore[misc, valid-type]
+                def __init__(self) -> None:
+                    os.environ.update(environment)
+                    super().__init__()
+
+            return RayTrainWorker
+
+    return overrides(Group, "_get_worker_runtime_env")
 
 
 def _scaling_class() -> type:
@@ -311,7 +355,9 @@ def in_submitted_job(warn: Warn = say) -> bool:
 def submission_id(warn: Warn = say) -> str | None:
     """The name of the submitted job; None where there is none, or Ray does not tell."""
     try:
-        text = os.environ.get(JOB) or os.environ.get(part("ray._private.runtime_env.constants", JOB))
+        text = os.environ.get(JOB)
+        if text is None and "ray" in sys.modules:  # an inline training is not to import Ray for that
+            text = os.environ.get(part("ray._private.runtime_env.constants", JOB))
         if text is None:
             return None
         with known(ValueError):

@@ -1,4 +1,4 @@
-"""Workers by Ray Train: its TorchTrainer, or a leaner trainer that starts in about half the time on a local cluster.
+"""Workers by Ray Train: its TorchTrainer, or a leaner trainer that starts in about half the time.
 
 summary = train_on_ray(job, share, recorder, fast_start=True)       # raises what fit() raises
 """

@@ -13,9 +13,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import from_yaml
 from raystride.pipelines.config.section import SettingError
@@ -24,12 +21,12 @@ from raystride.pipelines.plugins import load_plugins
 from raystride.pipelines.tasks import Task, build_task
 from raystride.pipelines.tasks.task import Encoder
 from raystride.pipelines.tokenizers import Tokenizers
-from raystride.pipelines.train.checkpoint import Checkpoints, Found
-from raystride.pipelines.train.products import use_products_of
-from raystride.triton_kernels.dispatch import use_kernels, why_no_triton
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from raystride.model.transformer import Decoder
+    from raystride.pipelines.train.checkpoint import Checkpoints, Found
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class Opened:
     config: Config
     task: Task
     """With what it learned of the data, and its tokenizers."""
-    model: nn.Module
+    model: "nn.Module"
     step: int
     place: Folder
     """Where the tokenizers' folders lie."""
@@ -66,7 +63,7 @@ class Chosen:
     """Some checkpoints of a run. Small: it travels to workers, who all open the same one, even while the run goes on."""
 
     config: Config
-    checkpoints: tuple[Found, ...]
+    checkpoints: "tuple[Found, ...]"
     """The newest first; the model is their mean."""
 
     @property
@@ -118,6 +115,8 @@ def choose(storage: Folder, run: str, checkpoint: str | int = "best", average: i
         raise SettingError(f"--run {run}: there is no such run in {storage} (there is: {', '.join(others) or 'none'})")
     config = from_yaml(Config, folder.read("config.yaml").decode())
     load_plugins(config.plugins)  # one that is missing is said before a cluster is started
+    from raystride.pipelines.train.checkpoint import Checkpoints  # and what else is missing before PyTorch is
+
     checkpoints = Checkpoints(folder / "checkpoints", attempt="", keep=1)
     chosen = _chosen(checkpoints, checkpoint, average)
     if isinstance(checkpoint, int) and not chosen:
@@ -140,14 +139,19 @@ def task_at(config: Config, place: Folder) -> Task:
     return build_task(config, {"vocabulary_size": encoder.vocabulary_size, "end_id": encoder.end_id}, encoders)
 
 
-def _chosen(checkpoints: Checkpoints, checkpoint: str | int, average: int) -> list[Found]:
+def _chosen(checkpoints: "Checkpoints", checkpoint: str | int, average: int) -> "list[Found]":
     if isinstance(checkpoint, int):
         return [found for found in checkpoints.whole() if found.step == checkpoint]
     best = checkpoints.at_hint("best") if checkpoint == "best" and average == 1 else None
     return [best] if best else list(islice(checkpoints.whole(), average))
 
 
-def _build(chosen: Chosen, task: Task) -> nn.Module:
+def _build(chosen: Chosen, task: Task) -> "nn.Module":
+    import torch
+
+    from raystride.pipelines.train.checkpoint import Checkpoints
+    from raystride.pipelines.train.products import use_products_of
+
     _use_kernels(chosen.config)
     model = task.build_model()
     mean = [torch.zeros_like(parameter) for parameter in model.parameters()] if len(chosen.checkpoints) > 1 else []
@@ -161,7 +165,7 @@ def _build(chosen: Chosen, task: Task) -> nn.Module:
     return model.eval()
 
 
-def load_weights(config: Config, task: Task, file: Path) -> nn.Module:
+def load_weights(config: Config, task: Task, file: Path) -> "nn.Module":
     """The model with the parameters of a safetensors file."""
     from safetensors.torch import load_model
 
@@ -172,6 +176,8 @@ def load_weights(config: Config, task: Task, file: Path) -> nn.Module:
 
 
 def _use_kernels(config: Config) -> None:
+    from raystride.triton_kernels.dispatch import use_kernels, why_no_triton
+
     if not why_no_triton():
         # A run of another machine may have asked for kernels that this one cannot run; what it trained runs anywhere.
         use_kernels(config.model.kernels)

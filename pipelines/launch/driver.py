@@ -321,7 +321,7 @@ def _conduct(job: Job, share: Share, storage: Folder, tags: dict[str, str], besi
 
     recorder = RecorderHandle.start(**arguments)
     # An elastic run needs the parts of Ray Train that the fast start leaves out.
-    fast_start = job.config.launch.lean and not joined(job.config.launch) and not share.least
+    fast_start = job.config.launch.lean and not share.least
     run = partial(train_on_ray, job, share, recorder, fast_start=fast_start)
     return conduct(job, recorder, run, replace(beside, waits_for=PlacesWatch(share, job.config.launch.wait_s).look))
 

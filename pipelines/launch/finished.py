@@ -27,9 +27,7 @@ def evaluate_run(settings: Evaluate, echo: Echo = print) -> "tuple[Scored, str |
 
     Raises SettingError, DataError, CannotRun.
     """
-    from raystride.pipelines.evaluate.evaluation import evaluate
     from raystride.pipelines.evaluate.opening import choose
-    from raystride.pipelines.evaluate.recording import keep_scores
 
     storage = Folder.at(settings.storage)
     run = storage / settings.run
@@ -41,6 +39,9 @@ def evaluate_run(settings: Evaluate, echo: Echo = print) -> "tuple[Scored, str |
         data = replace(chosen.config.data, test_source=settings.data.test_source)
         chosen = replace(chosen, config=replace(chosen.config, data=data))
     run_parts = answerers(settings, settings.launch)
+    from raystride.pipelines.evaluate.evaluation import evaluate
+    from raystride.pipelines.evaluate.recording import keep_scores
+
     scored = evaluate(chosen, settings, settings.split, run, run_parts, echo=echo)
     problem = keep_scores(scored, settings.split, run, chosen.step, chosen.config.record, storage)
     return replace(scored, logged=chosen.config.record.mlflow and not problem), problem
@@ -53,9 +54,10 @@ def predict_files(settings: Predict, echo: Echo = print) -> "Predicted":
     input, CannotRun where there is no cluster.
     """
     from raystride.pipelines.evaluate.opening import choose
-    from raystride.pipelines.evaluate.prediction import predict
 
     chosen = choose(Folder.at(settings.storage), settings.run, settings.checkpoint, settings.average)
+    from raystride.pipelines.evaluate.prediction import predict
+
     predicted = predict(
         chosen,
         settings,
@@ -78,14 +80,16 @@ def answer_questions(settings: Predict, questions: Sequence[Any]) -> list[dict[s
 
     Raises SettingError where there is no such run or device, or a question is none that its task can read.
     """
-    from raystride.pipelines.evaluate.answering import Answerer
     from raystride.pipelines.evaluate.opening import choose
+
+    chosen = choose(Folder.at(settings.storage), settings.run, settings.checkpoint, settings.average)
+    # Now that there is something to answer with.
+    from raystride.pipelines.evaluate.answering import Answerer
     from raystride.pipelines.evaluate.parts import named_probabilities
     from raystride.pipelines.sources.faults import Fault
     from raystride.pipelines.sources.fields import document
     from raystride.pipelines.sources.image_files import ANYWHERE
 
-    chosen = choose(Folder.at(settings.storage), settings.run, settings.checkpoint, settings.average)
     answerer = Answerer(chosen.with_beams(settings.beams).open(), settings, settings.sample)
     columns = answerer.task.asked
 

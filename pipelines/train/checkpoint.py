@@ -31,6 +31,7 @@ from raystride.pipelines.train.optimizer import Updater
 from raystride.pipelines.train.pruning import data_of, hinted, prune
 from raystride.pipelines.train.staging import Staging
 from raystride.pipelines.train.state import TrainState
+from raystride.pipelines.train.whole import FORMAT, check_file, read_whole
 
 Log = Callable[[str], None]
 Answer = TypeVar("Answer")
@@ -293,8 +294,6 @@ class Checkpoints:
 
         Raises OSError on all ranks where one cannot ask the store: what is not seen now is not damaged.
         """
-        from raystride.pipelines.train.storage import FORMAT, check_file
-
         unseen: str | None = None
         try:
             manifest = folder.read_json(MANIFEST)
@@ -332,12 +331,13 @@ class Checkpoints:
 
     def load(self, found: Found, model: nn.Module, optimizer: Updater | None = None) -> None:
         """Fills the model and, where given, the optimiser, whatever number of workers wrote the checkpoint."""
-        from raystride.pipelines.train.storage import CheckpointReader, load
-
         wanted: dict[str, torch.Tensor] = {}
         for name, parameter in model.named_parameters():
             wanted |= _wanted(name, parameter, found.manifest["tensors"], optimizer)
-        load(wanted, CheckpointReader(found.folder, found.manifest, self.rank, wanted), self.group)
+        if self.group or not read_whole(wanted, found.folder, found.manifest):
+            from raystride.pipelines.train.storage import CheckpointReader, load
+
+            load(wanted, CheckpointReader(found.folder, found.manifest, self.rank, wanted), self.group)
         if optimizer is not None:
             for name, parameter in model.named_parameters():
                 optimizer.load_state(parameter, _held(name, wanted, optimizer))

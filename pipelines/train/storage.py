@@ -38,10 +38,10 @@ from raystride.pipelines.files import PIECE, Folder
 from raystride.pipelines.train.index import as_metadata, index_name, index_of, pieces_of
 from raystride.pipelines.train.names import MANIFEST
 from raystride.pipelines.train.pruning import data_of
+from raystride.pipelines.train.whole import FORMAT
 
 # One worker saves and loads without a process group, which DCP takes for a mistake.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", module="torch.distributed")
-FORMAT = 1
 _READ, _GAP = 64 << 20, 1 << 20
 """Bytes of a remote file that are read together at most, and bytes between two ranges that are rather read than left out."""
 
@@ -335,17 +335,6 @@ def _portable() -> Iterator[None]:
         if type(error).__module__.partition(".")[0] in ("builtins", "raystride"):
             raise
         raise OSError(f"{type(error).__name__}: {error}") from None
-
-
-def check_file(folder: Folder, name: str, stated: dict[str, Any]) -> str | None:
-    """What is wrong with a file of a checkpoint, or None: missing, of another size, of another hash."""
-    try:
-        found = folder.sha256(name)
-    except FileNotFoundError:
-        return f"{name} is missing"
-    if found != stated["sha256"]:
-        return f"{name} differs from the manifest's SHA-256"
-    return None
 
 
 def _tensor_to_json(name: str, entry: Any, pieces: dict[MetadataIndex, StoredPiece] | None) -> dict[str, Any]:
