@@ -36,6 +36,8 @@ def settle_workers(job: Job, there: Resources, share: Share, steps: int | None, 
     if (before := _as_before(job, there)) is not None:
         return replace(share, workers=before[0], threads=before[1])
     places = list(places_on(config, there))
+    if not places:  # more threads are asked for than there are cores, which Ray will say
+        return share
     prior = replace(share, workers=places[0][0], threads=places[0][1])
     if len(places) == 1 or _flop(config, share, steps) < WORTHWHILE_FLOP:
         return prior
@@ -52,7 +54,7 @@ def settle_workers(job: Job, there: Resources, share: Share, steps: int | None, 
 
 def _is_open(config: Config, there: Resources, share: Share) -> bool:
     scaling = config.scaling
-    given = scaling.workers != "auto" or scaling.least_workers or scaling.strategy not in ("auto", "ddp")
+    given = scaling.workers != "auto" or scaling.least_workers or scaling.strategy != "auto"
     return not (given or share.device != "cpu" or there.nodes > 1 or config.launch.mode == "inline" or config.train.exact)
 
 

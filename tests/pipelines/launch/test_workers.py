@@ -66,12 +66,14 @@ def test_little_work_is_not_tried(tmp_path: Path, rehearsals: list[Any]) -> None
     [
         ({"scaling": Scaling(workers=4)}, _there(), ASKED),
         ({"scaling": Scaling(strategy="fsdp")}, _there(), ASKED),
+        ({"scaling": Scaling(strategy="ddp")}, _there(), ASKED),
+        ({"scaling": Scaling(threads=8)}, _there(), ASKED),
         ({"launch": Launch(mode="inline")}, _there(), ASKED),
         ({"train": replace(CONFIG.train, exact=True)}, _there(), ASKED),
         ({}, _there(nodes=2, node_cpus=(2, 2)), ASKED),
         ({}, _there(gpus=4), Share(4, "cuda", 1)),
     ],
-    ids=["given", "sharded", "inline", "exact", "nodes", "gpus"],
+    ids=["given", "sharded", "several", "no places", "inline", "exact", "nodes", "gpus"],
 )
 def test_what_is_not_open_stays(
     tmp_path: Path, rehearsals: list[Any], changes: dict[str, Any], there: Resources, share: Share
