@@ -14,7 +14,7 @@ from raystride.pipelines.config.sweep import SweepConfig
 from raystride.pipelines.scaling_model.described import ClusterDescription
 from raystride.pipelines.scaling_model.model import HeldBack, NotPredicted, Prediction, ScalingModel, held_back
 from raystride.pipelines.scaling_model.observation import Observation, TrialError
-from raystride.pipelines.sweep.choice import UNITS, best_of, by_settings, price_of, recommendation, score
+from raystride.pipelines.sweep.choice import UNITS, best_of, by_settings, front_of, price_of, recommendation, score
 from raystride.pipelines.sweep.observed import observation_of
 from raystride.pipelines.sweep.result import Result
 from raystride.pipelines.sweep.space import Candidate
@@ -63,6 +63,7 @@ class Answer:
             "measured": sum(result.measured for result in self.results),
             "best": found,
             "as_good": [result.run for result in self.alike],
+            "front": [result.run for result in front_of(self.merged, self.base.sweep)],
             "held_back_median_error": self.held.median if self.held and self.held.trials else None,
         }
 
@@ -139,6 +140,9 @@ def _in_words(
             lines.append(
                 f"The worst that ran, {worst.label}, has {f'{value:.3g}' if math.isfinite(value) else 'no such figure'}."
             )
+    if len(front := front_of(merged, base.sweep)) > 1:
+        named = "; ".join(f"{each.label} ({each.speed:,.0f} tokens/s, loss {each.final_loss:.4g})" for each in front)
+        lines.append(f"No trial is both faster and better than these: {named}.")
     if failed:
         lines.append(f"{failed} of {len(merged)} combinations have no figure; the report says why.")
     batch = Candidate(base, best.settings).recommended.train.batch

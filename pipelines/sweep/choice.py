@@ -7,6 +7,7 @@ best, as_good = best_of(merged, sweep, price)                 # those that the s
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from statistics import fmean, median
 
 from raystride.pipelines.config.parse import to_yaml
@@ -103,6 +104,21 @@ def best_of(results: Iterable[Result], sweep: Sweep, price_per_hour: float) -> t
         # Of settings that speed does not tell apart, those that learn best.
         alike.sort(key=lambda result: result.final_loss)
     return alike[0], alike
+
+
+def varies_both(sweep: Sweep) -> bool:
+    """Whether some settings of the space change what a step takes, and others only what is learned by it."""
+    return len({same_work(key) for key in sweep.space}) == 2
+
+
+def front_of(results: Iterable[Result], sweep: Sweep) -> list[Result]:
+    """The results that no other one beats in speed and in loss, the fastest first; none where the space varies one alone."""
+    if not varies_both(sweep):
+        return []
+    whole = [result for result in results if result.status == "measured" and math.isfinite(result.final_loss)]
+    whole.sort(key=lambda result: (-result.speed, result.final_loss))
+    least = list(accumulate((result.final_loss for result in whole), min, initial=math.inf))
+    return [result for result, before in zip(whole, least, strict=False) if result.final_loss < before]
 
 
 def recommendation(candidate: Candidate, why: str) -> str:

@@ -5,6 +5,7 @@ first = families(answer)[0]                               # the best result's fa
 front([(10.0, 3.0), (20.0, 1.0), (20.0, 3.0)])            # [0, 1]: the third is dominated
 """
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 from raystride.pipelines.scaling_model.interval import Interval
 from raystride.pipelines.scaling_model.model import Prediction
 from raystride.pipelines.sweep.answer import Answer
-from raystride.pipelines.sweep.choice import HOUR_S
+from raystride.pipelines.sweep.choice import HOUR_S, varies_both
 from raystride.pipelines.sweep.result import Result
 from raystride.pipelines.sweep.space import Candidate
 
@@ -102,7 +103,8 @@ def _speed(tokens: int, seconds: Interval) -> Interval:
 
 
 def tradeoffs(answer: Answer) -> list[Tradeoff]:
-    """Time against price and against energy, where they are known, else against the time of all workers."""
+    """Time against the loss, where the space varies both, and against price and energy, where they are known; where there is
+    nothing else, against the time of all workers."""
     measured, tokens, price = (
         [result for result in answer.merged if result.measured],
         tokens_of(answer),
@@ -110,6 +112,9 @@ def tradeoffs(answer: Answer) -> list[Tradeoff]:
     )
     times = [(result, tokens / result.speed) for result in measured]
     found = []
+    losses = [(one, s, one.final_loss) for one, s in times if math.isfinite(one.final_loss)]
+    if losses and varies_both(answer.base.sweep):
+        found.append(Tradeoff("loss", tuple(losses)))
     if price:
         found.append(Tradeoff("price", tuple((one, s, s * one.workers * price / HOUR_S) for one, s in times)))
     energies = [(one, s, float(one.figures["joules_per_token"])) for one, s in times if one.figures.get("joules_per_token")]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import configured, parse
 from raystride.pipelines.config.sweep import Sweep, SweepConfig
-from raystride.pipelines.sweep.choice import best_of, by_settings, recommendation, score
+from raystride.pipelines.sweep.choice import best_of, by_settings, front_of, recommendation, score
 from raystride.pipelines.sweep.result import Result
 from raystride.pipelines.sweep.space import Candidate
 from tests.pipelines.sweep.test_page import sweep, trial, without
@@ -42,6 +42,22 @@ def test_a_slow_trial_of_one_window_is_not_as_good_for_want_of_a_spread() -> Non
     fast, slow, near = trial(100.0, 1), trial(60.0, 2, windows=1), trial(100.1, 4, windows=1)
     assert best_of([fast, slow, near], FAST, 0.0)[1] == [fast, near]
     assert best_of([slow, near], FAST, 0.0)[1] == [near]
+
+
+@given(found=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=12))
+def test_the_front_is_what_no_trial_beats_in_speed_and_loss(found: list[tuple[int, int]]) -> None:
+    every = [replace(trial(float(speed), index + 1), val_loss=float(loss)) for index, (speed, loss) in enumerate(found)]
+    both = Sweep(space={"scaling.workers": [1, 2], "optimizer.learning_rate": [0.1]})
+    front = front_of([*every, replace(trial(1e6, 1), status="stopped_early", val_loss=0.1)], both)
+    assert [each.speed for each in front] == sorted({each.speed for each in front}, reverse=True)
+
+    def beaten(one: Result) -> bool:
+        better = [each for each in every if each.speed >= one.speed and each.final_loss <= one.final_loss]
+        return any((each.speed, each.final_loss) != (one.speed, one.final_loss) for each in better)
+
+    assert {(each.speed, each.final_loss) for each in front} == {(e.speed, e.final_loss) for e in every if not beaten(e)}
+    for space in ({"scaling.workers": [1, 2]}, {"seed": [1, 2]}):
+        assert front_of(every, Sweep(space=space)) == []
 
 
 def test_a_trial_that_was_stopped_early_is_never_the_best() -> None:

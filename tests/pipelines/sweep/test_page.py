@@ -285,3 +285,17 @@ def test_a_sweep_by_loss_has_the_losses_and_the_lowest_first() -> None:
     assert f"The worst that ran, {every[0].label}, has 2.1." in found.text
     rows = [row for row in read(sweep_page(found)).rows if len(row) == 12 and "measured" in row]
     assert [row[2] for row in rows] == ["2.001", "2.01", "2.1"]
+
+
+def test_a_sweep_of_speed_and_loss_shows_the_front() -> None:
+    base = sweep(space={"scaling.workers": [1, 2], "optimizer.learning_rate": [0.1, 0.2]}, price_per_hour=1.0)
+    every = [
+        replace(trial(100.0 * (i + 1), 1, optimizer__learning_rate=i), val_loss=loss)
+        for i, loss in enumerate([2.0, 2.5, 2.1])
+    ]
+    found = answer(base, every, None)
+    assert [each.cost for each in tradeoffs(found)][:2] == ["loss", "price"]
+    assert [point[0] for point in tradeoffs(found)[0].front] == [every[2], every[0]]
+    assert f"both faster and better than these: {every[2].label} (300 tokens/s, loss 2.1); {every[0].label}" in found.text
+    assert found.summary["front"] == [every[2].run, every[0].run]
+    assert "on the front" in sweep_page(found)
