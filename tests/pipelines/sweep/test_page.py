@@ -289,10 +289,8 @@ def test_a_sweep_by_loss_has_the_losses_and_the_lowest_first() -> None:
 
 def test_a_sweep_of_speed_and_loss_shows_the_front() -> None:
     base = sweep(space={"scaling.workers": [1, 2], "optimizer.learning_rate": [0.1, 0.2]}, price_per_hour=1.0)
-    every = [
-        replace(trial(100.0 * (i + 1), 1, optimizer__learning_rate=i), val_loss=loss)
-        for i, loss in enumerate([2.0, 2.5, 2.1])
-    ]
+    losses = {100.0: 2.0, 200.0: 2.5, 300.0: 2.1}
+    every = [replace(trial(speed, 1, optimizer__learning_rate=loss), val_loss=loss) for speed, loss in losses.items()]
     found = answer(base, every, None)
     assert [each.cost for each in tradeoffs(found)][:2] == ["loss", "price"]
     assert [point[0] for point in tradeoffs(found)[0].front] == [every[2], every[0]]
