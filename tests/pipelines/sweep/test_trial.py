@@ -209,4 +209,4 @@ def test_what_cannot_run_is_not_started_and_says_why() -> None:
     assert crowded.cause == "resources: CPU: 8 asked, 4 there"
     untyped = refusal(candidate(train__precision="fp7"), THERE)
     assert untyped
-    assert "train.precision is 'fp7': it must be one of fp32" in untyped.cause
+    assert "train.precision is 'fp7': it must be one of auto, fp32" in untyped.cause
