@@ -3,8 +3,7 @@
     times = time_products({(768, 192): 1}, rows=2048, ways=("torch", "onednn", "bf16"))
     model.products.use({shape: fastest(each, 2048) for shape, each in times.items()})
 
-A measurement lasts half a second, whatever the sizes: it takes fewer rows where those of a step would take longer, since
-ways differ by what they do with the weight much more than by the rows.
+A measurement lasts half a second, whatever the sizes: it takes fewer rows where those of a step would take longer.
 """
 
 import time
@@ -20,7 +19,7 @@ Times = tuple[dict[Way, float], dict[Way, float], dict[Way, float]]
 """Seconds by way: of a product, of its gradient for the input, and of that for the weight."""
 
 BUDGET_S = 0.5
-LEAST_ROUNDS, ROUNDS = 3, 8
+LEAST_ROUNDS, ROUNDS = 2, 8
 """Times that each product is tried; the best counts, since all else is disturbance."""
 FEWEST_ROWS = 64
 WORTHWHILE = 0.97
@@ -32,7 +31,7 @@ OURS_S = 30e-6
 def time_products(shapes: Iterable[Shape], rows: int, ways: Iterable[Way], budget_s: float = BUDGET_S) -> dict[Shape, Times]:
     """Seconds of the three products of each weight (out, in) with an input (rows, in), by every one of the ways.
 
-    Takes about `budget_s` seconds in all, and three rounds at least, since others on the machine disturb some of them.
+    Takes about `budget_s` seconds in all, and two rounds at least, since others on the machine disturb some of them.
     """
     began = time.perf_counter()
     shapes, ways = list(shapes), list(ways)
@@ -51,14 +50,17 @@ def time_products(shapes: Iterable[Shape], rows: int, ways: Iterable[Way], budge
 
 
 def _rows_in_time(shapes: list[Shape], rows: int, ways: int, budget_s: float) -> int:
-    """As many rows as leave time for all rounds, at the rate that a first product shows."""
+    """As many rows as leave time for some rounds, at the rate that a first product shows.
+
+    No fewer than need be: what bfloat16 gains grows with the rows, and what it takes to round the weight does not.
+    """
     if not shapes:
         return rows
     outputs, inputs = shapes[0]
     left, right = torch.ones(FEWEST_ROWS, inputs), torch.ones(outputs, inputs)
     seconds = min(_seconds(left, right, "torch") for _ in range(3))
     of_one = 3 * ways * sum(outputs * inputs for outputs, inputs in shapes) * seconds / (FEWEST_ROWS * outputs * inputs)
-    return min(rows, max(FEWEST_ROWS, int(budget_s / (ROUNDS + 2) / of_one)))
+    return min(rows, max(FEWEST_ROWS, int(budget_s / 4 / of_one)))
 
 
 def _factors(shape: Shape, rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
