@@ -93,6 +93,7 @@ def _ask(address: str, content: dict[str, Any]) -> Any:
             time.sleep(0.2)
 
 
+@pytest.mark.long
 def test_mlflow_serves_the_exported_model(trained: Folder, tmp_path: Path) -> None:
     folder = tmp_path / "served"
     outcome = _job("export", trained, "--run", "labels", "--to", "mlflow", "--folder", str(folder), "--checkpoint", "last")

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 def test_the_page_runs(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "api.md").read_text()
     code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))

@@ -88,13 +88,14 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("mode", "program"),
     [
         pytest.param("inline", ALONE, id="inline"),
-        pytest.param("ray", ALONE, id="ray", marks=pytest.mark.long),
-        pytest.param("ray", JOINED, id="joined", marks=pytest.mark.long),
+        pytest.param("ray", ALONE, id="ray"),
+        pytest.param("ray", JOINED, id="joined"),
     ],
 )
 def test_in_its_threads_and_beside_its_handlers(tmp_path: Path, mode: str, program: str) -> None:

@@ -94,6 +94,7 @@ def test_the_pictures_and_the_text_are_what_they_say(run: Any, config: Config) -
     assert found["sample.txt"].decode().startswith("line ")
 
 
+@pytest.mark.long
 def test_a_run_without_mlflow_leaves_no_database(config: Config, tmp_path: Path) -> None:
     silent = replace(config, storage=str(tmp_path / "runs"), record=Record(mlflow=False))
     run_well("train", silent, "--run", "silent")

@@ -114,6 +114,7 @@ def test_a_disk_that_becomes_read_only(calm: tuple[Config, dict[str, Any]], disk
     _goes_on(config, "locked", calm[1], resumed_from=4)
 
 
+@pytest.mark.long
 def test_a_job_whose_disk_becomes_read_only_ends_with_one_screen(calm: tuple[Config, dict[str, Any]], disk: Path) -> None:
     config = replace(calm[0], storage=str(disk / "runs"))
     driver = start_job("train", config, "--run", "cut", "--train.steps", "100000")

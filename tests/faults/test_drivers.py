@@ -42,6 +42,7 @@ def _tree(config: Config, run: str) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in root.rglob("*") if path.name not in (".lock", run)}
 
 
+@pytest.mark.long
 def test_of_two_that_start_at_once_one_trains(calm: tuple[Config, dict[str, Any]]) -> None:
     config, whole = calm
     drivers = [start_job("train", config, "--run", "twice") for _ in range(2)]
@@ -97,6 +98,7 @@ def test_a_killed_driver_takes_its_recorder_along(calm: tuple[Config, dict[str, 
     recorder.wait(60)
 
 
+@pytest.mark.long
 def test_a_killed_recorder_costs_nothing(calm: tuple[Config, dict[str, Any]]) -> None:
     config, whole = calm
     config = replace(config, record=Record(mlflow=True))
@@ -113,6 +115,7 @@ def test_a_killed_recorder_costs_nothing(calm: tuple[Config, dict[str, Any]]) ->
     assert logged == list(range(20, STEPS + 1, 20))
 
 
+@pytest.mark.long
 def test_a_driver_whose_run_was_taken_over_ends_without_touching_it(calm: tuple[Config, dict[str, Any]]) -> None:
     """As where nothing was heard of it for a minute and a driver on another machine has taken the run."""
     config = replace(calm[0], train=replace(calm[0].train, steps=100_000))

@@ -45,6 +45,7 @@ def config(tmp_path: Path) -> Config:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_training_saves_and_says_that_it_is_not_done(config: Config, number: int, code: int) -> None:
     driver = start_job("train", config, "--run", "stopped", "--launch", "inline")

@@ -66,6 +66,7 @@ def test_a_killed_worker_ends_the_run_with_one_screen(config: Config) -> None:
     assert summary(config, "killed")["status"] == "failed"
 
 
+@pytest.mark.long
 def test_with_restarts_a_killed_worker_changes_nothing(config: Config) -> None:
     mending = replace(config, launch=Launch(restarts=2))
     driver = _start(mending, "mended")

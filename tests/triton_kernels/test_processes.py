@@ -23,6 +23,7 @@ def _workers(pid: int) -> list[psutil.Process]:
     return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_report_that_is_ended_leaves_no_compilers(number: signal.Signals) -> None:
     command = [

@@ -29,6 +29,7 @@ def exported(address: str) -> dict[str, dict[tuple[str | None, str | None], floa
     return found
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_node_exports_what_the_dashboard_asks_for_by_run_and_rank() -> None:
     import ray

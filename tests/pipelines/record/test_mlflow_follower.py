@@ -62,6 +62,7 @@ def measure(sender: Sender, first: int, last: int) -> None:
         sender.put(new_entry("metrics", {"train_loss": 1 / step}, step=step, time=1e9 + step / 8))
 
 
+@pytest.mark.long
 def test_a_server_that_is_killed_and_comes_back_lacks_nothing(
     record: MakeRecorder,
     folder: Folder,

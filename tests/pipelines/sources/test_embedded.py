@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
@@ -45,6 +46,7 @@ def test_packages_are_twenty_with_text_enough() -> None:
     assert {each["text"].count("\n") for each in found} == {11}
 
 
+@pytest.mark.long
 def test_summaries_are_not_in_the_functions() -> None:
     found = list(islice(embedded.docstrings(), 150))
     for each in found:
