@@ -191,7 +191,8 @@ def has_bf16() -> bool:
     """Whether this processor has instructions for products of bfloat16 matrices, and oneDNN may use them."""
     bound = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "ALL")).upper()
     allowed = bound in ("ALL", "DEFAULT") or "BF16" in bound or "AMX" in bound
-    return rounds_to_bf16() or (allowed and bool(torch.cpu._is_avx512_bf16_supported()))
+    tells = getattr(torch.cpu, "_is_avx512_bf16_supported", None)  # private: where it is gone, nothing is lost but speed
+    return rounds_to_bf16() or (allowed and tells is not None and bool(tells()))
 
 
 @cache
