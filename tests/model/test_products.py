@@ -1,7 +1,7 @@
 """Every product of a model is timed each way, within the time, and the fastest is chosen where that is worth it."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raystride.model.linear import PYTORCH, Way
@@ -28,6 +28,7 @@ SECONDS = st.floats(1e-5, 1.0)
 TIMES = st.tuples(*[st.fixed_dictionaries(dict.fromkeys(WAYS, SECONDS))] * 3)
 
 
+@settings(max_examples=500)
 @given(times=TIMES)
 def test_what_is_chosen_is_never_slower_than_pytorchs_own(times: Times) -> None:
     chosen = fastest(times)
