@@ -139,6 +139,7 @@ def _said_nothing(outcome: Outcome) -> None:
     assert not [secret for secret in (PASSWORD, SIGNATURE, KEY) if secret in outcome.out + outcome.err]
 
 
+@pytest.mark.long
 def test_an_inline_run_and_what_is_made_of_it_hold_no_secret(
     config: Config, tmp_path: Path, tracking: tuple[str, Path]
 ) -> None:

@@ -70,6 +70,7 @@ def _is_refused(driver: Process, owner: Owner) -> None:
     assert "Traceback" not in refused.err
 
 
+@pytest.mark.long
 def test_a_killed_driver_is_followed_by_the_next(calm: tuple[Config, dict[str, Any]]) -> None:
     config, whole = calm
     driver = start_job("train", config, "--run", "killed")

@@ -46,6 +46,7 @@ def _share() -> Share:
     return Share(workers=2, device="cpu", threads=1)
 
 
+@pytest.mark.long
 def test_what_waits_says_for_what_and_ends_when_told(taken: Any, asked: Any) -> None:
     import ray
 
