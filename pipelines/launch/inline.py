@@ -8,12 +8,13 @@ steps for seconds.
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.managers import BaseManager
 from typing import Any, cast
 
@@ -96,11 +97,28 @@ def _build_recorder(arguments: dict[str, Any]) -> Recorder:
 _RecorderProcess.register("Recorder", _build_recorder, exposed=("receive", "state", "outline", "finish"))
 
 
+class _FreshProcess(SpawnProcess):
+    """A new process that does not run the script of this one again: one without a guard would train there once more."""
+
+    def start(self) -> None:
+        main = sys.modules["__main__"]
+        hidden: dict[str, Any] = {name: vars(main).pop(name) for name in ("__spec__", "__file__") if name in vars(main)}
+        main.__spec__ = None
+        try:
+            super().start()
+        finally:
+            vars(main).update(hidden)
+
+
+class _Fresh(SpawnContext):
+    Process = _FreshProcess  # type: ignore[assignment]
+
+
 def _start(arguments: dict[str, Any]) -> Any:
     """The recorder, or a stand-in that calls the one in the other process."""
     if not arguments["settings"].mlflow:
         return Recorder(**arguments)
-    process = _RecorderProcess(ctx=get_context("spawn"))
+    process = _RecorderProcess(ctx=_Fresh())
     process.start(_step_back)
     recorder = process.Recorder(arguments)  # type: ignore[attr-defined]
     recorder.process = process  # its process ends when nothing refers to it

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 BAR_WIDTH = 24
 TELLING = 10
 """Steps after which it is known how long all of them will take."""
+WORTH_TELLING_S = 30.0
 SHORT_S, LONG_S = 600.0, 3600.0
 """A training that takes longer than the first and no longer than the second may be of somebody who only wants to see one,
 and is told how to shorten it."""
@@ -52,7 +53,7 @@ class Progress:
             if warning not in self._warnings:
                 self._warnings.add(warning)
                 self.note(f"warning: {warning}")
-        if not self._told and (state.get("step") or 0) >= TELLING and (left := state.get("eta")) is not None:
+        if not self._told and (state.get("step") or 0) >= TELLING and (left := state.get("eta") or 0.0) >= WORTH_TELLING_S:
             self._told = True
             self.note(time_to_go(left, (state.get("steps") or 0) - (state.get("step") or 0), state.get("steps") or 0))
         line = progress_line(state)

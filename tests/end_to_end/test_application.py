@@ -104,3 +104,24 @@ def test_in_its_threads_and_beside_its_handlers(tmp_path: Path, mode: str, progr
     done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == ""
+
+
+UNGUARDED = """
+import raystride
+print("once", flush=True)
+settings = {
+    "data.source": "arithmetic", "model": {"layers": 1, "width": 32, "heads": 2, "context": 32}, "launch.mode": "inline",
+    "train": {"steps": 6, "log_every": 2}, "sample.tokens": 0,
+}
+run = raystride.train(settings, run="plain", storage="runs")
+print(run.summary["mlflow_run_id"])
+"""
+
+
+def test_a_script_without_a_guard_trains_once(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stderr
+    first, run_id = done.stdout.split()
+    assert (first, len(run_id)) == ("once", 32)
