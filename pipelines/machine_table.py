@@ -29,13 +29,14 @@ def machine_table(name: str, **circumstances: Any) -> Iterator[dict[str, Any]]:
     kind = {"processor": processor_name(), "torch": version("torch")} | {name: os.environ.get(name) for name in BOUNDS}
     text = json.dumps(kind | circumstances, sort_keys=True)
     file = f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-    place, table = node_folder("-measured"), {}
+    place, table, ours = node_folder("-measured"), {}, False
     with suppress(OSError, ValueError):
+        open_private(place)  # before anything in it is believed
+        ours = True
         table = dict(json.loads((place / file).read_text()))
     known = len(table)
     yield table
     # Two runs at a time may lose one's entries, which are then measured once more.
-    if len(table) > known:
-        with suppress(OSError, ValueError):
-            open_private(place)
+    if ours and len(table) > known:
+        with suppress(OSError):
             Folder(str(place)).put_json(file, table)
