@@ -13,7 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,8 @@ class Head:
 
     environment: dict[str, str]
     """With which commands reach it."""
+    gcs: str
+    """The address that drivers join it at."""
 
     def ray(self, *arguments: str) -> str:
         """What a `ray` command prints. Raises Failed."""
@@ -59,15 +61,16 @@ class Head:
 
 
 @contextmanager
-def head(cpus: int) -> Iterator[Head]:
-    """A cluster of one node with so many processors for the block."""
+def head(cpus: int, given: Mapping[str, str] | None = None) -> Iterator[Head]:
+    """A cluster of one node with so many processors for the block; `given` is its environment instead of a benchmark's."""
     temporary = Path("/tmp") / f"rs-{secrets.token_hex(3)}"  # sockets lie below it: their paths may have 107 bytes
     ports = {name: _free_port() for name in PORTS}
     away = ("RAY_ADDRESS", "PYTHONPATH")
-    environment = {name: value for name, value in os.environ.items() if name not in away} | ENVIRONMENT
-    environment |= {"HOME": str(temporary), "RAY_TMPDIR": str(temporary), "RAY_AUTH_MODE": "disabled"}
+    ours = {name: value for name, value in os.environ.items() if name not in away} | ENVIRONMENT
+    environment = dict(given or ours | {"HOME": str(temporary), "RAY_AUTH_MODE": "disabled"})
+    environment["RAY_TMPDIR"] = str(temporary)
     environment["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{ports['dashboard-port']}"
-    started = Head(environment)
+    started = Head(environment, f"127.0.0.1:{ports['port']}")
     given = [f"--{name}={port}" for name, port in ports.items()]
     temporary.mkdir()
     try:

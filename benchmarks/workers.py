@@ -20,10 +20,9 @@ from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import parse
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.prepare import prepare
-from raystride.pipelines.record.entry import Entry
-from raystride.pipelines.record.sender import Receipt
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.worker.job import Job, WorkerInfo
+from raystride.pipelines.worker.rehearsal import forget_entries
 
 
 def settings(*flags: str) -> Config:
@@ -52,12 +51,6 @@ def read_job(file: str | Path) -> Job:
     return pickle.loads(Path(file).read_bytes())  # type: ignore[no-any-return]
 
 
-def sink(sender: str, entries: list[Entry], recorder: str) -> Receipt:
-    """A recorder that acknowledges everything and keeps nothing."""
-    last = entries[-1]["sequence"] if entries else 0
-    return Receipt("sink", last, last)
-
-
 def run_workers(job: Job, world: int) -> dict[str, Any]:
     """Runs the job on so many processes; rank 0's summary. Raises runs.Failed."""
     file = write_job(job)
@@ -76,7 +69,7 @@ def main(file: str, rank: int, world: int, port: str) -> None:
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     place = WorkerInfo(rank=rank, world=world, local_rank=rank)
-    print(json.dumps(run_worker(read_job(file), place, sink, lambda: False)))
+    print(json.dumps(run_worker(read_job(file), place, forget_entries, lambda: False)))
 
 
 if __name__ == "__main__":

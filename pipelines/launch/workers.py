@@ -20,7 +20,6 @@ from raystride.pipelines.worker.job import Job
 
 WORTHWHILE_FLOP = 2e12
 """A shorter training is over before trying has paid: some half a minute of two cores."""
-FP32 = 4
 FASTER = 1.03
 """More workers must be this much faster than fewer."""
 
@@ -80,6 +79,7 @@ def places_on(config: Config, there: Resources) -> Iterator[tuple[int, int]]:
 
 def _flop(config: Config, share: Share, steps: int | None) -> float:
     """About what the training will compute; 0 for networks whose work does not follow from their parameters."""
+    from raystride.pipelines.memory.activations import FP32
     from raystride.pipelines.memory.estimate import estimate
     from raystride.pipelines.memory.networks import expected
 

@@ -5,21 +5,19 @@ import json
 import re
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 import raystride
+from benchmarks.heads import head as started_head
 from raystride.pipelines.cluster.resources import usable_cores
 from raystride.pipelines.config import Checkpoint, Config, Optimizer, Scaling, Train, Validation
 from raystride.pipelines.config.parse import to_yaml
@@ -96,12 +94,6 @@ class Head:
         return str(found[-1])
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     """The cluster; all of its processes, and only those, end with the tests."""
@@ -109,36 +101,8 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     token = home / ".ray" / "auth_token"
     token.parent.mkdir()
     token.write_text(secrets.token_hex(32))
-    temporary = Path("/tmp") / f"rs-{secrets.token_hex(3)}"  # sockets lie below it: their paths may have 107 bytes
-    ports = {
-        name: _free_port() for name in ("port", "dashboard-port", "dashboard-agent-listen-port", "ray-client-server-port")
-    }
-    env = environment() | {"HOME": str(home), "RAY_AUTH_MODE": "token", "RAY_TMPDIR": str(temporary)}
-    env["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{ports['dashboard-port']}"
-    head = Head(env, f"127.0.0.1:{ports['port']}")
-    given = [f"--{name}={port}" for name, port in ports.items()]
-    try:
-        head.ray("start", "--head", f"--num-cpus={CPUS}", f"--temp-dir={temporary}", "--disable-usage-stats", *given)
-        yield head
-    finally:
-        _end(temporary)
-
-
-def _end(temporary: Path) -> None:
-    """Ends the processes of the cluster, which are those that were given its temporary folder, and no others."""
-    ours = [process for process in psutil.process_iter() if _belongs(process, temporary)]
-    for process in ours:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(ours, timeout=30)
-    shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _belongs(process: psutil.Process, temporary: Path) -> bool:
-    try:
-        return process.environ().get("RAY_TMPDIR") == str(temporary)
-    except psutil.Error:
-        return False
+    with started_head(CPUS, environment() | {"HOME": str(home), "RAY_AUTH_MODE": "token"}) as started:
+        yield Head(started.environment, started.gcs)
 
 
 @pytest.fixture(scope="module")
