@@ -92,7 +92,7 @@ def test_a_stopped_worker_is_found_out_with_one_restart_and_without(tmp_path: Pa
         assert "State:\tT (stopped)" in culprit
         assert "(stopped)" not in other
         for part in (culprit, other):
-            assert "train_step (" in part, "the stack of a stopped process and of one that waits"
+            assert "run_worker (" in part, "the stack of a stopped process and of one that waits, in a step or between two"
     last = max(entry["step"] for entry in read_entries(folder) if entry["kind"] == "checkpoint") + 20
     run_well("train", config, *f"--run stopped --launch inline --scaling.workers 1 --train.steps {last}".split())
     shorter = replace(job.config, train=replace(job.config.train, steps=last))
