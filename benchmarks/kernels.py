@@ -12,7 +12,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ from raystride.triton_kernels.swiglu import swiglu, swiglu_reference
 TOKENS, WIDTH = 16_384, 2_048
 ELEMENTS = 2**27
 """Of the tensors of bandwidth-bound operations: 256 MiB in bf16."""
+SHORT = 2_048
+"""Up to this length a call of attention takes the host as long as the GPU."""
 Way = Callable[[], Any]
 
 
@@ -54,6 +56,8 @@ class Case:
     """Floating-point operations."""
     memory: bool = False
     """Whether the peak of memory is compared as well."""
+    graph: bool = False
+    """Whether calls are replayed as a CUDA graph: what the host takes for a call would else be measured, not the kernel."""
 
 
 def cases(operation: str) -> Iterator[Case]:
@@ -77,10 +81,15 @@ def _attention_case(head_size: int, causal: bool, length: int, backward: bool) -
         grad = torch.randn_like(q) if backward else None
 
         def way(function: Callable[[], torch.Tensor]) -> Way:
+            kept: list[torch.Tensor] = []
+
             def run() -> None:
-                y = function()
-                if grad is not None:
-                    torch.autograd.grad(y, (q, k, v), grad)
+                if grad is None:
+                    function()
+                    return
+                if not kept:
+                    kept.append(function())
+                torch.autograd.grad(kept[0], (q, k, v), grad, retain_graph=True)
 
             return run
 
@@ -98,10 +107,10 @@ def _attention_case(head_size: int, causal: bool, length: int, backward: bool) -
         }
 
     # Two products forward, five backward (Dao, 2023); half of the scores where causal.
-    flops = 4.0 * TOKENS * WIDTH * length * (0.5 if causal else 1.0) * (3.5 if backward else 1.0)
-    what = f"D {head_size}, T {length}, {'causal' if causal else 'full'}, {'forward + backward' if backward else 'forward'}"
-    aims = {"FlashAttention-2": "1.0", "cuDNN": "0.65"} if backward else {"FlashAttention-2": "1.3", "cuDNN": "0.85"}
-    return Case("attention", what, make, aims, flops=flops)
+    flops = 4.0 * TOKENS * WIDTH * length * (0.5 if causal else 1.0) * (2.5 if backward else 1.0)
+    what = f"D {head_size}, T {length}, {'causal' if causal else 'full'}, {'backward' if backward else 'forward'}"
+    aims = {"FlashAttention-2": "0.8", "cuDNN": "0.5"} if backward else {"FlashAttention-2": "1.2", "cuDNN": "0.75"}
+    return Case("attention", what, make, aims, flops=flops, graph=length <= SHORT)
 
 
 def _streaming(
@@ -244,8 +253,6 @@ OPERATIONS = (
 
 def measure(case: Case, rounds: int, milliseconds: float = 30.0) -> dict[str, list[float]]:
     """Milliseconds by way, one a round. A way that this build of PyTorch lacks is left out and named."""
-    from triton.testing import do_bench
-
     ways = case.make()
     for name in list(ways):
         try:
@@ -255,22 +262,30 @@ def measure(case: Case, rounds: int, milliseconds: float = 30.0) -> dict[str, li
                 raise
             print(f"  {name} does not run here: {str(error).splitlines()[0]}", file=sys.stderr)
             del ways[name]
-    bench = {name: _bound(do_bench, way, milliseconds) for name, way in ways.items()}
-    return take_turns(bench, rounds)
+    timed = {name: partial(_milliseconds, way, milliseconds, case.graph) for name, way in ways.items()}
+    return take_turns(timed, rounds)
 
 
-def _bound(bench: Callable[..., Any], way: Way, milliseconds: float) -> Callable[[], float]:
-    return lambda: float(bench(way, warmup=milliseconds / 3, rep=milliseconds, return_mode="median"))
+def _milliseconds(way: Way, rep: float, graph: bool) -> float:
+    from triton.testing import do_bench, do_bench_cudagraph
+
+    if graph:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return float(do_bench_cudagraph(way, rep=rep, return_mode="median"))
+    return float(do_bench(way, warmup=rep / 3, rep=rep, return_mode="median"))
 
 
 def peak_memory(case: Case) -> dict[str, int]:
-    """Bytes by way that a call takes at most, above its inputs."""
+    """Bytes by way that a call takes at most, above its inputs; without those that this GPU has no room for."""
     found = {}
     for name, way in case.make().items():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        way()
+        try:
+            way()
+        except torch.OutOfMemoryError:  # which says enough, and must not end what was measured before
+            continue
         found[name] = torch.cuda.max_memory_allocated() - before
     return found
 

@@ -42,6 +42,16 @@ def calls(head_size: int, length: int, kernel: str) -> Callable[[], object]:
     return lambda: torch.autograd.grad(attention(q, k, v, causal=True), inputs, grad)
 
 
+def compare(kernel: str, head_size: int, length: int, rounds: int) -> Comparison:
+    """Milliseconds of the shipped tile of a kernel beside its alternatives, in turns."""
+    name, call = architecture(torch.device("cuda", 0)), calls(head_size, length, kernel)
+    shipped, *others = tiles(kernel, name, head_size, torch.bfloat16)
+    ways = {f"{shipped} shipped": partial(timed, kernel, shipped, call)}
+    ways |= {str(one): partial(timed, kernel, one, call) for one in others}
+    what = f"{kernel}, head size {head_size}, {name}, ms"
+    return Comparison(what, take_turns(ways, rounds), peer=f"{shipped} shipped", form=".3f")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Prints a comparison for each kernel; 3 where there is no GPU."""
     parser = command_line("tiles", __doc__, rounds=3)
@@ -51,15 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("benchmarks.tiles needs a GPU, and there is none to be seen: nothing was measured", file=sys.stderr)
         return 3
-    name, comparisons = architecture(torch.device("cuda", 0)), []
-    for head_size in given.head_size or (64, 128):
-        for kernel in KERNELS:
-            call = calls(head_size, given.length, kernel)
-            shipped, *others = tiles(kernel, name, head_size, torch.bfloat16)
-            ways = {f"{shipped} shipped": partial(timed, kernel, shipped, call)}
-            ways |= {str(one): partial(timed, kernel, one, call) for one in others}
-            what = f"{kernel}, head size {head_size}, {name}, ms"
-            comparisons.append(Comparison(what, take_turns(ways, given.rounds), peer=f"{shipped} shipped", form=".3f"))
+    sizes = given.head_size or (64, 128)
+    comparisons = [compare(kernel, size, given.length, given.rounds) for size in sizes for kernel in KERNELS]
     found = machine()
     print(machine_line(found, ("torch", "triton")))
     report(given, found, comparisons)

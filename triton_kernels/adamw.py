@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from raystride.triton_kernels.arguments import expect
 from raystride.triton_kernels.dispatch import takes_triton
 from raystride.triton_kernels.language import cdiv, jit, tl
 from raystride.triton_kernels.launch import launch
@@ -44,12 +45,30 @@ def adamw_reference(
     decay: float,
     skip: torch.Tensor | None = None,
 ) -> None:
-    """Updates parameters and moments in place by PyTorch's own fused operation; arguments as `adamw` has them."""
+    """Updates parameters and moments in place by PyTorch's own fused operation; arguments as `adamw` has them.
+
+    That operation takes memory as it comes: a gradient that lies otherwise than its parameter is laid out anew first, and so
+    is what has gaps, or is part of another tensor.
+    """
+    groups = (parameters, gradients, exp_avgs, exp_avg_sqs)
+    own = groups if _lie_alike(groups) else tuple([x.contiguous() for x in group] for group in groups)
     torch.ops.aten._fused_adamw_(
-        list(parameters), list(gradients), list(exp_avgs), list(exp_avg_sqs), [], list(steps),
+        *(list(group) for group in own), [], list(steps),
         lr=learning_rate, beta1=betas[0], beta2=betas[1], weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
         found_inf=skip,
     )  # fmt: skip
+    for group, copies in zip((groups[0], *groups[2:]), (own[0], *own[2:]), strict=True):
+        for x, copy in zip(group, copies, strict=True):
+            if copy is not x:
+                x.copy_(copy)
+
+
+def _lie_alike(groups: tuple[Tensors, ...]) -> bool:
+    """Whether element n in memory is the same of all four, and nothing else lies between."""
+    if all(x.is_contiguous() for group in groups for x in group):
+        return True
+    whole = all(sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1 == x.numel() for x in groups[0])
+    return whole and all(len({x.stride() for x in four}) == 1 for four in zip(*groups, strict=True))
 
 
 @jit
@@ -87,6 +106,13 @@ def _adamw_kernel(
     tl.store(v_ptr + offsets, v.to(TYPE), mask=inside)
 
 
+def _check(groups: tuple[Tensors, ...]) -> None:
+    """Each tensor has the shape of its parameter. Asked when a table is made, not at every step."""
+    for name, group in zip(("gradients", "exp_avgs", "exp_avg_sqs"), groups[1:], strict=True):
+        for number, (x, parameter) in enumerate(zip(group, groups[0], strict=True)):
+            expect("adamw", f"{name}[{number}]", x, shape=parameter.shape, beside=groups[0][0])
+
+
 @dataclass(frozen=True)
 class _Tables:
     """Where the tensors of a group lie and how they are cut into blocks; on their device."""
@@ -102,8 +128,9 @@ _tables: dict[tuple[int, ...], _Tables] = {}
 
 def _find_tables(groups: tuple[Tensors, ...]) -> _Tables:
     """Looked up by addresses and sizes, so a tensor that moved is noticed."""
-    key = (*(x.data_ptr() for group in groups for x in group), *(x.numel() for x in groups[0]))
+    key = (*(x.data_ptr() for group in groups for x in group), *(x.numel() for group in groups for x in group))
     if key not in _tables:
+        _check(groups)
         while len(_tables) >= _TABLES_KEPT:
             del _tables[next(iter(_tables))]
         device = groups[0][0].device
@@ -188,10 +215,20 @@ def adamw(
         eps: added to the root of the second moment.
         decay: decoupled weight decay.
         skip: where this fp32 scalar on the device is 1, nothing is updated; None: as if it were 0.
+
+    Raises:
+        ValueError: not as many of each as parameters, a tensor of another shape than its parameter, several devices, or a
+            `skip` that is not a scalar.
     """
     if not parameters:
         return
     groups = (parameters, gradients, exp_avgs, exp_avg_sqs)
+    counts = [len(group) for group in (*groups, steps)]
+    if len(set(counts)) > 1:
+        raise ValueError(f"adamw: parameters, gradients, moments and steps must be as many, but are {counts}")
+    expect("adamw", "steps[0]", steps[0], shape=(), beside=parameters[0])
+    if skip is not None:
+        expect("adamw", "skip", skip, shape=(), beside=parameters[0])
     if takes_triton("adamw", parameters[0], _refusal(groups)):
         tensors = [list(group) for group in (*groups, steps)]
         _adamw(

@@ -15,12 +15,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from raystride.triton_kernels.arguments import INTEGERS, expect, expect_dropout, expect_heads
 from raystride.triton_kernels.attention_backward import differentiate
 from raystride.triton_kernels.attention_decoding import LONGEST, decode
 from raystride.triton_kernels.attention_forward import attend
 from raystride.triton_kernels.attention_masks import kept_weights, visible
-from raystride.triton_kernels.attention_problem import Rules, Sequences, like_rows, rows_readable
+from raystride.triton_kernels.attention_problem import (
+    Rules,
+    Sequences,
+    entries,
+    like_rows,
+    rows_readable,
+    side_by_side_in_memory,
+)
+from raystride.triton_kernels.configurations import family
 from raystride.triton_kernels.dispatch import takes_triton
+from raystride.triton_kernels.launch import architecture
 
 LARGEST_HEAD = 256
 """The accumulators of a larger head fit no registers."""
@@ -98,15 +108,15 @@ def _attention(
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = rows_readable(q), rows_readable(k), rows_readable(v)
-    o, lse = like_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    sequences = Sequences(q.shape[0], q.shape[2], k.shape[2], key_lengths)
+    o, lse = like_rows(q), q.new_empty((*q.shape[:2], entries(q.shape[2])), dtype=torch.float32)
+    sequences = Sequences(q.shape[0], q.shape[2], k.shape[2], side_by_side_in_memory(key_lengths))
     attend(q, k, v, o, lse, sequences, Rules(scale, causal, window, dropout, seed))
     return o, lse
 
 
 @_attention.register_fake
 def _(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return like_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return like_rows(q), q.new_empty((*q.shape[:2], entries(q.shape[2])), dtype=torch.float32)
 
 
 @torch.library.custom_op("raystride::attention_backward", mutates_args=())
@@ -128,7 +138,7 @@ def _attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     grad, q, k, v = rows_readable(grad), rows_readable(q), rows_readable(k), rows_readable(v)
     dq, dk, dv = _gradients(q, k, v, for_queries, for_keys)
-    sequences = Sequences(q.shape[0], q.shape[2], k.shape[2], key_lengths)
+    sequences = Sequences(q.shape[0], q.shape[2], k.shape[2], side_by_side_in_memory(key_lengths))
     wanted = (dq if for_queries else None, dk if for_keys else None, dv if for_keys else None)
     differentiate(grad, q, k, v, o, lse, *wanted, sequences, Rules(scale, causal, window, dropout, seed))
     return dq, dk, dv
@@ -166,7 +176,14 @@ _attention.register_autograd(_differentiate, setup_context=_save)
 
 
 def why_refused(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None = None, scale: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    window: int = 0,
+    dropout: float = 0.0,
 ) -> str:
     """Why the kernels cannot take this call; empty if they can."""
     if mask is not None:
@@ -177,6 +194,9 @@ def why_refused(
         return f"head size {q.shape[-1]}"
     if not q.dtype == k.dtype == v.dtype:
         return "queries, keys and values of several dtypes"
+    single_and_wide = q.dtype == torch.float32 and q.shape[-1] > 128
+    if (dropout or window) and single_and_wide and family(architecture(q.device)) in ("sm_80", "sm_86"):
+        return f"dropout or a window in fp32 with head size {q.shape[-1]}, which would spill registers"
     return "a scale that is not positive" if scale is not None and scale <= 0 else ""
 
 
@@ -200,12 +220,19 @@ def attention(
     as they are, at the end of the S keys. `scale` is 1 / sqrt(D) where none is given. `dropout` is the share of weights
     dropped, those that `seed` (1,) in int64 names; without a seed, one is drawn from the device's generator.
 
-    Raises ValueError for a window without causal, or one below zero.
+    Raises ValueError for shapes that do not go together, heads that are no multiple of groups, key_lengths of another batch,
+    tensors on several devices, a share of dropout outside 0 to 1, and for a window without causal, or one below zero.
     """
     if window < 0 or (window and not causal):
         raise ValueError(f"a window ({window}) is a number of keys up to a query's own position: it needs causal")
+    expect_heads("attention", "BHTD", q, k, v)
+    expect_dropout("attention", dropout, seed, q)
+    if key_lengths is not None:
+        expect("attention", "key_lengths", key_lengths, shape=(len(q),), dtypes=INTEGERS, beside=q)
     rest = {"causal": causal, "window": window, "key_lengths": key_lengths, "scale": scale, "dropout": dropout}
-    if not takes_triton("attention", q, refusal=why_refused(q, k, v, mask=mask, scale=scale)):
+    if not takes_triton(
+        "attention", q, refusal=why_refused(q, k, v, mask=mask, scale=scale, window=window, dropout=dropout)
+    ):
         return attention_reference(q, k, v, mask=mask, seed=seed, **rest)  # type: ignore[arg-type]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     # Heads over 128 in fp32 would spill there: their scores are summed by columns in the other kernel.

@@ -12,6 +12,7 @@ import torch
 
 from raystride.triton_kernels.attention_forward import lse_strides
 from raystride.triton_kernels.attention_masks import (
+    entries_of,
     is_kept,
     is_visible,
     key_range,
@@ -28,20 +29,21 @@ from raystride.triton_kernels.attention_problem import (
     block_d,
     constants,
     descriptors_fit,
+    entries,
     handed_over,
     lean,
     side_by_side,
     strides,
 )
 from raystride.triton_kernels.configurations import tile
-from raystride.triton_kernels.language import cdiv, jit, tl
+from raystride.triton_kernels.language import cdiv, jit, jit_varying, tl
 from raystride.triton_kernels.launch import architecture, launch
 
 _DELTA_ELEMENTS = 2048
 """Of dO in a program of delta: 16 bytes a load, twice over, for each of 128 threads; with more, sm_100 spills."""
 
 
-@jit
+@jit_varying("lse_b", "lse_h", "T", "blocks", "heads")
 def _attention_delta_kernel(
     o, grad, delta, query_offsets, o_b, o_h, o_t, grad_b, grad_h, grad_t, lse_b, lse_h, H, T, blocks, heads,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -49,21 +51,22 @@ def _attention_delta_kernel(
     block, head = masked_work(blocks, heads, heads, False)
     b, h = head // H, head % H
     query_start, T, _, _, _ = sequence_of(b, None, query_offsets, query_offsets, T, T)
-    query = block * BLOCK_M
-    if query >= T:
+    query, entries = block * BLOCK_M, entries_of(T, query_offsets)
+    if query >= entries:
         return
     y = load_rows(o, b, h, query_start, query, T, o_b, o_h, o_t, D, BLOCK_M, BLOCK_D, False).to(tl.float32)
     dy = load_rows(grad, b, h, query_start, query, T, grad_b, grad_h, grad_t, D, BLOCK_M, BLOCK_D, False).to(tl.float32)
     i = query + tl.arange(0, BLOCK_M)
-    tl.store(delta + b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + query_start + i, tl.sum(y * dy, 1), mask=i < T)
+    tl.store(delta + b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + query_start + i, tl.sum(y * dy, 1), mask=i < entries)
 
 
 @jit
 def _walk_queries(
-    k, v, k_block, v_block, q, grad, lse, delta, dk, dv, b, h, key, query_start, start, stop, T, shift, length, window,
-    scale_log2, seed, threshold, rescale, q_b, q_h, q_t, grad_b, grad_h, grad_t, g, key_start, k_b, k_h, k_t, v_b, v_h,
-    v_t, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr, CHUNK: tl.constexpr,
+    k, v, k_block, v_block, q, grad, lse, delta, dk, dv, b, h, key, query_start, start, stop, T, entries, shift, length,
+    window, scale_log2, seed, threshold, rescale, q_b, q_h, q_t, grad_b, grad_h, grad_t, g, key_start, k_b, k_h, k_t, v_b,
+    v_h, v_t, MASKED: tl.constexpr, LENGTHS: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The block of keys over the queries start to stop of one head; all products transposed, so that dK and dV need none."""
     keys = key + tl.arange(0, BLOCK_N)
@@ -74,7 +77,7 @@ def _walk_queries(
             kept = tl.trans(is_kept(seed, b, h, query, key, threshold, BLOCK_M, BLOCK_N))
         q_block = load_rows(q, b, h, query_start, query, T, q_b, q_h, q_t, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
         # Beyond the last query no weight is left: 2^(s - inf).
-        base = tl.load(lse + rows, mask=rows < T, other=float("inf"))
+        base = tl.load(lse + rows, mask=rows < entries, other=float("inf"))
         if CHUNK:
             s = product_of_rows(
                 k, key_start, key, length, g, k_b, k_h, k_t, q, query_start, query, T, h, q_b, q_h, q_t,
@@ -84,7 +87,7 @@ def _walk_queries(
             s = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION)
         p = tl.exp2(s * scale_log2 - base[None, :])
         if MASKED:
-            p = tl.where(is_visible(rows[None, :], keys[:, None], shift, length, window, CAUSAL, WINDOWED), p, 0.0)
+            p = tl.where(is_visible(rows[None, :], keys[:, None], shift, length, window, LENGTHS, CAUSAL, WINDOWED), p, 0.0)
         grad_block = load_rows(grad, b, h, query_start, query, T, grad_b, grad_h, grad_t, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
         if CHUNK:
             dp = product_of_rows(
@@ -98,12 +101,12 @@ def _walk_queries(
             taken = tl.where(kept, p * rescale, 0.0)
             dp = tl.where(kept, dp * rescale, 0.0)
         dv = tl.dot(taken.to(grad_block.dtype), grad_block, dv, input_precision=PRECISION)
-        ds = p * (dp - tl.load(delta + rows, mask=rows < T, other=0.0)[None, :])
+        ds = p * (dp - tl.load(delta + rows, mask=rows < entries, other=0.0)[None, :])
         dk = tl.dot(ds.to(q_block.dtype), q_block, dk, input_precision=PRECISION)
     return dk, dv
 
 
-@jit
+@jit_varying("lse_b", "lse_h", "T", "S", "blocks", "heads", "section")
 def _attention_backward_keys_kernel(
     q, k, v, grad, lse, delta, dk, dv, key_lengths, query_offsets, key_offsets, seed, scale_log2, threshold, rescale, window,
     scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, grad_b, grad_h, grad_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
@@ -113,12 +116,13 @@ def _attention_backward_keys_kernel(
 ):  # fmt: skip
     block, head = masked_work(blocks, heads, section, False)
     b, g = head // G, head % G
+    LENGTHS: tl.constexpr = key_lengths is not None
     query_start, T, key_start, S, length = sequence_of(b, key_lengths, query_offsets, key_offsets, T, S)
     key = block * BLOCK_N
     if key >= S:
         return
-    shift = S - T
-    start, whole, partial, stop = query_range(key, T, shift, length, window, CAUSAL, WINDOWED, BLOCK_M, BLOCK_N)
+    shift, entries = S - T, entries_of(T, query_offsets)
+    start, whole, partial, stop = query_range(key, entries, shift, length, window, CAUSAL, WINDOWED, BLOCK_M, BLOCK_N)
     k_block = load_rows(k, b, g, key_start, key, length, k_b, k_h, k_t, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
     v_block = load_rows(v, b, g, key_start, key, length, v_b, v_h, v_t, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
     dk_block = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -130,22 +134,22 @@ def _attention_backward_keys_kernel(
         if CAUSAL:
             dk_block, dv_block = _walk_queries(
                 k, v, k_block, v_block, q, grad, lse + row, delta + row, dk_block, dv_block, b, h, key, query_start, start,
-                whole, T, shift, length, window, scale_log2, seed, threshold, rescale, q_b, q_h, q_t, grad_b, grad_h,
-                grad_t, g, key_start, k_b, k_h, k_t, v_b, v_h, v_t, True, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N,
-                PRECISION, DESCRIPTORS, CHUNK,
+                whole, T, entries, shift, length, window, scale_log2, seed, threshold, rescale, q_b, q_h, q_t, grad_b,
+                grad_h, grad_t, g, key_start, k_b, k_h, k_t, v_b, v_h, v_t, True, LENGTHS, CAUSAL, WINDOWED, D, BLOCK_D,
+                BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
             )  # fmt: skip
         dk_block, dv_block = _walk_queries(
             k, v, k_block, v_block, q, grad, lse + row, delta + row, dk_block, dv_block, b, h, key, query_start, whole,
-            partial, T, shift, length, window, scale_log2, seed, threshold, rescale, q_b, q_h, q_t, grad_b, grad_h, grad_t,
-            g, key_start, k_b, k_h, k_t, v_b, v_h, v_t, False, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
-            DESCRIPTORS, CHUNK,
+            partial, T, entries, shift, length, window, scale_log2, seed, threshold, rescale, q_b, q_h, q_t, grad_b,
+            grad_h, grad_t, g, key_start, k_b, k_h, k_t, v_b, v_h, v_t, False, LENGTHS, CAUSAL, WINDOWED, D, BLOCK_D,
+            BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
         )  # fmt: skip
         if WINDOWED:
             dk_block, dv_block = _walk_queries(
                 k, v, k_block, v_block, q, grad, lse + row, delta + row, dk_block, dv_block, b, h, key, query_start,
-                partial, stop, T, shift, length, window, scale_log2, seed, threshold, rescale, q_b, q_h, q_t, grad_b,
-                grad_h, grad_t, g, key_start, k_b, k_h, k_t, v_b, v_h, v_t, True, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M,
-                BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
+                partial, stop, T, entries, shift, length, window, scale_log2, seed, threshold, rescale, q_b, q_h, q_t,
+                grad_b, grad_h, grad_t, g, key_start, k_b, k_h, k_t, v_b, v_h, v_t, True, LENGTHS, CAUSAL, WINDOWED, D,
+                BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
             )  # fmt: skip
     # Keys that nobody sees were walked over as zeros, with weights that are not zero; each has a row of its own.
     seen = (key + tl.arange(0, BLOCK_N) < length)[:, None]
@@ -158,8 +162,9 @@ def _attention_backward_keys_kernel(
 def _walk_keys(
     q, grad, rows, grad_rows, base, delta, k, v, dq, b, h, g, query, key_start, start, stop, shift, length, window,
     scale_log2, seed, threshold, rescale, query_start, T, q_b, q_h, q_t, grad_b, grad_h, grad_t, k_b, k_h, k_t, v_b, v_h,
-    v_t, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr, CHUNK: tl.constexpr,
+    v_t, MASKED: tl.constexpr, LENGTHS: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The block of queries over the keys start to stop."""
     for key in tl.range(start, stop, BLOCK_N):
@@ -180,7 +185,7 @@ def _walk_keys(
         p = tl.exp2(s * scale_log2 - base[:, None])
         if MASKED:
             i, keys = query + tl.arange(0, BLOCK_M), key + tl.arange(0, BLOCK_N)
-            p = tl.where(is_visible(i[:, None], keys[None, :], shift, length, window, CAUSAL, WINDOWED), p, 0.0)
+            p = tl.where(is_visible(i[:, None], keys[None, :], shift, length, window, LENGTHS, CAUSAL, WINDOWED), p, 0.0)
         if seed is not None:
             dp = tl.where(is_kept(seed, b, h, query, key, threshold, BLOCK_M, BLOCK_N), dp * rescale, 0.0)
         ds = p * (dp - delta[:, None])
@@ -188,7 +193,7 @@ def _walk_keys(
     return dq
 
 
-@jit
+@jit_varying("lse_b", "lse_h", "T", "S", "blocks", "heads", "section")
 def _attention_backward_queries_kernel(
     q, k, v, grad, lse, delta, dq, key_lengths, query_offsets, key_offsets, seed, scale_log2, threshold, rescale, window,
     scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, grad_b, grad_h, grad_t, dq_b, dq_h, dq_t, lse_b, lse_h,
@@ -199,6 +204,7 @@ def _attention_backward_queries_kernel(
     block, head = masked_work(blocks, heads, section, CAUSAL)
     b, h = head // H, head % H
     g = h // group
+    LENGTHS: tl.constexpr = key_lengths is not None
     query_start, T, key_start, S, length = sequence_of(b, key_lengths, query_offsets, key_offsets, T, S)
     query = block * BLOCK_M
     if query >= T:
@@ -209,24 +215,25 @@ def _attention_backward_queries_kernel(
     dy = load_rows(grad, b, h, query_start, query, T, grad_b, grad_h, grad_t, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
     i = query + tl.arange(0, BLOCK_M)
     row = b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + query_start
-    base = tl.load(lse + row + i, mask=i < T, other=float("inf"))
-    shares = tl.load(delta + row + i, mask=i < T, other=0.0)
+    inside = i < entries_of(T, query_offsets)
+    base = tl.load(lse + row + i, mask=inside, other=float("inf"))
+    shares = tl.load(delta + row + i, mask=inside, other=0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if WINDOWED:
         acc = _walk_keys(
             q, grad, q_block, dy, base, shares, k, v, acc, b, h, g, query, key_start, start, whole, shift, length, window,
             scale_log2, seed, threshold, rescale, query_start, T, q_b, q_h, q_t, grad_b, grad_h, grad_t, k_b, k_h, k_t,
-            v_b, v_h, v_t, True, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
+            v_b, v_h, v_t, True, LENGTHS, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
         )  # fmt: skip
     acc = _walk_keys(
         q, grad, q_block, dy, base, shares, k, v, acc, b, h, g, query, key_start, whole, partial, shift, length, window,
         scale_log2, seed, threshold, rescale, query_start, T, q_b, q_h, q_t, grad_b, grad_h, grad_t, k_b, k_h, k_t, v_b,
-        v_h, v_t, False, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
+        v_h, v_t, False, LENGTHS, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
     )  # fmt: skip
     acc = _walk_keys(
         q, grad, q_block, dy, base, shares, k, v, acc, b, h, g, query, key_start, partial, stop, shift, length, window,
         scale_log2, seed, threshold, rescale, query_start, T, q_b, q_h, q_t, grad_b, grad_h, grad_t, k_b, k_h, k_t, v_b,
-        v_h, v_t, True, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
+        v_h, v_t, True, LENGTHS, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
     )  # fmt: skip
     store_rows(dq, acc * scale, b, h, query_start, query, T, dq_b, dq_h, dq_t, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
 
@@ -278,7 +285,7 @@ def differentiate(
 def _delta(grad: torch.Tensor, o: torch.Tensor, delta: torch.Tensor, sequences: Sequences) -> None:
     heads, size = o.shape[1], o.shape[-1]
     rows = _DELTA_ELEMENTS // block_d(size)
-    blocks = cdiv(sequences.queries, rows)
+    blocks = cdiv(entries(sequences.queries), rows)
     launch(
         _attention_delta_kernel, (blocks * sequences.batch * heads,), o, grad, delta, sequences.query_offsets,
         *strides(o), *strides(grad), *lse_strides(delta), heads, sequences.queries, blocks, sequences.batch * heads,

@@ -13,9 +13,17 @@ All query heads of a group are rows of one block, so that keys and values are re
 import torch
 
 from raystride.triton_kernels.attention_masks import is_visible, load_rows
-from raystride.triton_kernels.attention_problem import LOG2_E, block_d, like_rows, precision, rows_readable, strides
+from raystride.triton_kernels.attention_problem import (
+    LOG2_E,
+    block_d,
+    like_rows,
+    precision,
+    rows_readable,
+    side_by_side_in_memory,
+    strides,
+)
 from raystride.triton_kernels.configurations import processors, tile
-from raystride.triton_kernels.language import cdiv, jit, next_power_of_2, tl
+from raystride.triton_kernels.language import cdiv, jit_varying, next_power_of_2, tl
 from raystride.triton_kernels.launch import architecture, launch
 
 LONGEST = 16
@@ -24,11 +32,13 @@ _LEAST_KEYS = 256
 """Of a share: at least a few blocks, or joining costs more than splitting gains."""
 _MOST_SHARES = 128
 """The kernel that joins holds their log-sum-exps at once."""
+_JOINED = 16
+"""Shares that are added up at a time."""
 _PROGRAMS_A_PROCESSOR = 2
 """So that one loads while another computes."""
 
 
-@jit
+@jit_varying("lse_c", "lse_b", "T", "S", "row_blocks", "share")
 def _attention_decoding_kernel(
     q, k, v, o, lse, key_lengths, scale_log2, window, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_c, o_b, o_h, o_t,
     lse_c, lse_b, G, group, T, S, row_blocks, share, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr,
@@ -39,12 +49,16 @@ def _attention_decoding_kernel(
     row = part % row_blocks * BLOCK_M + tl.arange(0, BLOCK_M)
     b, g = part // row_blocks // G, part // row_blocks % G
     h, i, columns = g * group + row // T, row % T, tl.arange(0, BLOCK_D)
+    # Heads may lie further apart than 32 bits count, in a slice of a cache.
+    far_h, far_i = h.to(tl.int64), i.to(tl.int64)
     real, shift = row < group * T, S - T
     inside = real[:, None] & (columns < D)[None, :]
     length = S
     if key_lengths is not None:
         length = tl.maximum(0, tl.minimum(S, tl.load(key_lengths + b).to(tl.int32)))
-    rows = tl.load(q + b.to(tl.int64) * q_b + (h * q_h + i * q_t)[:, None] + columns[None, :], mask=inside, other=0.0)
+    rows = tl.load(
+        q + b.to(tl.int64) * q_b + (far_h * q_h + far_i * q_t)[:, None] + columns[None, :], mask=inside, other=0.0
+    )
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -54,7 +68,16 @@ def _attention_decoding_kernel(
     for key in tl.range(start, tl.minimum(length, c * share + share), BLOCK_N):
         block = load_rows(k, b, g, 0, key, length, k_b, k_h, k_t, D, BLOCK_N, BLOCK_D, False)
         s = tl.dot(rows, tl.trans(block), input_precision=PRECISION)
-        seen = is_visible(i[:, None], (key + tl.arange(0, BLOCK_N))[None, :], shift, length, window, CAUSAL, WINDOWED)
+        seen = is_visible(
+            i[:, None],
+            (key + tl.arange(0, BLOCK_N))[None, :],
+            shift,
+            length,
+            window,
+            key_lengths is not None,
+            CAUSAL,
+            WINDOWED,
+        )
         s = tl.where(seen, s, -float("inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         origin = tl.where(m_new == -float("inf"), 0.0, m_new)
@@ -67,28 +90,37 @@ def _attention_decoding_kernel(
     blind = total == 0.0
     total = tl.where(blind, 1.0, total)
     o += c.to(tl.int64) * o_c + b.to(tl.int64) * o_b
-    tl.store(o + (h * o_h + i * o_t)[:, None] + columns[None, :], (acc / total[:, None]).to(o.dtype.element_ty), mask=inside)
+    tl.store(
+        o + (far_h * o_h + far_i * o_t)[:, None] + columns[None, :],
+        (acc / total[:, None]).to(o.dtype.element_ty),
+        mask=inside,
+    )
     # A share of which a row sees no key weighs nothing when shares are joined.
     weights = tl.where(blind, -float("inf"), m * scale_log2 + tl.log2(total))
     tl.store(lse + c.to(tl.int64) * lse_c + b.to(tl.int64) * lse_b + h * T + i, weights, mask=real)
 
 
-@jit
+@jit_varying("lse_c", "T", "shares")
 def _attention_joining_kernel(
-    parts, lse, o, parts_c, lse_c, o_b, o_h, o_t, H, T, shares, D: tl.constexpr, BLOCK_D: tl.constexpr, SHARES: tl.constexpr
-):
-    """One row; parts (C, B, T, H, D) and lse (C, B, H, T)."""
+    parts, lse, o, parts_c, lse_c, o_b, o_h, o_t, H, T, shares,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """One row; parts (C, B, T, H, D) and lse (C, B, H, T). One kernel for any number of shares: a cache grows."""
     row = tl.program_id(0).to(tl.int64)
     b, h, i = row // (H * T), row // T % H, row % T
-    c, columns = tl.arange(0, SHARES), tl.arange(0, BLOCK_D)
+    c, columns = tl.arange(0, MOST), tl.arange(0, BLOCK_D)
     weights = tl.load(lse + c * lse_c + row, mask=c < shares, other=-float("inf"))
     most = tl.max(weights, 0)
-    weights = tl.exp2(weights - tl.where(most == -float("inf"), 0.0, most))
-    total = tl.sum(weights, 0)
-    weights = weights / tl.where(total == 0.0, 1.0, total)
-    inside = (c < shares)[:, None] & (columns < D)[None, :]
-    part = parts + ((b * T + i) * H + h) * D + c.to(tl.int64)[:, None] * parts_c + columns[None, :]
-    joined = tl.sum(tl.load(part, mask=inside, other=0.0) * weights[:, None], 0)
+    origin = tl.where(most == -float("inf"), 0.0, most)
+    total = tl.sum(tl.exp2(weights - origin), 0)
+    total = tl.where(total == 0.0, 1.0, total)
+    joined = tl.zeros([BLOCK_D], tl.float32)
+    for first in tl.range(0, shares, BLOCK_C):
+        some = first + tl.arange(0, BLOCK_C)
+        weight = tl.exp2(tl.load(lse + some * lse_c + row, mask=some < shares, other=-float("inf")) - origin) / total
+        inside = (some < shares)[:, None] & (columns < D)[None, :]
+        part = parts + ((b * T + i) * H + h) * D + some.to(tl.int64)[:, None] * parts_c + columns[None, :]
+        joined += tl.sum(tl.load(part, mask=inside, other=0.0) * weight[:, None], 0)
     tl.store(o + b * o_b + h * o_h + i * o_t + columns, joined.to(o.dtype.element_ty), mask=columns < D)
 
 
@@ -103,7 +135,7 @@ def decode(
     scale: float,
 ) -> torch.Tensor:
     """Attention (B, H, T, D) of q over k and v (B, G, S, D) without gradients; T at most LONGEST."""
-    q, k, v = rows_readable(q), rows_readable(k), rows_readable(v)
+    q, k, v, key_lengths = rows_readable(q), rows_readable(k), rows_readable(v), side_by_side_in_memory(key_lengths)
     (batch, heads, queries, size), groups, keys = q.shape, k.shape[1], k.shape[2]
     o = like_rows(q)
     if not o.numel():
@@ -130,7 +162,8 @@ def decode(
     if shares > 1:
         launch(
             _attention_joining_kernel, (batch * heads * queries,), parts, lse, o, parts.stride(0), lse.stride(0),
-            *strides(o), heads, queries, shares, D=size, BLOCK_D=block_d(size), SHARES=next_power_of_2(shares), num_warps=4,
+            *strides(o), heads, queries, shares,
+            D=size, BLOCK_D=block_d(size), BLOCK_C=_JOINED, MOST=_MOST_SHARES, num_warps=4,
         )  # fmt: skip
     return o
 

@@ -11,6 +11,7 @@ to base 2, as all exponentials here are powers of two. Shapes as in `attention`;
 import torch
 
 from raystride.triton_kernels.attention_masks import (
+    entries_of,
     is_kept,
     is_visible,
     key_range,
@@ -31,16 +32,16 @@ from raystride.triton_kernels.attention_problem import (
     strides,
 )
 from raystride.triton_kernels.configurations import tile
-from raystride.triton_kernels.language import cdiv, jit, tl
+from raystride.triton_kernels.language import cdiv, jit, jit_varying, tl
 from raystride.triton_kernels.launch import architecture, launch
 
 
 @jit
 def _walk(
-    q, rows, k, v, acc, m, total, b, h, g, query, key_start, start, stop, shift, length, window, scale_log2, seed, threshold,
-    query_start, T, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr, CHUNK: tl.constexpr,
+    q, rows, k, v, acc, m, total, b, h, g, query, key_start, start, stop, shift, length, window, scale_log2, seed,
+    threshold, query_start, T, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, MASKED: tl.constexpr, LENGTHS: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The block of queries over the keys start to stop."""
     for key in tl.range(start, stop, BLOCK_N):
@@ -54,7 +55,7 @@ def _walk(
             s = tl.dot(rows, tl.trans(block), input_precision=PRECISION)
         if MASKED:
             i, keys = query + tl.arange(0, BLOCK_M), key + tl.arange(0, BLOCK_N)
-            seen = is_visible(i[:, None], keys[None, :], shift, length, window, CAUSAL, WINDOWED)
+            seen = is_visible(i[:, None], keys[None, :], shift, length, window, LENGTHS, CAUSAL, WINDOWED)
             s = tl.where(seen, s, -float("inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         # A row that has seen no key yet has m = -inf, and -inf - -inf is no number.
@@ -70,7 +71,7 @@ def _walk(
     return acc, m, total
 
 
-@jit
+@jit_varying("lse_b", "lse_h", "T", "S", "blocks", "heads", "section")
 def _attention_forward_kernel(
     q, k, v, o, lse, key_lengths, query_offsets, key_offsets, seed, scale_log2, threshold, rescale, window,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, lse_b, lse_h, H, group, T, S, blocks, heads, section,
@@ -80,6 +81,7 @@ def _attention_forward_kernel(
     block, head = masked_work(blocks, heads, section, CAUSAL)
     b, h = head // H, head % H
     g = h // group
+    LENGTHS: tl.constexpr = key_lengths is not None
     query_start, T, key_start, S, length = sequence_of(b, key_lengths, query_offsets, key_offsets, T, S)
     query = block * BLOCK_M
     # The grid is made for the longest of packed sequences.
@@ -96,31 +98,32 @@ def _attention_forward_kernel(
         acc, m, total = _walk(
             q, rows, k, v, acc, m, total, b, h, g, query, key_start, start, whole, shift, length, window, scale_log2, seed,
             threshold, query_start, T, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
-            True, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
+            True, LENGTHS, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
         )  # fmt: skip
     acc, m, total = _walk(
         q, rows, k, v, acc, m, total, b, h, g, query, key_start, whole, partial, shift, length, window, scale_log2, seed,
         threshold, query_start, T, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
-        False, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
+        False, LENGTHS, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
     )  # fmt: skip
     acc, m, total = _walk(
         q, rows, k, v, acc, m, total, b, h, g, query, key_start, partial, stop, shift, length, window, scale_log2, seed,
         threshold, query_start, T, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
-        True, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
+        True, LENGTHS, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
     )  # fmt: skip
     blind = total == 0.0
     acc = acc * (rescale / tl.where(blind, 1.0, total))[:, None]
     store_rows(o, acc, b, h, query_start, query, T, o_b, o_h, o_t, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
     i = query + tl.arange(0, BLOCK_M)
-    entries = lse + b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + query_start + i
-    # Infinite where a row sees no key: exp2(s - inf) is 0, and so are its gradients.
-    tl.store(entries, tl.where(blind, float("inf"), m * scale_log2 + tl.log2(total)), mask=i < T)
+    place = lse + b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + query_start + i
+    # Infinite where a row sees no key, or is none: exp2(s - inf) is 0, and so are its gradients.
+    weights = tl.where(blind | (i >= T), float("inf"), m * scale_log2 + tl.log2(total))
+    tl.store(place, weights, mask=i < entries_of(T, query_offsets))
 
 
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, sequences: Sequences, rules: Rules
 ) -> None:
-    """Fills o, laid out as q, and lse (B, H, T), or (H, N) for packed sequences."""
+    """Fills o, laid out as q, and lse (B, H, entries(T)), or (H, N) for packed sequences."""
     chosen = tile("attention_forward", architecture(q.device), q.shape[-1], q.dtype, lean=lean(sequences, rules))
     m, n, heads, group = chosen.block_m, chosen.block_n, q.shape[1], q.shape[1] // k.shape[1]
     blocks, all_heads = cdiv(sequences.queries, m), sequences.batch * heads
@@ -135,5 +138,5 @@ def attend(
 
 
 def lse_strides(lse: torch.Tensor) -> tuple[int, int]:
-    """Strides of batch and head: of lse (B, H, T), or of (H, N) for packed sequences, whose batch has none."""
+    """Strides of batch and head: of lse (B, H, entries(T)), or of (H, N) for packed sequences, whose batch has none."""
     return (lse.stride(0), lse.stride(1)) if lse.dim() == 3 else (0, lse.stride(0))

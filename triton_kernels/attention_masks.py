@@ -95,6 +95,18 @@ def sequence_of(b, key_lengths, query_offsets, key_offsets, T, S):
 
 
 @jit
+def entries_of(T, query_offsets):
+    """How many numbers lse and delta have of T queries: a multiple of 16, so that whole vectors of them can be loaded.
+
+    Those of packed sequences follow each other without a gap.
+    """
+    entries = T
+    if query_offsets is None:
+        entries = (T + 15) // 16 * 16
+    return entries
+
+
+@jit
 def key_range(
     first,
     T,
@@ -148,11 +160,17 @@ def query_range(
 
 
 @jit
-def is_visible(query, key, shift, length, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
-    """`visible` for a block; query and key broadcast against each other."""
-    seen = key < length
+def is_visible(query, key, shift, length, window, LENGTHS: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
+    """`visible` for a block; query and key broadcast against each other. LENGTHS: there are key lengths.
+
+    Without them a causal query sees no key from S on anyway, and a comparison less is 116 bytes less spilled on sm_100.
+    """
     if CAUSAL:
-        seen = seen & (key <= query + shift)
+        seen = key <= query + shift
+        if LENGTHS:
+            seen = seen & (key < length)
+    else:
+        seen = key < length
     if WINDOWED:
         seen = seen & (key > query + shift - window)
     return seen

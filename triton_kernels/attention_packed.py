@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from raystride.triton_kernels.arguments import INTEGERS, expect, expect_dropout, expect_heads
 from raystride.triton_kernels.attention import attention_reference, why_refused
 from raystride.triton_kernels.attention_backward import differentiate
 from raystride.triton_kernels.attention_forward import attend
@@ -59,6 +60,8 @@ def _attention_packed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = rows_readable(q), rows_readable(k), rows_readable(v)
     o, lse = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    _assert_offsets("query_offsets", query_offsets, len(q), longest_query)
+    _assert_offsets("key_offsets", key_offsets, len(k), longest_key)
     sequences = _sequences(query_offsets, key_offsets, longest_query, longest_key)
     attend(q, k, v, o, lse, sequences, Rules(scale, causal, window, dropout, seed))
     return o, lse
@@ -99,7 +102,16 @@ def _(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+def _assert_offsets(name: str, offsets: torch.Tensor, rows: int, longest: int) -> None:
+    """An error on the device, which the host does not wait for, where offsets lead outside the rows."""
+    lengths = offsets.diff()
+    right = (offsets[0] == 0) & (offsets[-1] == rows) & ((lengths >= 0) & (lengths <= longest)).all()
+    torch._assert_async(right, f"attention_packed: {name} must rise from 0 to {rows}, by {longest} at most")
+
+
 def _sequences(query_offsets: torch.Tensor, key_offsets: torch.Tensor, longest_query: int, longest_key: int) -> Sequences:
+    # Kernels read them one after another, and count in 32 bits.
+    query_offsets, key_offsets = query_offsets.int().contiguous(), key_offsets.int().contiguous()
     return Sequences(query_offsets.shape[0] - 1, longest_query, longest_key, None, query_offsets, key_offsets)
 
 
@@ -133,13 +145,20 @@ def attention_packed(
 ) -> torch.Tensor:
     """`attention` of each sequence over its own keys. The offsets begin with 0 and end with N and M; sequences may be empty.
 
-    No sequence may have more queries than `longest_query` (what lies beyond is not computed) or keys than `longest_key`.
+    No sequence may have more queries than `longest_query` or keys than `longest_key`; wrong offsets are an error on the
+    device.
 
-    Raises ValueError for a window without causal, or one below zero.
+    Raises ValueError for shapes that do not go together, offsets that are no vectors of one length, tensors on several
+    devices, a share of dropout outside 0 to 1, and for a window without causal, or one below zero.
     """
     if window < 0 or (window and not causal):
         raise ValueError(f"a window ({window}) is a number of keys up to a query's own position: it needs causal")
-    if not takes_triton("attention_packed", q, refusal=why_refused(q, k, v, scale=scale)):
+    expect_heads("attention_packed", "NHD", q, k, v)
+    expect_dropout("attention_packed", dropout, seed, q)
+    count = max(1, query_offsets.numel())
+    expect("attention_packed", "query_offsets", query_offsets, shape=(count,), dtypes=INTEGERS, beside=q)
+    expect("attention_packed", "key_offsets", key_offsets, shape=(count,), dtypes=INTEGERS, beside=q)
+    if not takes_triton("attention_packed", q, refusal=why_refused(q, k, v, scale=scale, window=window, dropout=dropout)):
         rules: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "dropout": dropout, "seed": seed}
         return attention_packed_reference(q, k, v, query_offsets, key_offsets, **rules)
     scale = q.shape[-1] ** -0.5 if scale is None else scale

@@ -9,7 +9,7 @@ import torch
 
 from raystride.triton_kernels.attention_masks import dropout_threshold
 from raystride.triton_kernels.configurations import Tile, takes_descriptors
-from raystride.triton_kernels.language import next_power_of_2
+from raystride.triton_kernels.language import cdiv, next_power_of_2
 from raystride.triton_kernels.launch import architecture
 
 LOG2_E = 1.4426950408889634
@@ -51,14 +51,32 @@ class Rules(NamedTuple):
         return self.seed, self.scale * LOG2_E, dropout_threshold(self.dropout), rescale, self.window
 
 
-def lean(sequences: Sequences, rules: Rules) -> bool:
-    """Whether a call takes more registers than plain and causal ones, so that its tile has to be a smaller one."""
-    return bool(rules.dropout or rules.window) or any(x is not None for x in sequences.tensors)
+def lean(sequences: Sequences, rules: Rules) -> int:
+    """For how many reasons a call takes more registers than plain and causal ones, and its tile has to be smaller."""
+    return bool(rules.dropout or rules.window) + any(x is not None for x in sequences.tensors)
 
 
 def rows_readable(x: torch.Tensor) -> torch.Tensor:
-    """x, copied only where its last dimension is not contiguous."""
-    return x if x.shape[-1] == 1 or x.stride(-1) == 1 else x.contiguous()
+    """x, copied only where its last dimension is not contiguous, or where rows that could begin at 16 bytes do not.
+
+    Those would be loaded number by number, and by pointers, whose tiles then spill: 2,100 bytes under a window on sm_90.
+    """
+    if x.shape[-1] != 1 and x.stride(-1) != 1:
+        return x.contiguous()
+    width = x.element_size()
+    steps = [step for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
+    aligned = x.data_ptr() % 16 == 0 and all(step * width % 16 == 0 for step in steps)
+    return x if aligned or x.shape[-1] * width % 16 else x.clone(memory_format=torch.contiguous_format)
+
+
+def side_by_side_in_memory(lengths: torch.Tensor | None) -> torch.Tensor | None:
+    """Lengths (B,) as kernels read them, one after another: copied where they are a slice, or one number for all."""
+    return None if lengths is None else lengths.contiguous()
+
+
+def entries(queries: int) -> int:
+    """How many numbers lse and delta have of so many queries: a multiple of 16, for the alignment of each head's."""
+    return cdiv(queries, 16) * 16
 
 
 def like_rows(x: torch.Tensor) -> torch.Tensor:
@@ -128,6 +146,7 @@ def descriptors_fit(sequences: Sequences, *tensors: torch.Tensor) -> bool:
         return False
     return all(
         x.numel()
+        and x.stride(-1) == 1
         and x.data_ptr() % 16 == 0
         and all(step > 0 and step * x.element_size() % 16 == 0 for step in x.stride()[:3])
         for x in tensors

@@ -13,8 +13,9 @@ document i is bytes offsets[i] to offsets[i + 1]. So text crosses to the GPU at 
 
 import torch
 
+from raystride.triton_kernels.arguments import expect
 from raystride.triton_kernels.dispatch import takes_triton
-from raystride.triton_kernels.language import cdiv, jit, tl
+from raystride.triton_kernels.language import cdiv, jit_varying, tl
 from raystride.triton_kernels.launch import launch
 
 _BLOCK = 1024
@@ -71,9 +72,9 @@ def byte_pack_sequence_reference(
     return ids, document.int(), position.int(), new_offsets.int()
 
 
-@jit
+@jit_varying("size")
 def _byte_pack_kernel(
-    data_ptr, offsets_ptr, ids_ptr, mask_ptr, length, start_id, end_id, padding_id, first_id,
+    data_ptr, offsets_ptr, ids_ptr, mask_ptr, size, length, start_id, end_id, padding_id, first_id,
     BEGIN: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     document = tl.program_id(0).to(tl.int64)
@@ -81,7 +82,9 @@ def _byte_pack_kernel(
     start = tl.load(offsets_ptr + document)
     kept = tl.minimum(tl.load(offsets_ptr + document + 1) - start, tl.maximum(length - BEGIN - END, 0))
     inside = (columns >= BEGIN) & (columns < BEGIN + kept)
-    byte = tl.load(data_ptr + start + columns - BEGIN, mask=inside, other=0).to(tl.int64)
+    # Offsets that point outside find the nearest byte, as in the reference, and never another's memory.
+    place = tl.maximum(tl.minimum(start + columns - BEGIN, size - 1), 0)
+    byte = tl.load(data_ptr + place, mask=inside & (size > 0), other=0).to(tl.int64)
     ids = tl.where(inside, byte + first_id, padding_id)
     if END:
         ids = tl.where(columns == BEGIN + kept, end_id, ids)
@@ -91,17 +94,17 @@ def _byte_pack_kernel(
     tl.store(mask_ptr + document * length + columns, columns < BEGIN + kept + END, mask=columns < length)
 
 
-@jit
+@jit_varying("length", "total", "documents", "halvings")
 def _byte_pack_sequence_kernel(
-    data_ptr, offsets_ptr, ids_ptr, documents_ptr, positions_ptr, total, documents, start_id, end_id, first_id,
-    HALVINGS: tl.constexpr, BEGIN: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr,
+    data_ptr, offsets_ptr, ids_ptr, documents_ptr, positions_ptr, length, total, documents, halvings, start_id, end_id,
+    first_id, BEGIN: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each place looks up its document by bisection: the last one whose new offset is not beyond it."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < total
     first = tl.load(offsets_ptr)
     low, high = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64) + documents
-    for _ in tl.static_range(HALVINGS):
+    for _ in range(halvings):
         middle = (low + high) // 2
         found = tl.load(offsets_ptr + middle, mask=inside, other=0) - first + middle * (BEGIN + END)
         goes_right = (found <= places) & (middle < documents)
@@ -110,7 +113,8 @@ def _byte_pack_sequence_kernel(
     size = tl.load(offsets_ptr + low + 1, mask=inside, other=0) - start
     position = places - (start - first + low * (BEGIN + END))
     is_byte = (position >= BEGIN) & (position < BEGIN + size)
-    ids = tl.load(data_ptr + start + position - BEGIN, mask=inside & is_byte, other=0).to(tl.int64) + first_id
+    place = tl.maximum(tl.minimum(start + position - BEGIN, length - 1), 0)
+    ids = tl.load(data_ptr + place, mask=inside & is_byte & (length > 0), other=0).to(tl.int64) + first_id
     ids = tl.where(position < BEGIN, start_id, tl.where(position >= BEGIN + size, end_id, ids))
     tl.store(ids_ptr + places, ids, mask=inside)
     tl.store(documents_ptr + places, low.to(tl.int32), mask=inside)
@@ -126,7 +130,7 @@ def _byte_pack(
     mask = torch.empty(documents, length, dtype=torch.bool, device=data.device)
     launch(
         _byte_pack_kernel, (documents, cdiv(length, _BLOCK)), data.contiguous(), offsets.contiguous(), ids, mask,
-        length, start_id, end_id, padding_id, first_id,
+        len(data), length, start_id, end_id, padding_id, first_id,
         BEGIN=int(start_id != NO_TOKEN), END=int(end_id != NO_TOKEN), BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
     return ids, mask
@@ -150,9 +154,8 @@ def _byte_pack_sequence(
     document, position = torch.empty_like(ids, dtype=torch.int32), torch.empty_like(ids, dtype=torch.int32)
     launch(
         _byte_pack_sequence_kernel, (cdiv(total, _BLOCK),), data.contiguous(), offsets.contiguous(), ids, document, position,
-        total, documents, start_id, end_id, first_id,
-        # A constant, as the loop is unrolled; one kernel serves all numbers of documents up to the next power of two.
-        HALVINGS=max(1, documents.bit_length()), BEGIN=begin, END=end, BLOCK=_BLOCK, num_warps=4,
+        len(data), total, documents, max(1, documents.bit_length()), start_id, end_id, first_id,
+        BEGIN=begin, END=end, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
     new_offsets = offsets - offsets[:1] + torch.arange(documents + 1, device=data.device) * (begin + end)
     return ids, document, position, new_offsets.int()
@@ -217,5 +220,6 @@ def byte_pack_sequence(
 def _check(data: torch.Tensor, offsets: torch.Tensor) -> None:
     if data.dtype != torch.uint8 or data.dim() != 1:
         raise ValueError(f"byte_pack: data must be a vector of uint8, not {data.dtype} {tuple(data.shape)}")
+    expect("byte_pack", "offsets", offsets, beside=data)
     if offsets.dtype != torch.int64 or offsets.dim() != 1 or not len(offsets):
         raise ValueError(f"byte_pack: offsets must be a vector of int64, one more than documents, not {offsets.dtype}")

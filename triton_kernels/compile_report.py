@@ -125,8 +125,9 @@ def _describe(
     signature, constants, attributes = [], [], []
     for number, parameter in enumerate(kernel.params):
         value = values[parameter.name]
+        one, aligned = not parameter.do_not_specialize, not parameter.do_not_specialize_on_alignment
         kind, key = (
-            ("constexpr", None) if parameter.is_constexpr else native_specialize_impl(backend, value, False, True, True)
+            ("constexpr", None) if parameter.is_constexpr else native_specialize_impl(backend, value, False, one, aligned)
         )
         signature.append((parameter.name, kind))
         if kind == "constexpr":

@@ -51,7 +51,7 @@ KERNELS = ("attention_forward", "attention_backward_keys", "attention_backward_q
 
 _HALF: dict[str, dict[str, dict[int, Tile]]] = {
     "sm_80": {
-        "attention_forward": {64: Tile(128, 128, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
+        "attention_forward": {64: Tile(128, 128, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 32, 8, 3)},
         "attention_backward_keys": {64: Tile(32, 128, 8, 1), 128: Tile(32, 64, 8, 1), 256: Tile(32, 32, 8, 1)},
         "attention_backward_queries": {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
         "attention_decoding": {64: Tile(64, 128, 4, 3), 128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 4, 3)},
@@ -91,8 +91,14 @@ _LEAN: dict[str, dict[str, dict[int, Tile]]] = {
         "sm_100": {64: Tile(32, 128, 8, 2), 128: Tile(32, 64, 8, 1), 256: Tile(32, 16, 8, 1)},
         "gfx942": {64: Tile(16, 128, 4, 2), 128: Tile(16, 64, 4, 2), 256: Tile(16, 32, 8, 1)},
     },
+    "attention_backward_queries": {"sm_80": {256: Tile(32, 32, 8, 1)}},
 }
 """For lean calls, where half a block does not do: dK and dV have two accumulators and the fewest registers to spare."""
+_LEANER: dict[str, dict[str, dict[int, Tile]]] = {
+    "attention_backward_keys": {"sm_90": {128: Tile(16, 64, 8, 2)}},
+    "attention_backward_queries": {"sm_90": {256: Tile(64, 16, 8, 2)}, "sm_100": {64: Tile(128, 32, 8, 2)}},
+}
+"""For calls that are lean for two reasons, where those of `_LEAN` do not do."""
 _SINGLE: dict[str, dict[int, Tile]] = {
     "attention_forward": {64: Tile(64, 16, 4, 1), 128: Tile(64, 16, 4, 1), 256: Tile(32, 16, 8, 1)},
     "attention_backward_keys": {64: Tile(16, 32, 8, 1), 128: Tile(16, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
@@ -114,22 +120,28 @@ _BYTES = 64
 _forced: dict[str, Tile] = {}
 
 
-def tile(kernel: str, architecture: str, head_size: int, dtype: torch.dtype, *, lean: bool = False) -> Tile:
+def tile(kernel: str, architecture: str, head_size: int, dtype: torch.dtype, *, lean: int = 0) -> Tile:
     """The tile that is shipped, or the one that is forced.
 
-    `lean` is for what takes more registers (dropout, windows, pointers to packed sequences): less at a time of what streams
-    through the program.
+    `lean` counts what takes more registers, dropout or a window, and pointers to sequences of several lengths: less at a
+    time of what streams through the program.
     """
     if kernel in _forced:
         return _forced[kernel]
     size = next(size for size in (64, 128, 256) if head_size <= size)
     near, single = family(architecture), dtype == torch.float32
     chosen = (_SINGLE if single else _HALF[near])[kernel][size]
-    if not lean or (single and kernel == "attention_backward_keys"):
+    if not lean:
         return chosen
+    if single and kernel == "attention_backward_keys":
+        return chosen._replace(block_n=16) if size == 128 else chosen
     known = {} if single else _LEAN.get(kernel, {}).get(near, {})
+    if lean > 1 and not single:
+        known = known | _LEANER.get(kernel, {}).get(near, {})
     half = chosen._replace(block_n=max(16, chosen.block_n // 2))
-    return known.get(size) or (half._replace(warps=8) if single and kernel == "attention_forward" else half)
+    if single and kernel == "attention_forward":
+        return Tile(32, 16, 8, 1) if near == "sm_100" and size == 128 else half._replace(warps=8)
+    return known.get(size) or half
 
 
 def tiles(kernel: str, architecture: str, head_size: int, dtype: torch.dtype) -> list[Tile]:

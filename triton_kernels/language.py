@@ -48,6 +48,20 @@ else:
         install()
 
 
+def jit_varying(*numbers: str) -> Callable[[Any], Any]:
+    """`jit` for a kernel whose arguments of these names vary within a training: lengths, and counts that follow from them.
+
+    Triton compiles a variant of its own for an argument that is 1, and for one that is a multiple of 16; lengths that vary
+    would have it compile in the middle of a training, for seconds each, while the other ranks wait. Not for the length of
+    what a thread loads side by side, whose multiple of 16 is what lets it load 16 bytes at once.
+    """
+
+    def decorate(function: Any) -> Any:
+        return triton.jit(function, do_not_specialize=numbers) if HAS_TRITON else jit(function)
+
+    return decorate
+
+
 def next_power_of_2(number: int) -> int:
     """The smallest power of two that is at least `number`; Triton's blocks have such lengths."""
     return 1 << max(0, number - 1).bit_length()

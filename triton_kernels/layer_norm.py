@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from raystride.triton_kernels.arguments import expect
 from raystride.triton_kernels.dispatch import takes_triton
-from raystride.triton_kernels.language import jit, tl
+from raystride.triton_kernels.language import jit, jit_varying, tl
 from raystride.triton_kernels.launch import launch
 from raystride.triton_kernels.row_groups import backward_plan, forward_plan, sum_groups, why_no_rows
 
@@ -38,7 +39,7 @@ def add_layer_norm_reference(
     return layer_norm_reference(total, weight, bias, eps=eps), total
 
 
-@jit
+@jit_varying("rows")
 def _layer_norm_forward_kernel(
     x_ptr,
     residual_ptr,
@@ -86,7 +87,7 @@ def _normal(x_ptr, offsets, mask, columns_in, mean, inverse):
     return tl.where(columns_in, (x - mean) * inverse, 0.0)
 
 
-@jit
+@jit_varying("rows", "per_group")
 def _layer_norm_backward_kernel(
     grad_ptr,
     grad_total_ptr,
@@ -138,7 +139,7 @@ def _layer_norm_backward_kernel(
         tl.store(place, tl.sum(partial_bias, axis=0)[None, :], mask=column < columns)
 
 
-@jit
+@jit_varying("rows", "per_group")
 def _layer_norm_backward_wide_kernel(
     grad_ptr,
     grad_total_ptr,
@@ -193,6 +194,7 @@ def _layer_norm_backward_wide_kernel(
                 place += tl.num_programs(0).to(tl.int64) * columns
                 whole = tl.load(place, mask=column < columns, other=0.0) + tl.sum(grad, axis=0)[None, :]
                 tl.store(place, whole, mask=column < columns)
+        tl.debug_barrier()
 
 
 def _forward(
@@ -310,6 +312,11 @@ _add_layer_norm.register_autograd(_differentiate, setup_context=_save)
 
 
 def _refusal(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None) -> str:
+    expect("layer_norm", "weight", weight, beside=x)
+    if residual is not None:
+        expect("layer_norm", "residual", residual, beside=x)
+    if bias is not None:
+        expect("layer_norm", "bias", bias, beside=x)
     if bias is not None and bias.shape != weight.shape:
         return f"bias {tuple(bias.shape)} beside a weight {tuple(weight.shape)}"
     return why_no_rows(x, weight, residual)
@@ -318,7 +325,10 @@ def _refusal(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, r
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, eps: float = 1e-5
 ) -> torch.Tensor:
-    """The norm of every row, times the weight, plus the bias; shape and dtype of x."""
+    """The norm of every row of x (..., C), times the weight (C,), plus the bias (C,); shape and dtype of x.
+
+    Raises ValueError for tensors on several devices.
+    """
     if takes_triton("layer_norm", x, refusal=_refusal(x, weight, bias)):
         y: torch.Tensor = _layer_norm(x, weight, bias, eps)[0]
         return y
@@ -328,7 +338,10 @@ def layer_norm(
 def add_layer_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, eps: float = 1e-5
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of x + residual, and x + residual itself, rounded to the stream's dtype before the norm is taken."""
+    """The norm of x + residual, and x + residual itself, rounded to the stream's dtype before the norm is taken.
+
+    x and residual (..., C), weight and bias (C,). Raises ValueError for tensors on several devices.
+    """
     if takes_triton("add_layer_norm", x, refusal=_refusal(x, weight, bias, residual)):
         y, total, _ = _add_layer_norm(x, residual, weight, bias, eps)
         return y, total

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from raystride.triton_kernels.arguments import expect
 from raystride.triton_kernels.dispatch import takes_triton
 from raystride.triton_kernels.language import cdiv, jit, next_power_of_2, tl
 from raystride.triton_kernels.launch import launch
@@ -31,6 +32,8 @@ _SMALLEST_CHUNK = 1024
 """Tokens below which a chunk does not fill a large GPU with its products."""
 _BLOCK = 4096
 """Logits that a program holds at once."""
+_SCALED = 2048
+"""Elements of a gradient that a program multiplies: 16 for each of 128 threads."""
 
 _ALIGNMENT = 64
 """Rows of logits begin at multiples of this: libraries take slow paths for rows that do not, and 50,257 is odd."""
@@ -67,7 +70,10 @@ def _softmax_gradient_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
     target = tl.load(targets_ptr + row)
-    counts = target != ignore_index
+    counts, is_word = target != ignore_index, (target >= 0) & (target < columns)
+    # Read before the first walk, at whose sums all threads meet: none of them overwrites it before another has read it. What
+    # is no word has no logit, and a loss that is not a number.
+    z_target = tl.load(logits_ptr + target, mask=is_word, other=float("nan")).to(tl.float32)
     offsets = tl.arange(0, BLOCK)
     largest, total, plain = -float("inf"), 0.0, 0.0
     for start in range(0, columns, BLOCK):
@@ -77,12 +83,12 @@ def _softmax_gradient_kernel(
         plain += tl.sum(tl.where(start + offsets < columns, z, 0.0), 0)
         largest = higher
     log_sum = largest + tl.log(total)
-    # -100 would be an address in front of the row.
-    z_target = tl.load(logits_ptr + tl.where(counts, target, 0)).to(tl.float32)
     loss = log_sum - (1.0 - smoothing) * z_target - smoothing * (plain / columns) + z_loss * log_sum * log_sum
     tl.store(losses_ptr + row, tl.where(counts, loss, 0.0))
     if GRADIENT:
-        factor = 1.0 + 2.0 * z_loss * log_sum
+        # Said, not left to what the compiler makes of the walk above.
+        tl.debug_barrier()
+        factor = tl.where(is_word, 1.0 + 2.0 * z_loss * log_sum, float("nan"))
         for start in range(0, columns, BLOCK):
             inside = start + offsets < columns
             z = tl.load(logits_ptr + start + offsets, mask=inside, other=-float("inf")).to(tl.float32)
@@ -90,6 +96,14 @@ def _softmax_gradient_kernel(
             gradient -= tl.where(start + offsets == target, 1.0 - smoothing, 0.0)
             gradient = tl.where(counts, gradient, 0.0)
             tl.store(logits_ptr + start + offsets, gradient.to(logits_ptr.dtype.element_ty), mask=inside)
+
+
+@jit
+def _scale_kernel(x_ptr, factor_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    """y = factor x, multiplied in fp32; the factor is a number on the device."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offsets, mask=offsets < n, other=0.0).to(tl.float32)
+    tl.store(y_ptr + offsets, x * tl.load(factor_ptr).to(tl.float32), mask=offsets < n)
 
 
 def _rows_of_a_chunk(rows: int) -> int:
@@ -109,7 +123,8 @@ def _linear_cross_entropy(
     for_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Loss sum, count, and the gradients of x and weight (empty where not wanted). x (N, C), targets (N)."""
-    rows, words = x.shape[0], weight.shape[0]
+    # The kernel takes the targets of a chunk to lie side by side.
+    rows, words, targets = x.shape[0], weight.shape[0], targets.contiguous()
     losses = torch.empty(rows, dtype=torch.float32, device=x.device)
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if for_x else x.new_empty(0)
     size = _rows_of_a_chunk(rows)
@@ -167,6 +182,20 @@ def _(
     return loss, counted, grad_x, torch.empty_like(weight) if for_weight else weight.new_empty(0)
 
 
+@torch.library.custom_op("raystride::linear_cross_entropy_backward", mutates_args=())
+def _linear_cross_entropy_backward(saved: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """saved * grad, multiplied in fp32: 1 / counted in bf16 would be off by up to 2^-9, and so would all gradients."""
+    saved = saved.contiguous()
+    found, n = torch.empty_like(saved), saved.numel()
+    launch(_scale_kernel, (cdiv(n, _SCALED),), saved, grad, found, n, BLOCK=_SCALED, num_warps=4)
+    return found
+
+
+@_linear_cross_entropy_backward.register_fake
+def _(saved: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(saved, memory_format=torch.contiguous_format)
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     _, counted, grad_x, grad_weight = output
     ctx.mark_non_differentiable(counted, grad_x, grad_weight)
@@ -178,9 +207,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
 
 def _differentiate(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
     """The gradients are there since the forward; they only lack the factor that comes from what follows the loss."""
-    found = [
-        saved * grad.to(saved.dtype) if wanted else None for saved, wanted in zip(ctx.saved_tensors, ctx.wanted, strict=True)
-    ]
+    pairs = zip(ctx.saved_tensors, ctx.wanted, strict=True)
+    found = [_linear_cross_entropy_backward(saved, grad) if wanted else None for saved, wanted in pairs]
     return (*found, None, None, None, None, None, None)
 
 
@@ -207,7 +235,17 @@ def linear_cross_entropy(
         label_smoothing: share of the target's probability spread evenly over all words, 0 to 1.
         z_loss: coefficient of the squared log-sum-exp.
         product: multiplies x W^T where the reference runs.
+
+    A target that is no word makes the loss NaN, or is PyTorch's own error where the reference runs.
+
+    Raises:
+        ValueError: a weight or targets of other shapes, targets that are not int64, tensors on several devices, or label
+            smoothing that is not between 0 and 1.
     """
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"linear_cross_entropy: label_smoothing must be between 0 and 1, but is {label_smoothing}")
+    expect("linear_cross_entropy", "weight", weight, shape=(*weight.shape[:1], *x.shape[-1:]), beside=x)
+    expect("linear_cross_entropy", "targets", targets, shape=x.shape[:-1], dtypes=(torch.int64,), beside=x)
     refusal = f"weight is {weight.dtype}, x {x.dtype}" if weight.dtype != x.dtype else ""
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)

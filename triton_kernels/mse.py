@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from raystride.triton_kernels.dispatch import takes_triton
-from raystride.triton_kernels.language import cdiv, jit, tl
+from raystride.triton_kernels.arguments import expect
+from raystride.triton_kernels.dispatch import DTYPES, takes_triton
+from raystride.triton_kernels.language import cdiv, jit, jit_varying, tl
 from raystride.triton_kernels.launch import launch
 
 _BLOCK = 2048
@@ -28,7 +29,7 @@ def mse_reference(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tenso
     return F.mse_loss(prediction.to(dtype), target.to(dtype))
 
 
-@jit
+@jit_varying("steps")
 def _mse_parts_kernel(prediction_ptr, target_ptr, parts_ptr, n, steps, BLOCK: tl.constexpr):
     """The sum of squares of one part: `steps` neighbouring blocks."""
     part = tl.program_id(0)
@@ -41,7 +42,7 @@ def _mse_parts_kernel(prediction_ptr, target_ptr, parts_ptr, n, steps, BLOCK: tl
     tl.store(parts_ptr + part, tl.sum(total))
 
 
-@jit
+@jit_varying("parts", "n")
 def _mse_total_kernel(parts_ptr, loss_ptr, parts, n, BLOCK: tl.constexpr):
     part = tl.arange(0, BLOCK)
     tl.store(loss_ptr, tl.sum(tl.load(parts_ptr + part, mask=part < parts, other=0.0)) / n)
@@ -111,8 +112,11 @@ _mse.register_autograd(_differentiate, setup_context=_save)
 
 
 def mse(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The mean squared error over all elements, in fp32; NaN of no elements, as in PyTorch."""
+    """The mean squared error over all elements, in fp32; NaN of none, as in PyTorch. Raises ValueError for two devices."""
+    expect("mse", "target", target, beside=prediction)
     refusal = ""
     if prediction.shape != target.shape:
         refusal = f"target {tuple(target.shape)} to be broadcast to {tuple(prediction.shape)}"
+    elif target.dtype not in DTYPES:
+        refusal = f"target in {target.dtype}"
     return _mse(prediction, target) if takes_triton("mse", prediction, refusal) else mse_reference(prediction, target)

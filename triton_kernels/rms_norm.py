@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from raystride.triton_kernels.arguments import expect
 from raystride.triton_kernels.dispatch import takes_triton
-from raystride.triton_kernels.language import jit, tl
+from raystride.triton_kernels.language import jit_varying, tl
 from raystride.triton_kernels.launch import launch
 from raystride.triton_kernels.row_groups import backward_plan, forward_plan, sum_groups, why_no_rows
 
@@ -35,7 +36,7 @@ def add_rms_norm_reference(
     return rms_norm_reference(total, weight, eps=eps), total
 
 
-@jit
+@jit_varying("rows")
 def _rms_norm_forward_kernel(
     x_ptr,
     residual_ptr,
@@ -68,7 +69,7 @@ def _rms_norm_forward_kernel(
     tl.store(y_ptr + offsets, x * inverse[:, None] * weight, mask=mask)
 
 
-@jit
+@jit_varying("rows", "per_group")
 def _rms_norm_backward_kernel(
     grad_ptr,
     grad_total_ptr,
@@ -111,7 +112,7 @@ def _rms_norm_backward_kernel(
         tl.store(partial_ptr + group * columns + column, whole, mask=column < columns)
 
 
-@jit
+@jit_varying("rows", "per_group")
 def _rms_norm_backward_wide_kernel(
     grad_ptr,
     grad_total_ptr,
@@ -155,11 +156,12 @@ def _rms_norm_backward_wide_kernel(
             tl.store(grad_x_ptr + offsets, grad_x, mask=mask)
             if WEIGHT:
                 # The group's own row of `partial`, which stays in L2: zero at first, then a little more with every block.
-                # The next chunk is fetched while this one is stored; its columns are others. Between two blocks of rows
-                # stands the reduction above, where all threads wait.
+                # The next chunk is fetched while this one is stored; its columns are others.
                 place = partial_ptr + group * columns + column
                 whole = tl.load(place, mask=column < columns, other=0.0) + tl.sum(grad * normal, axis=0)[None, :]
                 tl.store(place, whole, mask=column < columns)
+        # The next block of rows reads what this one has stored.
+        tl.debug_barrier()
 
 
 def _forward(
@@ -276,7 +278,8 @@ _add_rms_norm.register_autograd(_differentiate_added, setup_context=_save_added)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-5) -> torch.Tensor:
-    """The norm of every row, times the weight; shape and dtype of x."""
+    """The norm of every row of x (..., C), times the weight (C,); as x. Raises ValueError for two devices."""
+    expect("rms_norm", "weight", weight, beside=x)
     if takes_triton("rms_norm", x, refusal=why_no_rows(x, weight)):
         y: torch.Tensor = _rms_norm(x, weight, eps)[0]
         return y
@@ -286,7 +289,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-5) -> tor
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-5
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of x + residual, and x + residual itself, rounded to the stream's dtype before the norm is taken."""
+    """The norm of x + residual, and x + residual itself, rounded to the stream's dtype before the norm is taken.
+
+    x and residual (..., C), weight (C,). Raises ValueError for tensors on several devices.
+    """
+    expect("add_rms_norm", "residual", residual, beside=x)
+    expect("add_rms_norm", "weight", weight, beside=x)
     if takes_triton("add_rms_norm", x, refusal=why_no_rows(x, weight, residual)):
         y, total, _ = _add_rms_norm(x, residual, weight, eps)
         return y, total

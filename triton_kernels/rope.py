@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from raystride.triton_kernels.dispatch import takes_triton
-from raystride.triton_kernels.language import cdiv, jit, next_power_of_2, tl
+from raystride.triton_kernels.arguments import expect
+from raystride.triton_kernels.dispatch import DTYPES, takes_triton
+from raystride.triton_kernels.language import cdiv, jit_varying, next_power_of_2, tl
 from raystride.triton_kernels.launch import launch
 
 _PAIRS = 1024
@@ -28,7 +29,7 @@ def rope_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, inv
     return (wide * cos + turned * sin).to(x.dtype)
 
 
-@jit
+@jit_varying("rows", "tokens")
 def _rope_kernel(
     x_ptr,
     cos_ptr,
@@ -112,11 +113,18 @@ def _refusal(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> str:
         return f"x {tuple(x.shape)}, not (B, H, T, D) with an even D"
     if cos.shape != sin.shape or cos.shape not in ((n, 1, *x.shape[2:]) for n in (1, x.shape[0])):
         return f"tables {tuple(cos.shape)} and {tuple(sin.shape)} for x {tuple(x.shape)}"
+    if not {cos.dtype, sin.dtype} <= set(DTYPES):
+        return f"tables in {cos.dtype} and {sin.dtype}"
     return "tables that need a gradient" if cos.requires_grad or sin.requires_grad else ""
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, inverse: bool = False) -> torch.Tensor:
-    """x with every pair turned by its token's angle, or back again with `inverse`; shape and dtype of x."""
+    """x (B, H, T, D) with every pair turned by its token's angle, or back again with `inverse`; shape and dtype of x.
+
+    cos and sin (B or 1, 1, T, D). Raises ValueError for tensors on several devices.
+    """
+    expect("rope", "cos", cos, beside=x)
+    expect("rope", "sin", sin, beside=x)
     if takes_triton("rope", x, refusal=_refusal(x, cos, sin)):
         y: torch.Tensor = _rope(x, cos, sin, inverse)
         return y

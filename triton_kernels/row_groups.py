@@ -12,7 +12,8 @@ which torch.sum adds depends on the number of SMs.)
 
 import torch
 
-from raystride.triton_kernels.language import cdiv, jit, next_power_of_2, tl
+from raystride.triton_kernels.dispatch import DTYPES
+from raystride.triton_kernels.language import cdiv, jit_varying, next_power_of_2, tl
 from raystride.triton_kernels.launch import architecture, launch
 
 _GROUPS = 512
@@ -73,10 +74,12 @@ def why_no_rows(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | 
         return f"rows of {weight.numel()}, more than {LONGEST_ROW}"
     if residual is not None and residual.shape != x.shape:
         return f"residual {tuple(residual.shape)} to be broadcast to x {tuple(x.shape)}"
+    if residual is not None and residual.dtype not in DTYPES:
+        return f"residual in {residual.dtype}"
     return ""
 
 
-@jit
+@jit_varying("groups")
 def _sum_groups_kernel(partial_ptr, sum_ptr, groups, columns, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr):
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     total = tl.zeros((BLOCK_G, BLOCK_C), tl.float32)

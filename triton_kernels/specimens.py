@@ -16,7 +16,7 @@ from raystride.triton_kernels.adamw import adamw
 from raystride.triton_kernels.attention import attention
 from raystride.triton_kernels.attention_packed import attention_packed
 from raystride.triton_kernels.byte_pack import byte_pack, byte_pack_sequence
-from raystride.triton_kernels.configurations import KERNELS, forced_tile, tiles
+from raystride.triton_kernels.configurations import KERNELS, family, forced_tile, tiles
 from raystride.triton_kernels.gelu import gelu
 from raystride.triton_kernels.launch import architecture
 from raystride.triton_kernels.layer_norm import add_layer_norm, layer_norm
@@ -28,6 +28,8 @@ from raystride.triton_kernels.rope import rope
 from raystride.triton_kernels.swiglu import swiglu
 
 _HEAD_SIZES = (64, 128, 256)
+_WIDTHS = (64, 256, 1024, 4096, 16_384)
+"""Of rows that are normalised."""
 Shape = tuple[int, ...]
 Function = Callable[..., Any]
 
@@ -49,9 +51,9 @@ class Specimen:
 def specimens(device: torch.device) -> Iterator[Specimen]:
     """All specimens, one by one; tensors are made on `device` when a specimen's `call` runs."""
     yield from _attention(device)
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
         kind = _short(dtype)
-        for name, what, function, shapes in _streaming():
+        for name, what, function, shapes in _streaming((1024,) if dtype == torch.float16 else _WIDTHS):
             yield Specimen(name, f"{kind} {what}".strip(), _both_ways(function, shapes, dtype, device))
         yield Specimen("rope", f"{kind} D 128", partial(_rope, dtype, device))
         yield Specimen("linear_cross_entropy", kind, partial(_linear_cross_entropy, dtype, device))
@@ -69,10 +71,21 @@ def _attention(device: torch.device) -> Iterator[Specimen]:
         yield Specimen("attention", f"bf16 D {size} decoding", partial(_decoding, size, half, device))
     yield Specimen("attention", "bf16 D 128 full", _both_ways(attention, _heads(128), half, device))
     yield Specimen("attention", "bf16 D 80 causal", _both_ways(partial(attention, causal=True), _heads(80), half, device))
-    for what, settings in (("window", {"window": 1024}), ("dropout", {"dropout": 0.1, "seed": _seed(device)})):
-        call = _both_ways(partial(attention, causal=True, **settings), _heads(128), half, device)
-        yield Specimen("attention", f"bf16 D 128 {what}", call)
+    for size in _HEAD_SIZES:
+        for what, rules in _rules(device).items():
+            both = _both_ways(partial(attention, causal=True, **rules), _heads(size), half, device)
+            yield Specimen("attention", f"bf16 D {size} {what}", both)
+        for what in ("window", "dropout"):
+            if size > 128 and family(architecture(device)) == "sm_80":
+                continue  # refused, as it would spill
+            single = _both_ways(partial(attention, causal=True, **_rules(device)[what]), _heads(size), torch.float32, device)
+            yield Specimen("attention", f"fp32 D {size} {what}", single)
+        both = _both_ways(partial(attention, causal=True), _heads(size), torch.float16, device)
+        yield Specimen("attention", f"fp16 D {size} causal", both)
     yield Specimen("attention", "bf16 D 128 packed", partial(_packed, half, device))
+    # One query with gradients goes to the same kernels as many.
+    one_query = _both_ways(attention, [(2, 8, 1, 128), *_heads(128)[1:]], half, device)
+    yield Specimen("attention", "bf16 D 128, one query", one_query)
     for size in (64, 128):
         for kernel in KERNELS:
             for one in tiles(kernel, architecture(device), size, half)[1:]:
@@ -91,6 +104,19 @@ def _forced(kernel: str, one: Any, call: Callable[[], Any]) -> None:
 def _heads(size: int) -> list[Shape]:
     """q, k, v of grouped heads."""
     return [(2, 8, 4096, size), (2, 4, 4096, size), (2, 4, 4096, size)]
+
+
+def _rules(device: torch.device) -> dict[str, dict[str, Any]]:
+    """What takes more registers than a causal mask, by name."""
+    window, dropout = {"window": 1024}, {"dropout": 0.1, "seed": _seed(device)}
+    lengths = {"key_lengths": torch.full((2,), 4096, dtype=torch.int64, device=device)}
+    return {
+        "window": window,
+        "dropout": dropout,
+        "key lengths": lengths,
+        "window and key lengths": window | lengths,
+        "dropout and key lengths": dropout | lengths,
+    }
 
 
 def _seed(device: torch.device) -> torch.Tensor:
@@ -113,8 +139,8 @@ def _packed(dtype: torch.dtype, device: torch.device) -> None:
     )()
 
 
-def _streaming() -> list[tuple[str, str, Function, list[Shape]]]:
-    """Operation, what is special, function, shapes of its arguments."""
+def _streaming(widths: tuple[int, ...]) -> list[tuple[str, str, Function, list[Shape]]]:
+    """Operation, what is special, function, shapes of its arguments; of norms, for rows of these widths."""
     found: list[tuple[str, str, Function, list[Shape]]] = [
         ("gelu", "exact", gelu, [(4096, 4096)]),
         ("gelu", "tanh", lambda x: gelu(x, tanh=True), [(4096, 4096)]),
@@ -122,7 +148,7 @@ def _streaming() -> list[tuple[str, str, Function, list[Shape]]]:
         ("swiglu", "", swiglu, [(4096, 4096)] * 2),
         ("mse", "", mse, [(4096, 4096)] * 2),
     ]
-    for width in (64, 256, 1024, 4096, 16_384):
+    for width in widths:
         rows: list[Shape] = [(4096, width), (width,)]
         found += [
             ("rms_norm", f"C {width}", rms_norm, rows),
@@ -140,7 +166,7 @@ def _rope(dtype: torch.dtype, device: torch.device) -> None:
 
 def _linear_cross_entropy(dtype: torch.dtype, device: torch.device) -> None:
     x, weight = (torch.empty(n, 64, dtype=dtype, device=device, requires_grad=True) for n in (64, 50_304))
-    linear_cross_entropy(x, weight, torch.zeros(64, dtype=torch.int64, device=device))
+    linear_cross_entropy(x, weight, torch.zeros(64, dtype=torch.int64, device=device))[0].backward()
 
 
 def _adamw(dtype: torch.dtype, device: torch.device) -> None:

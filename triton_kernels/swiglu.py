@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from raystride.triton_kernels.arguments import expect
 from raystride.triton_kernels.dispatch import takes_triton
-from raystride.triton_kernels.language import cdiv, jit, next_power_of_2, tl
+from raystride.triton_kernels.language import cdiv, jit, jit_varying, next_power_of_2, tl
 from raystride.triton_kernels.launch import launch
 
 _ELEMENTS = 2048
@@ -39,7 +40,7 @@ def _block(rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     return row, column, (row < rows) & (column < columns)
 
 
-@jit
+@jit_varying("rows")
 def _swiglu_forward_kernel(
     gate_ptr, up_ptr, y_ptr, rows, columns, gate_stride, up_stride, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):
@@ -49,7 +50,7 @@ def _swiglu_forward_kernel(
     tl.store(y_ptr + row * columns + column, gate / (1.0 + tl.exp(-gate)) * up, mask=mask)
 
 
-@jit
+@jit_varying("rows")
 def _swiglu_backward_kernel(
     grad_ptr,
     gate_ptr,
@@ -138,5 +139,6 @@ def _refusal(gate: torch.Tensor, up: torch.Tensor) -> str:
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, element by element; the result is contiguous."""
+    """silu(gate) * up, element by element, both (..., C); the result is contiguous. Raises ValueError for two devices."""
+    expect("swiglu", "up", up, beside=gate)
     return _swiglu(gate, up) if takes_triton("swiglu", gate, _refusal(gate, up)) else swiglu_reference(gate, up)

@@ -54,7 +54,7 @@ def values_and_gradients(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor]]:
     """Outputs, the gradients of the inputs that are floating-point tensors, and the output gradients that were used."""
     leaves = [
-        x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+        x.detach().requires_grad_()  # not cloned: the clone of a slice is no slice
         if isinstance(x, torch.Tensor) and x.is_floating_point()
         else x
         for x in inputs

@@ -45,9 +45,9 @@ class _Guarded:
         else:
             self.buffer.view(torch.uint8).fill_(0x5A if original.dtype != torch.bool else 1)
         self.view = self.buffer.as_strided(original.shape, original.stride(), BAND)
-        self.view.copy_(original)
+        _once(self.view).copy_(_once(original))
         covered = torch.zeros(self.buffer.shape, dtype=torch.bool, device=original.device)
-        covered.as_strided(original.shape, original.stride(), BAND).fill_(True)
+        _once(covered.as_strided(original.shape, original.stride(), BAND)).fill_(True)
         self.canaries = ~covered
         self.before = self._bits()
 
@@ -58,7 +58,12 @@ class _Guarded:
         """Copies the result back; raises where a canary has changed."""
         if not torch.equal(self._bits(), self.before):
             raise GuardBandError(f"{kernel} wrote outside its tensor argument number {number}")
-        self.original.copy_(self.view)
+        _once(self.original).copy_(_once(self.view))
+
+
+def _once(x: torch.Tensor) -> torch.Tensor:
+    """x without the repetitions of a tensor that was expanded: each of its numbers once."""
+    return x[tuple(slice(1) if step == 0 else slice(None) for step in x.stride())]
 
 
 @contextmanager

@@ -96,8 +96,10 @@ def test_matrix_kernels_use_the_newest_tensor_cores() -> None:
     multiplying = [row for row in _shipped() if row["matrix"] != "-" and "bf16" in row["label"]]
     assert {row["architecture"] for row in multiplying} == set(ARCHITECTURES)
     for row in multiplying:
-        # Decoding's 16 rows are fewer than the 64 that the newest instructions work on.
-        assert "decoding" in row["kernel"] or "older" not in row["matrix"], row
+        # Decoding has 16 rows, fewer than the 64 that the newest instructions work on, and so have the keys of large heads
+        # with a window, dropout or lengths: more of them do not fit the registers.
+        few = row["kernel"] == "attention_backward_keys" and "D 256" in row["label"] and "causal" not in row["label"]
+        assert "decoding" in row["kernel"] or few or "older" not in row["matrix"], row
 
 
 def _row(**changes: Any) -> Compiled:

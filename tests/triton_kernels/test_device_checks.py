@@ -42,5 +42,29 @@ def test_the_checks_tell_right_from_wrong(monkeypatch: pytest.MonkeyPatch) -> No
     assert "RuntimeError" in checks["broken"].problem
 
 
+@pytest.mark.parametrize("number", range(9))
+def test_far_calls_look_at_the_same_numbers(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """On a GPU there are 2^31 elements in front of these; here a few thousand, which is what the interpreter can do."""
+    monkeypatch.setattr(device_checks, "FAR", 3000)
+    name, ours, reference, shapes = list(device_checks.far_calls(torch.device("cpu")))[number]
+    small = [tuple(min(size, 24) for size in shape) for shape in shapes]
+    if name.startswith("rope"):
+        small = [(2, 3, 333, 64)]
+    check = device_checks._check(name, ours, reference, [torch.randn(shape) for shape in small], 2)
+    assert not check.failed, check
+
+
 def test_not_a_number_is_wrong() -> None:
     assert DeviceCheck("x", float("nan"), True).failed
+
+
+def test_parts_of_the_chosen_checks_are_all_of_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [(f"gelu {size}", gelu, gelu_reference, [(size, 8)]) for size in range(1, 8)]
+    monkeypatch.setattr(device_checks, "_calls", lambda device: calls)
+    monkeypatch.setattr(device_checks, "REPEATS", 1)
+    chosen = ("gelu ?, bfloat16", "gelu 1, float32")
+    parts = [[c.name for c in run_checks(torch.device("cpu"), chosen=chosen, part=(i, 3))] for i in range(3)]
+    whole = [check.name for check in run_checks(torch.device("cpu"), chosen=chosen)]
+    assert len(whole) == 8
+    assert sorted(name for part in parts for name in part) == sorted(whole)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1

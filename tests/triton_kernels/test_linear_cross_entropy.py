@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import raystride.triton_kernels.linear_cross_entropy as module
 from raystride.triton_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from tests.triton_kernels.compare import check
+from tests.triton_kernels.guard import guarded
 from tests.triton_kernels.registration import check_registration
 from tests.triton_kernels.strategies import DTYPES, STRIDED, strided
 
@@ -96,6 +97,32 @@ def test_under_autocast_it_multiplies_in_the_lower_precision() -> None:
     assert x.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("wrong", [-1, 20, 2**40])
+def test_a_target_that_is_no_word_makes_the_loss_no_number(wrong: int) -> None:
+    x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(20, 8)
+    targets = torch.tensor([3, -100, 5, wrong, -100, 19])
+    with guarded():
+        loss, counted = linear_cross_entropy(x, weight, targets)
+    loss.backward()
+    assert loss.isnan()
+    assert counted == 4
+    assert x.grad is not None
+    assert x.grad.isnan().all(1).tolist() == [False, False, False, True, False, False], "the row of that token alone"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("factor", [1 / 3, 1e5])
+def test_the_gradient_from_above_multiplies_in_fp32(dtype: torch.dtype, factor: float) -> None:
+    """1 / 3 rounds to 0.33398 in bf16, and a loss scale of 100,000 is infinite in fp16."""
+    x, weight = (torch.randn(n, 8).mul(1e-3).to(dtype).requires_grad_() for n in (6, 20))
+    targets = torch.arange(6)
+    plain = torch.autograd.grad(linear_cross_entropy(x, weight, targets)[0], (x, weight))
+    found = torch.autograd.grad(linear_cross_entropy(x, weight, targets)[0] * factor, (x, weight))
+    for one, scaled in zip(plain, found, strict=True):
+        assert scaled.isfinite().all()
+        assert torch.equal(scaled, (one.float() * torch.tensor(factor)).to(dtype))
+
+
 def test_registration() -> None:
     targets = torch.tensor([[0, 4, -100], [2, 2, 1]])
     check_registration(
@@ -104,3 +131,5 @@ def test_registration() -> None:
         "raystride::linear_cross_entropy",
         (torch.randn(6, 8), torch.randn(5, 8), targets.view(-1), -100, 0.1, 0.01, True, True),
     )
+    backward = torch.ops.raystride.linear_cross_entropy_backward.default
+    torch.library.opcheck(backward, (torch.randn(5, 8), torch.tensor(0.5)))

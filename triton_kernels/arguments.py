@@ -1,0 +1,74 @@
+"""What a public function asks of its arguments before a pointer to one of them is used.
+
+A kernel believes what it is told: lengths of another batch, or targets on another device, are read where nothing of theirs
+lies. Here a call is compared with what the operation takes, by what the host knows (shapes, dtypes, devices), so that no
+device is waited for; what a device alone knows, a target that is no word, shows in the result as NaN.
+
+    expect("attention", "key_lengths", key_lengths, shape=(4,), dtypes=INTEGERS, beside=q)
+    # ValueError: attention: key_lengths must be of shape (4,), but is of shape (1,)
+"""
+
+from collections.abc import Container, Sequence
+
+import torch
+
+INTEGERS = (torch.int32, torch.int64)
+"""What lengths and offsets are counted in."""
+
+
+def expect(
+    operation: str,
+    name: str,
+    x: torch.Tensor,
+    *,
+    shape: Sequence[int] | None = None,
+    dtypes: Container[torch.dtype] | None = None,
+    beside: torch.Tensor | None = None,
+) -> None:
+    """Compares the argument `name` of an operation with what it has to be; what is None may be anything.
+
+    Raises:
+        ValueError: x has another shape, a dtype that is none of these, or lies on another device than `beside`.
+    """
+    if beside is not None and x.device != beside.device:
+        raise ValueError(f"{operation}: {name} must be on {beside.device}, as what comes before it, but is on {x.device}")
+    if shape is not None and x.shape != tuple(shape):
+        raise ValueError(f"{operation}: {name} must be of shape {tuple(shape)}, but is of shape {tuple(x.shape)}")
+    if dtypes is not None and x.dtype not in dtypes:
+        raise ValueError(f"{operation}: {name} must be of {_named(dtypes)}, but is of {x.dtype}")
+
+
+def expect_heads(operation: str, layout: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Queries, keys and values in a layout, such as "BHTD": H last but the letters for rows and head size.
+
+    Raises:
+        ValueError: shapes that do not go together, query heads that are no multiple of key heads, several devices.
+    """
+    said = f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == len(layout):
+        raise ValueError(f"{operation}: q, k and v must have {len(layout)} dimensions, but are {said}")
+    heads, size = layout.index("H"), len(layout) - 1
+    if k.shape[:size] != v.shape[:size] or q.shape[size] != k.shape[size] or (layout[0] == "B" and len(q) != len(k)):
+        raise ValueError(f"{operation}: k and v must have the batch and the head size of q, and one length, but are {said}")
+    if k.shape[heads] < 1 or q.shape[heads] % k.shape[heads]:
+        raise ValueError(f"{operation}: the heads of q must be a multiple of those of k and v, but are {said}")
+    expect(operation, "k", k, beside=q)
+    expect(operation, "v", v, beside=q)
+
+
+def expect_dropout(operation: str, dropout: float, seed: torch.Tensor | None, beside: torch.Tensor) -> None:
+    """A share of weights to drop, and the seed that names them.
+
+    Raises:
+        ValueError: a share that is not between 0 and 1, a seed that is not one int64, or one on another device.
+    """
+    if not 0 <= dropout <= 1:
+        raise ValueError(f"{operation}: dropout must be between 0 and 1, but is {dropout}")
+    if seed is not None:
+        expect(operation, "seed", seed, dtypes=(torch.int64,), beside=beside)
+        if seed.numel() != 1:
+            raise ValueError(f"{operation}: seed must be a single number, but is of shape {tuple(seed.shape)}")
+
+
+def _named(dtypes: Container[torch.dtype]) -> str:
+    return " or ".join(map(str, dtypes)) if isinstance(dtypes, tuple) else str(dtypes)
