@@ -9,6 +9,7 @@ With `--workers 2` two processes of one thread share each block's batch, the bar
     python -m benchmarks.loop --rounds 10 --steps 60           # steps a second and their ratio, 2 minutes on two cores
     python -m benchmarks.loop --workers 2                      # the same for two workers
     python -m benchmarks.loop --ray --rounds 4                 # tokens a second and their ratio, 4 minutes
+    python -m benchmarks.loop --off --rounds 4                 # the same, 12 minutes
 """
 
 import argparse
@@ -45,6 +46,13 @@ LEFT_OUT = 10
 BEGIN_S = 60.0
 """How long MLflow may take to begin."""
 BLOCKS = itertools.count()
+PYTORCHS = ("--train.precision=fp32", "--model.linear=torch")
+OFF = {
+    "MLflow": ("--record.mlflow=false",),
+    "monitors": ("--record.system_every_s=100000",),
+    "the watch for stalls": ("--profile.stall_factor=0",),
+}
+"""What is not the training, and the flags that switch it off."""
 
 
 class Clock(Observer):
@@ -161,6 +169,25 @@ def compare_workers(given: argparse.Namespace, flags: list[str], storage: Path) 
     report(given, found, runs.compare(results, peer="torchrun, DDP", aims=aims))
 
 
+def switch_off(given: argparse.Namespace, flags: list[str], storage: Path) -> None:
+    """Whole inline runs, each with something switched off; prints their speed beside that of a run with everything on."""
+    threads = given.threads or torch.get_num_threads()
+    found = machine(f"{threads} threads")
+    print(f"{machine_line(found)}\n{given.steps} steps of 768 tokens a run, inline, PyTorch's products")
+    ours = [*flags, *PYTORCHS, "--launch=inline", f"--scaling.threads={threads}"]
+    runs.prepare(storage, *ours)
+    every = [flag for each in OFF.values() for flag in each]
+    (text,) = [flag.partition("=")[2] for flag in flags if flag.startswith("--data.source=")]
+    plain = ("-m", "benchmarks.peers.plain_loop", f"--text={text}", f"--steps={given.steps}", f"--threads={threads}")
+
+    def run(*more: str) -> dict[str, float]:
+        return runs.figures(runs.train(storage, *ours, *more))
+
+    ways = {"everything on": run} | {f"without {what}": partial(run, *off) for what, off in OFF.items()}
+    ways |= {"without all of them": partial(run, *every), "plain loop": lambda: runs.run(*plain).answer}
+    report(given, found, runs.compare(take_turns(ways, given.rounds, runs.say), peer="everything on", aims={}))
+
+
 def main() -> None:
     """Parses the command line and runs what it asks for."""
     parser = command_line("loop", __doc__)
@@ -169,18 +196,21 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="threads of a worker, without --ray; else the cores shared out")
     parser.add_argument("--workers", type=int, default=1, help="processes that share each block's batch (1 or 2)")
     parser.add_argument("--ray", action="store_true", help="two workers under Ray beside DistributedDataParallel")
+    parser.add_argument("--off", action="store_true", help="whole runs, each with something switched off")
     given = parser.parse_args()
     if given.workers > 1 and "RANK" not in os.environ:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set it with a warning
         torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={given.workers}")
         os.execv(sys.executable, [sys.executable, *torchrun, "-m", "benchmarks.loop", *sys.argv[1:]])
-    given.steps = given.steps or (300 if given.ray else 60)
-    given.rounds = given.rounds or (4 if given.ray else 10)
+    whole_runs = given.ray or given.off
+    given.steps = given.steps or (300 if whole_runs else 60)
+    given.rounds = given.rounds or (4 if whole_runs else 10)
     with tempfile.TemporaryDirectory(prefix="loop-") as scratch:
         storage = Path(scratch) / "runs"
         flags = runs.small_setting(runs.small_text(Path(scratch)))
         flags += ["--train.steps", str(given.steps), "--train.log_every", str(LOG_EVERY)]
-        (compare_workers if given.ray else compare_loops)(given, flags, storage)
+        measure = compare_workers if given.ray else switch_off if given.off else compare_loops
+        measure(given, flags, storage)
 
 
 if __name__ == "__main__":

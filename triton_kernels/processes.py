@@ -1,16 +1,19 @@
 """Processes that do not outlive the one that started them, however it ends.
 
 ProcessPoolExecutor(4, initializer=end_with_parent)       # in each worker
+fresh_context().Process(target=work)                      # does not run the script of this process once more
 code = run_in_group(["compute-sanitizer", ...])           # SIGTERM reaches the program and all that it starts
 """
 
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import parent_process
+from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,28 @@ def end_with_parent(last: Callable[[], object] = lambda: None) -> None:
             os._exit(1)
 
     threading.Thread(target=watch, name="end with parent", daemon=True).start()
+
+
+class _FreshProcess(SpawnProcess):
+    """A new process that does not run the script of this one again."""
+
+    def start(self) -> None:
+        main = sys.modules["__main__"]
+        hidden: dict[str, Any] = {name: vars(main).pop(name) for name in ("__spec__", "__file__") if name in vars(main)}
+        main.__spec__ = None
+        try:
+            super().start()
+        finally:
+            vars(main).update(hidden)
+
+
+class _FreshContext(SpawnContext):
+    Process = _FreshProcess  # type: ignore[assignment]
+
+
+def fresh_context() -> SpawnContext:
+    """Starts new processes as multiprocessing's `spawn` does, but without this one's script, which may have no guard."""
+    return _FreshContext()
 
 
 def run_in_group(command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> int:

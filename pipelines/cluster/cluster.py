@@ -123,6 +123,8 @@ def _init(settings: Launch, address: str | None, metadata: Mapping[str, str] | N
             context = ray.init(address=address, job_config=JobConfig(metadata=dict(metadata or {})), **quiet)
         else:
             keep_token_private()
+            # Ray's own is 15: on few cores everything that looks at a training would slow it.
+            os.environ.setdefault("RAY_worker_niceness", "0")
             with on_loopback():
                 # Without an address Ray would join a cluster that was started on this machine, if there is one.
                 context = ray.init(address="local", include_dashboard=False, runtime_env=None, **quiet)

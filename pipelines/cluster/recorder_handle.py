@@ -29,7 +29,7 @@ FINISH_S = 120.0
 JOINED_A_SECOND = 5000
 """Entries that a recorder joins at least while it ends: a tenth of what was measured on a local disk."""
 RECORDER_NICENESS = 10
-"""How far the recorder's process steps back behind the workers': importing MLflow takes a core for seconds."""
+"""How far the recorder's process steps back behind the workers'."""
 
 
 class RecorderActor(Recorder):

@@ -68,6 +68,10 @@ class Placement:
         return placed
 
 
+FEW = 1
+"""Ready steps below which the reading thread goes on, once it has read as many as it may."""
+
+
 @dataclass(frozen=True)
 class Step:
     """A worker's part of one optimiser update."""
@@ -107,19 +111,22 @@ class Loader:
 
     def __post_init__(self) -> None:
         self.placement = Placement(self.device, self.samples.task)
+        self._few = min(FEW, self.prefetch - 1)
 
     def steps(self, first: int, until: float) -> Iterator[Step]:
         """Yields the steps from `first`, below `until` and within the plan's epochs. Raises what the reading thread met."""
         last = min(until, self.plan.steps)
         ready: queue.Queue[Step | BaseException | None] = queue.Queue(self.prefetch)
-        stopped = threading.Event()
-        thread = threading.Thread(target=self._read, args=(first, last, ready, stopped), name="loader", daemon=True)
+        stopped, room = threading.Event(), threading.Event()
+        thread = threading.Thread(target=self._read, args=(first, last, ready, stopped, room), name="loader", daemon=True)
         thread.start()
         try:
             while True:
                 with phase("data"):
                     began = time.perf_counter()
                     item = ready.get()
+                    if ready.qsize() <= self._few:
+                        room.set()
                     self.waited += time.perf_counter() - began
                     if item is None:
                         return
@@ -131,17 +138,23 @@ class Loader:
             stopped.set()
 
     def _read(
-        self, first: int, last: float, ready: "queue.Queue[Step | BaseException | None]", stopped: threading.Event
+        self,
+        first: int,
+        last: float,
+        ready: "queue.Queue[Step | BaseException | None]",
+        stopped: threading.Event,
+        room: threading.Event,
     ) -> None:
         def hand_over(item: Step | BaseException | None) -> bool:
-            while not stopped.is_set():
-                try:
-                    # Not for ever: a consumer that has gone takes nothing any more.
-                    ready.put(item, timeout=0.2)
-                except queue.Full:
-                    continue
-                return True
-            return False
+            # All ready steps are made in one go, and then none until few are left: a thread that wakes for each one takes
+            # the core from a thread of the training, for which its others wait.
+            if ready.full():
+                while ready.qsize() > self._few and not stopped.is_set():
+                    room.wait(0.2)  # not for ever: a consumer that has gone takes nothing any more
+                    room.clear()
+            if not stopped.is_set():
+                ready.put(item)
+            return not stopped.is_set()
 
         try:
             for number in itertools.count(first):

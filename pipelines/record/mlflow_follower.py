@@ -20,6 +20,7 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.record.entry import Entry
 from raystride.pipelines.record.journal import Segment, read_segment, segments
 from raystride.pipelines.record.mlflow_log import MlflowLog
+from raystride.pipelines.record.mlflow_process import MlflowFailed, MlflowProcess
 
 SHORTEST_BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 30.0
 PACE_S = 3.0
@@ -38,7 +39,7 @@ def replay_hint(run_folder: Folder) -> str:
 class Follower:
     """A thread that logs journal segments to MLflow, with growing pauses while that fails. `warn` is told once an outage."""
 
-    def __init__(self, run_folder: Folder, log: MlflowLog, warn: Callable[[str], None]) -> None:
+    def __init__(self, run_folder: Folder, log: MlflowLog | MlflowProcess, warn: Callable[[str], None]) -> None:
         self._folder, self._log, self._warn = run_folder, log, warn
         self._known: list[Segment] | None = None
         self._held: OrderedDict[Segment, list[Entry]] = OrderedDict()
@@ -47,6 +48,7 @@ class Follower:
         self._status: str | None = None
         self._ended_at = 0.0
         self._done = threading.Event()
+        self._closed = False
         self._thread: threading.Thread | None = None
 
     @property
@@ -82,6 +84,16 @@ class Follower:
             self._changed.notify_all()
         self._start()
         return self._done.wait(timeout_s)
+
+    def await_end(self, timeout_s: float) -> bool:
+        """Waits on for what `finish` asked; whether that was done within `timeout_s` seconds more."""
+        return self._done.wait(timeout_s)
+
+    def close(self) -> None:
+        """Tries nothing more: what is missing is for a replay."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     def catch_up(self) -> None:
         """Logs every segment above the reference, here and now. Raises what MLflow or the storage raises."""
@@ -124,7 +136,7 @@ class Follower:
                 self._held.pop(segment, None)
 
     def _is_ending(self) -> bool:
-        return self._status is not None
+        return self._status is not None or self._closed
 
     def _start(self) -> None:
         if self._thread is None:
@@ -134,9 +146,9 @@ class Follower:
     def _follow(self) -> None:
         pause = SHORTEST_BACKOFF_S
         said = False
-        while True:
+        while not self._closed:
             with self._changed:
-                self._changed.wait_for(lambda: self._wanted)
+                self._changed.wait_for(lambda: self._wanted or self._closed)
                 self._wanted = False
                 status = self._status
             try:
@@ -148,13 +160,15 @@ class Follower:
                 with self._changed:
                     self._changed.wait_for(self._is_ending, PACE_S)
             except Exception as error:  # MLflow, its database and its server raise whatever they like
+                if self._closed:
+                    return
                 self._log.disconnect()
                 if not said:
                     said = True
-                    cause = hidden(f"{type(error).__name__}: {error}")[:200]
+                    cause = str(error) if isinstance(error, MlflowFailed) else f"{type(error).__name__}: {error}"
                     self._warn(
                         f"MLflow at {self._log.public_uri} cannot be reached; training goes on, and what it misses is "
-                        f"replayed when it is back ({cause})"
+                        f"replayed when it is back ({hidden(cause)[:200]})"
                     )
                 with self._changed:
                     # An end that waits for us is worth another try at once, and a short pause after that.

@@ -143,11 +143,9 @@ class MlflowLog:
         client.set_terminated(run_id, STATUSES[status], round(ended_at * 1000))
 
     def _open(self) -> "MlflowClient":
-        os.environ.update({key: os.environ.get(key, value) for key, value in ENVIRONMENT.items()})
+        load_mlflow()
         from mlflow import MlflowClient
 
-        for name in ("mlflow", "alembic"):
-            logging.getLogger(name).setLevel(logging.ERROR)
         with schema_lock(self.uri):
             client = MlflowClient(self.uri)
             run = self._find_run(client) or self._make_run(client)
@@ -269,6 +267,15 @@ class MlflowLog:
             self._folder.download(name, copy)
             client.log_artifact(run_id, str(copy), place)
         return []
+
+
+def load_mlflow() -> None:
+    """Imports MLflow with our settings, which takes seconds; later calls do nothing."""
+    os.environ.update({key: os.environ.get(key, value) for key, value in ENVIRONMENT.items()})
+    import mlflow  # noqa: F401
+
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def database(storage: Folder) -> str:

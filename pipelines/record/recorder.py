@@ -23,6 +23,7 @@ from raystride.pipelines.record.group import Group
 from raystride.pipelines.record.journal import Journal, join
 from raystride.pipelines.record.mlflow_follower import Follower, replay_hint
 from raystride.pipelines.record.mlflow_log import MlflowLog
+from raystride.pipelines.record.mlflow_process import MlflowProcess
 from raystride.pipelines.record.sender import Receipt
 from raystride.pipelines.record.state import State, TrainingState, run_figures
 from raystride.pipelines.record.summary import RunSummary, build_summary
@@ -38,6 +39,9 @@ OF_INTERVALS = ("tokens_per_second", "mfu", "step_seconds_p50", "step_seconds_p9
 """Figures of which the newest is that of the last interval; the whole run's are logged at its end as `run_<name>`."""
 MLFLOW_END_S = 20.0
 """Seconds that the end of a run waits for a tracking server that is slow or away."""
+LOOK_S = 0.5
+BUSY_END_S = 60.0
+"""Seconds that it waits on where the delay is this machine's: a client not loaded yet, a database beside the runs."""
 
 
 class Recorder:
@@ -73,7 +77,8 @@ class Recorder:
         self._wake = threading.Event()
         self._ended = False
         log = MlflowLog.at(run_folder, run, settings, storage)
-        self._follower = Follower(run_folder, log, self._warn) if log else None
+        self._mlflow = MlflowProcess(log) if log else None
+        self._follower = Follower(run_folder, self._mlflow, self._warn) if self._mlflow else None
         self._tensorboard = TensorboardLog(run_folder, attempt) if settings.tensorboard else None
         if "recorder" not in self._durable:  # its own entries: not again where it took over from one that died
             self._put_own(new_entry("event", {"name": "attempt", "text": f"attempt {attempt} of {run} begins"}))
@@ -133,16 +138,30 @@ class Recorder:
         self._try(lambda: join(self._folder), "the joined journal")
         result["mlflow_run_id"] = self._follower.run_id if self._follower else None
         self._try(lambda: self._folder.put_json("summary.json", result), "summary.json")
-        if self._follower:
-            if not self._follower.finish(status, MLFLOW_END_S):
-                self._warn(f"MLflow lacks the end of this run, which is safe in its journal: {replay_hint(self._folder)}")
-            # The run may have been made only while its end was told.
-            if self._follower.run_id != result["mlflow_run_id"]:
-                result["mlflow_run_id"] = self._follower.run_id
-                self._try(lambda: self._folder.put_json("summary.json", result), "summary.json")
+        self._end_mlflow(status)
+        # The run may have been made only while its end was told.
+        if self._follower and self._follower.run_id != result["mlflow_run_id"]:
+            result["mlflow_run_id"] = self._follower.run_id
+            self._try(lambda: self._folder.put_json("summary.json", result), "summary.json")
         with self._lock:
             self._state.status = status
         return result
+
+    def _end_mlflow(self, status: str) -> None:
+        """Has MLflow told the rest and the end, in bounded time, and ends its process; once."""
+        if not (self._follower and self._mlflow):
+            return
+        self._mlflow.come_forward()
+        told, busy_until = self._follower.finish(status, MLFLOW_END_S), time.monotonic() + BUSY_END_S
+        if not told and self._mlflow.waits_for_this_machine:
+            while not told and self._mlflow.waits_for_this_machine and time.monotonic() < busy_until:
+                told = self._follower.await_end(LOOK_S)
+            told = told or self._follower.await_end(MLFLOW_END_S)  # of the server, which was not asked before
+        if not told:
+            self._warn(f"MLflow lacks the end of this run, which is safe in its journal: {replay_hint(self._folder)}")
+        self._follower.close()
+        self._mlflow.close()
+        self._mlflow = None
 
     def outline(self, status: str, summary: RunSummary | None = None) -> RunSummary:
         """The summary as it would be if the run ended now, for what is made of it before it does."""

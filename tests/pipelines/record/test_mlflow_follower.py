@@ -13,7 +13,7 @@ import pytest
 
 from raystride.pipelines.config.run import Record
 from raystride.pipelines.files import Folder
-from raystride.pipelines.record import Sender, mlflow_follower, read_entries
+from raystride.pipelines.record import Sender, mlflow_follower, mlflow_process, read_entries
 from raystride.pipelines.record import recorder as recorder_module
 from raystride.pipelines.record.entry import new_entry
 from raystride.pipelines.record.journal import MERGED, Journal
@@ -74,6 +74,7 @@ def test_a_server_that_is_killed_and_comes_back_lacks_nothing(
     name = folder.uri.rpartition("/")[2]
     monkeypatch.setattr(mlflow_follower, "LONGEST_BACKOFF_S", 1.0)
     monkeypatch.setattr(mlflow_follower, "PACE_S", 0.1)
+    monkeypatch.setattr(mlflow_process, "PATIENCE_S", 0.0)  # beside other tests there may be no idle core
     first = server()
     recorder = record(settings=Record(mlflow_uri=f"http://127.0.0.1:{port}"))
     sender = Sender(recorder.receive, "rank0", interval_s=0.1)

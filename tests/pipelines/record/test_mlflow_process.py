@@ -1,0 +1,68 @@
+"""MLflow's process: it computes behind everything else, comes forward when asked, and another one follows one that died."""
+
+import os
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from raystride.pipelines.config.run import Record
+from raystride.pipelines.files import Folder
+from raystride.pipelines.record import mlflow_process
+from raystride.pipelines.record.entry import new_entry
+from raystride.pipelines.record.mlflow_log import MlflowLog
+from raystride.pipelines.record.mlflow_process import MlflowFailed, MlflowProcess
+from tests.pipelines.record.conftest import history
+
+
+@pytest.fixture
+def log(folder: Folder, storage: Folder, monkeypatch: pytest.MonkeyPatch) -> Iterator[MlflowProcess]:
+    """The log of the test's run, in a process of its own that soon comes forward."""
+    monkeypatch.setattr(mlflow_process, "PATIENCE_S", 0.0)
+    there = MlflowLog.at(folder, folder.name, Record(), storage)
+    assert there is not None
+    made = MlflowProcess(there)
+    yield made
+    made.close()
+
+
+def _process() -> psutil.Process:
+    (child,) = (child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline()))
+    return child
+
+
+def _policies(process: int) -> set[int]:
+    return {os.sched_getscheduler(int(thread)) for thread in os.listdir(f"/proc/{process}/task")}
+
+
+def test_what_it_logs_is_in_mlflow_also_after_its_death(log: MlflowProcess, storage: Folder, folder: Folder) -> None:
+    log.connect()
+    assert log.log([new_entry("metrics", {"train_loss": 0.5}, step=3, time=1e9)]) == []
+    assert history(storage, str(log.run_id), "train_loss") == [(3, 0.5, 10**12)]
+    assert folder.read_json("mlflow.json") == log.reference
+    first = _process()
+    first.kill()
+    with pytest.raises(MlflowFailed, match="another one follows"):
+        log.log([new_entry("metrics", {"train_loss": 0.25}, step=4, time=1e9 + 1)])
+    log.log([new_entry("metrics", {"train_loss": 0.25}, step=4, time=1e9 + 1)])
+    assert _process().pid != first.pid
+    assert [step for step, _, _ in history(storage, str(log.run_id), "train_loss")] == [3, 4]
+
+
+@pytest.mark.skipif(not mlflow_process._may_return(), reason="this user's processes may not leave the idle policy again")
+def test_all_its_threads_stand_back_until_it_is_called_forward(log: MlflowProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlflow_process, "PATIENCE_S", 60.0)
+    log.note([])  # needs no MLflow
+    process = _process().pid
+    assert os.SCHED_IDLE in _policies(process)
+    log.come_forward()
+    assert _policies(process) == {os.SCHED_OTHER}
+
+
+def test_an_error_is_named_and_a_closed_one_starts_no_process(log: MlflowProcess) -> None:
+    with pytest.raises(MlflowFailed, match="KeyError"):
+        log.finish("no such status", 1.0)
+    log.close()
+    with pytest.raises(MlflowFailed, match="was ended"):
+        log.connect()
+    assert not [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
