@@ -4,6 +4,7 @@ config = SweepConfig(sweep=Sweep(space={"scaling.workers": [1, 2], "train.precis
 config.training()                                         # the Config that every trial starts from
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
@@ -59,8 +60,9 @@ class Sweep(Section):
     another by what was measured before (TPE, Bergstra et al., 2011)."""
     trials: int = setting(20, at_least=1)
     """How many trials `random` and `optuna` make."""
-    stop_bad: Literal["none", "asha"] = setting("none")
-    """`asha`: stop trials early whose objective is among the worse at the same step (Li et al., 2020)."""
+    stop_bad: Literal["auto", "none", "asha"] = setting("auto")
+    """`asha`: stop trials early whose objective is among the worse at the same step, by successive halving without waiting
+    (Li et al., 2020). `auto`: `asha` with the objective `loss` and at least `keep`^2 combinations, else `none`."""
     keep: float = setting(3.0, above=1)
     """With `asha`, one trial in so many goes on at each rung."""
     objective: Literal["auto", "throughput", "cost", "energy", "time_to_loss", "loss"] = setting("auto")
@@ -86,7 +88,11 @@ class Sweep(Section):
     precision: float = setting(0.02, at_least=0)
     """A trial ends when half the 95 % interval of its mean speed is at most this share of it; 0: never before `windows`."""
     repeats: int = setting(1, at_least=1)
-    """Rounds through all combinations, one after another, so that a machine's slow hour does not hit one of them alone."""
+    """Rounds through all combinations, one after another, so that a machine's slow hour does not hit one of them alone. With
+    the objective `loss` each round has another seed."""
+    seeds: int = setting(3, at_least=1)
+    """With `loss`, how many seeds at most decide among trials whose loss does not differ by more than another seed might
+    make it; 1: one decides alone."""
     isolated: bool = setting(True)
     """One trial at a time: two that shared a node would measure each other."""
     concurrent: int = setting(2, at_least=1)
@@ -103,6 +109,9 @@ class Sweep(Section):
         if self.objective == "auto" and self.space:
             # Everyone who reads it wants to know which. Not without a space, as defaults are that others are put over.
             object.__setattr__(self, "objective", "loss" if all(map(same_work, self.space)) else "throughput")
+        if self.stop_bad == "auto" and self.space:
+            many = self.objective == "loss" and self._combinations() >= self.keep**2
+            object.__setattr__(self, "stop_bad", "asha" if many else "none")
         for key, choices in self.space.items():
             self._check_choices(key, choices)
         if self.least_windows > self.windows:
@@ -111,6 +120,11 @@ class Sweep(Section):
             raise self.error("target_loss", "must be given with sweep.objective time_to_loss")
         if self.objective == "cost" and not self.price_per_hour and not self.cluster:
             raise self.error("price_per_hour", "must be given, or sweep.cluster, with sweep.objective cost")
+
+    def _combinations(self) -> int:
+        """How many are tried at most."""
+        every = math.prod(len(choices) for choices in self.space.values() if isinstance(choices, list | tuple))
+        return every if self.search == "grid" else self.trials
 
     def _check_choices(self, key: str, choices: Any) -> None:
         if masked_all(choices) != choices:

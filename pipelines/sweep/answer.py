@@ -123,7 +123,8 @@ def _in_words(
     if objective == "loss":
         steps = Candidate(base, best.settings).config
         after = f" after {steps.train.steps:,} steps" if steps else ""
-        lines[1:] = [f"Its loss{after} is {best.final_loss:.4g}, the lowest of all trials.", lines[1]]
+        of = f" (the mean of {len(best.losses)} seeds)" if len(best.losses) > 1 else ""
+        lines[1:] = [f"Its loss{after} is {best.final_loss:.4g}{of}, the lowest of all trials.", lines[1]]
     elif objective != "throughput":
         value = score(best, base.sweep, price)
         lines.append(f"Of all trials it has the best score for {objective}: {value:.3g} {UNITS[objective]}.")

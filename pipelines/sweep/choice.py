@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from statistics import fmean, median
+from statistics import fmean, median, variance
 
 from raystride.pipelines.config.parse import to_yaml
 from raystride.pipelines.config.sweep import Sweep, SweepConfig, same_work
@@ -18,7 +18,7 @@ from raystride.pipelines.sweep.space import Candidate
 
 HOUR_S = 3600
 SAME_LOSS = 0.005
-"""Losses that differ by no more than this share are not told apart: another seed alone would change them as much."""
+"""Losses of one seed each that differ by no more than this share are not told apart: another seed alone would do as much."""
 UNITS = {
     "throughput": "seconds a token",
     "cost": "price a token",
@@ -56,7 +56,7 @@ def by_settings(results: Iterable[Result]) -> list[Result]:
     """One result for each combination: the windows of its rounds together, or its failure where no round has any."""
     rounds: dict[str, list[Result]] = {}
     for result in results:
-        rounds.setdefault(repr(sorted(result.settings.items())), []).append(result)
+        rounds.setdefault(_settings_key(result), []).append(result)
     return [_together(each) for each in rounds.values()]
 
 
@@ -77,6 +77,7 @@ def _together(rounds: Sequence[Result]) -> Result:
         # The mean of those rounds alone that came to the loss would flatter.
         seconds_to_loss=fmean(arrived) if len(arrived) == len(times) else None,
         val_loss=fmean(each.final_loss for each in measured) if first.val_loss is not None else None,
+        losses=tuple(each.final_loss for each in measured),
         cause=next((result.cause for result in rounds if not result.measured), ""),
     )
 
@@ -93,17 +94,59 @@ def best_of(results: Iterable[Result], sweep: Sweep, price_per_hour: float) -> t
     if not finite:
         return None, []
     if sweep.objective == "loss":
-        least, _, best = finite[0]
-        return best, [result for value, _, result in finite if value - least <= SAME_LOSS * abs(least)]
+        # Those that went on to further seeds: a mean is no match for one seed's luck, nor a lucky one for a mean.
+        most = max(len(result.losses) for _, _, result in finite)
+        finalists = [result for _, _, result in finite if len(result.losses) == most]
+        return finalists[0], [result for result in finalists if result is finalists[0] or same_loss(finalists[0], result)]
     middle = median([result.spread for _, _, result in finite if math.isfinite(result.spread)] or [0.0])
     spreads = [min(1.0, result.spread if math.isfinite(result.spread) else middle) for _, _, result in finite]
-    least, _, best = finite[0]
+    least = finite[0][0]
     bound = least * (1 + spreads[0])
     alike = [result for (value, _, result), off in zip(finite, spreads, strict=True) if value * (1 - off) <= bound]
     if any(map(same_work, sweep.space)):
         # Of settings that speed does not tell apart, those that learn best.
         alike.sort(key=lambda result: result.final_loss)
     return alike[0], alike
+
+
+def same_loss(best: Result, other: Result) -> bool:
+    """Whether the losses do not tell two results apart: by Welch's test at 95 % where both have several seeds."""
+    further = other.final_loss - best.final_loss
+    if min(len(best.losses), len(other.losses)) < 2:
+        return further <= SAME_LOSS * abs(best.final_loss)
+    # Losses may be equal to the last bit, as of settings that change nothing.
+    errors = [variance(each.losses) / len(each.losses) for each in (best, other)]
+    if not sum(errors):
+        return further == 0
+    from scipy.special import stdtrit
+
+    freedom = sum(errors) ** 2 / sum(
+        error**2 / (len(each.losses) - 1) for error, each in zip(errors, (best, other), strict=True)
+    )
+    return further <= float(stdtrit(freedom, 0.975)) * math.sqrt(sum(errors))
+
+
+def undecided(results: Sequence[Result], base: SweepConfig) -> list[Candidate]:
+    """What to train from another seed before the sweep can tell which of its settings learn best; none where it can.
+
+    Those that one seed does not tell apart are trained from a second, those that two do not from a third, ...
+    """
+    sweep = base.sweep
+    if sweep.objective != "loss" or "seed" in sweep.space:
+        return []
+    trained = {(_settings_key(result), result.round) for result in results}
+    for following in range(1, sweep.seeds):
+        before = by_settings(result for result in results if result.round < following)
+        _, rivals = best_of(before, sweep, 0.0)
+        if len(rivals) < 2:
+            break
+        if missing := [each for each in rivals if (_settings_key(each), following) not in trained]:
+            return [Candidate(base, each.settings, following) for each in missing]
+    return []
+
+
+def _settings_key(result: Result) -> str:
+    return repr(sorted(result.settings.items()))
 
 
 def varies_both(sweep: Sweep) -> bool:

@@ -29,7 +29,7 @@ from raystride.pipelines.prepare.prepare import check_data, prepare
 from raystride.pipelines.scaling_model.described import ClusterDescription, ClusterError
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sweep.answer import Answer, answer
-from raystride.pipelines.sweep.choice import price_of
+from raystride.pipelines.sweep.choice import price_of, undecided
 from raystride.pipelines.sweep.page import write_report
 from raystride.pipelines.sweep.progress import Board
 from raystride.pipelines.sweep.result import WITHOUT_FIGURES, Result, forget, keep_result, keys, results
@@ -91,7 +91,7 @@ def _measure_missing(
     known = _known(base, folder, candidates)
     missing = [candidate for candidate in candidates if candidate.key not in known]
     left = len(missing) if candidates else base.sweep.trials - len(known)
-    if left <= 0:
+    if left <= 0 and not undecided(list(known.values()), base):
         return
     _each_kind(base, missing, lambda config: check_data(config, storage, build_task(config)))
     told = metadata_of(str(base.run), str(storage), base.record.mlflow)
@@ -100,7 +100,13 @@ def _measure_missing(
         _prepare_all(base, storage, missing, screen)
         plan = SweepPlan(base, storage, price_of(base, described), Resources.of_cluster(), Carried.here())
         with Board(base.sweep.space, left, quiet=not screen.seen) as board:
-            measure(plan, missing, list(known.values()), left, partial(_on_end, folder, tracking, board))
+            on_end = partial(_on_end, folder, tracking, board)
+            if left > 0:
+                measure(plan, missing, list(known.values()), left, on_end)
+            while further := undecided(list(_known(base, folder, candidates).values()), base):
+                names = "; ".join(each.label for each in further)
+                board.more(len(further), f"another seed for what the loss does not tell apart: {names}")
+                measure(plan, further, [], len(further), on_end)
 
 
 def _described(base: SweepConfig) -> ClusterDescription | None:
@@ -160,12 +166,13 @@ def _known(base: SweepConfig, folder: Folder, candidates: Sequence[Candidate]) -
     """The folder's results of these candidates, or for Optuna of this space and configuration: both may have changed."""
     if candidates:
         # A key stands for all that figures depend on: a result of another configuration has another one.
-        wanted = {candidate.key for candidate in candidates}
+        rounds = range(base.sweep.repeats, base.sweep.seeds if base.sweep.objective == "loss" else 0)
+        wanted = {replace(candidate, round=number).key for candidate in candidates for number in (candidate.round, *rounds)}
         return {key: result for key, result in results(folder).items() if key in wanted}
     return {
         key: result
         for key, result in results(folder).items()
-        if set(result.settings) == set(base.sweep.space) and Candidate(base, result.settings).key == key
+        if set(result.settings) == set(base.sweep.space) and Candidate(base, result.settings, result.round).key == key
     }
 
 
@@ -193,7 +200,8 @@ def _conclude(
     found = list(_known(base, folder, candidates).values())
     # What a sweep that was killed, or a server that was away, left untold.
     found = [result if result.mlflow_run_id else _logged(folder, tracking, result, len(found)) for result in found]
-    unfinished = (len(candidates) or base.sweep.trials) - len(found)
+    asked = [result for result in found if not candidates or result.round < base.sweep.repeats]
+    unfinished = max(0, (len(candidates) or base.sweep.trials) - len(asked))
     outcome = answer(base, found, described)
     write_report(folder, outcome)
     if outcome.recommended:

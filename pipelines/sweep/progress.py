@@ -50,6 +50,12 @@ class Board:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._progress.stop()
 
+    def more(self, trials: int, why: str) -> None:
+        """So many trials are added, and why."""
+        self._total += trials
+        self._progress.update(self._task, total=self._total)
+        self._console.print(why, markup=False)
+
     def ended(self, result: Result) -> None:
         """A line for a trial: its speed, how well that is known, and how long it took; or why it has none."""
         self._ended += 1

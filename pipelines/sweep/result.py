@@ -91,6 +91,8 @@ class Result:
     """Mean training loss of the last window."""
     val_loss: float | None = None
     """Validation loss at the trial's end; of one sample, unless the objective is `loss`."""
+    losses: tuple[float, ...] = ()
+    """Of several rounds together, what each of them ended with."""
     seconds: float = 0.0
     """Wall-clock time of the trial, its start and end included."""
     overhead_s: float = 0.0

@@ -41,7 +41,7 @@ class Candidate:
     settings: Settings
     """What differs from the base, by full name."""
     round: int = 0
-    """From 0; each combination is measured once a round."""
+    """From 0; each combination is measured once a round, with the objective `loss` from another seed."""
 
     @cached_property
     def _made(self) -> Config | SettingError:
@@ -86,6 +86,8 @@ class Candidate:
     def _spread_out(self) -> dict[str, Any]:
         """The settings, under weak scaling with as many slots a worker as there would be in all."""
         settings, base = dict(self.settings), self.base
+        if self.round and base.sweep.objective == "loss":
+            settings["seed"] = settings.get("seed", base.seed) + self.round
         if base.sweep.scaling == "weak":
             workers = settings.get("scaling.workers", base.scaling.workers)
             if not isinstance(workers, int):

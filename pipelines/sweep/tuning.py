@@ -26,7 +26,7 @@ from raystride.pipelines.cluster.cluster import joined
 from raystride.pipelines.cluster.internals import free_places_of_the_dead, head_place
 from raystride.pipelines.cluster.resources import Resources, resolve
 from raystride.pipelines.cluster.trainer import ray_storage
-from raystride.pipelines.config.sweep import SweepConfig
+from raystride.pipelines.config.sweep import Sweep, SweepConfig
 from raystride.pipelines.files import Folder
 from raystride.pipelines.plugins import Carried
 from raystride.pipelines.sweep.choice import score, token_score
@@ -68,14 +68,14 @@ class SweepPlan:
 def measure(
     plan: SweepPlan, candidates: Sequence[Candidate], known: Sequence[Result], left: int, done: Callable[[Result], None]
 ) -> None:
-    """Runs the candidates, or with `sweep.search` optuna `left` that it suggests, knowing what was measured before.
+    """Runs the candidates, or without any, with `sweep.search` optuna, `left` that it suggests, knowing what was measured.
 
     `done` hears of each that ended, in this process.
     """
     os.environ.update({name: os.environ.get(name, value) for name, value in QUIET.items()})
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # what ended trials is told in their own lines
     sweep = plan.base.sweep
-    chosen = sweep.search == "optuna"
+    chosen = sweep.search == "optuna" and not candidates
     trials = [{"settings": dict(each.settings), "round": each.round} for each in candidates]
     together = 1 if sweep.isolated else sweep.concurrent
     alone = together == 1 and not joined(plan.base.launch)
@@ -90,7 +90,7 @@ def measure(
             num_samples=left if chosen else 1,
             max_concurrent_trials=together,
             search_alg=_optuna(plan, known) if chosen else None,
-            scheduler=_scheduler(plan.base),
+            scheduler=_scheduler(sweep, candidates),
             # One process drives trial after trial.
             reuse_actors=True,
         ),
@@ -220,15 +220,18 @@ def cause_in(text: str) -> str:
     return next((line.strip() for line in told.splitlines() if line and not line.startswith((" ", "\t", "\x1b"))), "")
 
 
-def _scheduler(base: SweepConfig) -> Any:
+def _scheduler(sweep: Sweep, candidates: Sequence[Candidate]) -> Any:
     """What decides which trials go on; None: all do."""
     from ray.tune.schedulers import ASHAScheduler
 
-    sweep = base.sweep
-    if sweep.stop_bad == "none":
-        return None
+    if sweep.stop_bad == "none" or (candidates and all(each.round for each in candidates)):
+        return None  # later rounds are of what was found good, and a mean of some that were stopped would flatter
+    first = max(sweep.least_windows, math.ceil(sweep.windows / sweep.keep**2)) if sweep.objective == "loss" else None
     return ASHAScheduler(
-        time_attr=WINDOW, max_t=sweep.windows + 1, grace_period=sweep.least_windows, reduction_factor=sweep.keep
+        time_attr=WINDOW,
+        max_t=sweep.windows + 1,
+        grace_period=first or sweep.least_windows,
+        reduction_factor=sweep.keep,
     )
 
 

@@ -148,3 +148,23 @@ def test_a_space_without_settings_is_refused_before_anything_starts(config: Swee
     assert outcome.code == 2
     assert "sweep.space is {}: it must name at least one setting to vary" in outcome.err
     assert time.monotonic() - began < 60
+
+
+@pytest.mark.long
+def test_rates_that_one_seed_does_not_tell_apart_are_tried_from_others(tmp_path: Path) -> None:
+    space = {"optimizer.learning_rate": [1e-2, 1.001e-2, 1e-6]}
+    sweep = Sweep(space=space, warmup_steps=4, window_steps=4, windows=6, seeds=2)
+    assert sweep.objective == "loss"
+    settings = tiny(write_text(tmp_path), storage=str(tmp_path / "runs"), record=Record(mlflow=False))
+    config = SweepConfig(**vars(settings), sweep=sweep)
+    said = run_well("sweep", config, "--run", "rates")
+    rounds: dict[float, list[int]] = {}
+    for each in results(Folder(config.storage) / "rates").values():
+        rounds.setdefault(each.settings["optimizer.learning_rate"], []).append(each.round)
+        seed = yaml.safe_load(Path(config.storage, each.run, "config.yaml").read_text()).get("seed", config.seed)
+        assert seed == config.seed + each.round
+    assert {rate: sorted(of) for rate, of in rounds.items()} == {1e-2: [0, 1], 1.001e-2: [0, 1], 1e-6: [0]}
+    assert any("another seed for what the loss does not tell apart" in line for line in said.lines)
+    assert any("(the mean of 2 seeds)" in line for line in said.lines)
+    assert summary(config, "rates")["unfinished"] == 0
+    assert run_well("sweep", config, "--run", "rates").lines[-3:] == said.lines[-3:]

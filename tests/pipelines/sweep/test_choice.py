@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import configured, parse
 from raystride.pipelines.config.sweep import Sweep, SweepConfig
-from raystride.pipelines.sweep.choice import best_of, by_settings, front_of, recommendation, score
+from raystride.pipelines.sweep.choice import best_of, by_settings, front_of, recommendation, score, undecided
 from raystride.pipelines.sweep.result import Result
 from raystride.pipelines.sweep.space import Candidate
 from tests.pipelines.sweep.test_page import sweep, trial, without
@@ -124,12 +124,42 @@ def test_settings_that_leave_the_work_as_it_is_are_chosen_by_loss() -> None:
     assert Sweep(space={"optimizer.learning_rate": [1e-3, 1e-2]}).objective == "loss"
     assert Sweep(space={"optimizer.learning_rate": [1e-3], "scaling.workers": [1, 2]}).objective == "throughput"
     assert Sweep(space={"optimizer.learning_rate": [1e-3]}, objective="throughput").objective == "throughput"
+    rates = [0.1 * number for number in range(1, 10)]
+    assert Sweep(space={"optimizer.learning_rate": rates}).stop_bad == "asha"
+    assert Sweep(space={"optimizer.learning_rate": rates[1:]}).stop_bad == "none"
+    assert Sweep(space={"optimizer.learning_rate": {"uniform": [0, 1]}}, search="random").stop_bad == "asha"
+    assert Sweep(space={"train.slot_size": list(range(1, 10))}).stop_bad == "none"
     assert configured(SweepConfig, {"sweep.space": {"seed": [1, 2]}}).settings.sweep.objective == "loss"
-    rates = Sweep(space={"optimizer.learning_rate": [1e-3, 1e-2]})
+    by_loss = Sweep(space={"optimizer.learning_rate": [1e-3, 1e-2]})
     fast, good = replace(trial(200.0, 1), val_loss=3.0), replace(trial(100.0, 1), val_loss=2.0)
     near, broken = replace(trial(90.0, 1), val_loss=2.001), replace(trial(300.0, 1), val_loss=math.inf)
-    assert best_of([fast, near, good, broken], rates, 0.0) == (good, [good, near])
+    assert best_of([fast, near, good, broken], by_loss, 0.0) == (good, [good, near])
     assert replace(fast, val_loss=None, loss=2.5).final_loss == 2.5
+
+
+def learned(rate: float, losses: list[float]) -> list[Result]:
+    """The rounds of a rate, each from another seed."""
+    return [replace(trial(100.0, optimizer__learning_rate=rate), val_loss=loss, round=at) for at, loss in enumerate(losses)]
+
+
+def test_more_seeds_decide_what_one_does_not() -> None:
+    base = sweep(space={"optimizer.learning_rate": [0.1, 0.2, 0.3]})
+    near = [*learned(0.1, [2.0]), *learned(0.2, [2.005]), *learned(0.3, [2.5])]
+    assert [(each.settings["optimizer.learning_rate"], each.round) for each in undecided(near, base)] == [(0.1, 1), (0.2, 1)]
+    halfway = [*learned(0.1, [2.0, 2.2]), *learned(0.2, [2.005]), *learned(0.3, [2.5])]
+    assert [(each.settings["optimizer.learning_rate"], each.round) for each in undecided(halfway, base)] == [(0.2, 1)]
+    told = [*learned(0.1, [2.0, 2.001]), *learned(0.2, [2.005, 2.006]), *learned(0.3, [2.5])]
+    best, alike = best_of(by_settings(told), base.sweep, 0.0)
+    assert best is not None
+    assert (best.final_loss, alike) == (pytest.approx(2.0005), [best])
+    assert undecided(told, base) == []
+    never = [*learned(0.1, [2.0, 2.1, 2.05]), *learned(0.2, [2.005, 2.09, 2.06])]
+    assert len(best_of(by_settings(never), base.sweep, 0.0)[1]) == 2
+    assert undecided(never, base) == [], "no more than sweep.seeds"
+    assert undecided(near, sweep(space={"optimizer.learning_rate": [0.1]}, seeds=1)) == []
+    assert undecided(near, sweep(objective="throughput")) == []
+    same = [*learned(0.1, [2.0, 2.0]), *learned(0.2, [2.0, 2.0])]
+    assert len(best_of(by_settings(same), base.sweep, 0.0)[1]) == 2
 
 
 def test_speed_that_does_not_tell_rates_apart_leaves_them_to_the_loss() -> None:
