@@ -7,6 +7,7 @@ startup      from the start of the process to the first step, beside Ray's stock
 preparation  raw text to shards, beside load_dataset and map; `--memory`: what ten times the text takes
 exactness    kills, stops and resizes that must change no bit, and the cost of exact sums beside DistributedDataParallel
 recovery     from the loss of a worker or of a node to the next step
+peers        everything beside nanoGPT, PyTorch alone, Hugging Face, Lightning and Ray's own trainers, on one page
 recorder     a loop that records every step beside one that records none
 
 Ways of doing one thing take turns in the same run; every ratio is taken within its round. All print the machine, versions,

@@ -58,7 +58,10 @@ def test_nsys_collects_the_window_and_its_summary_names_our_ranges(tmp_path: Pat
     if which("nsys") is None:
         pytest.skip("nsys is not installed")
     pytest.importorskip("nvtx")
-    done = job(tmp_path, "--profile.tool", "nsys", "--launch", launch, "--record.mlflow", "false")
+    given = ("--profile.tool", "nsys", "--launch", launch, "--record.mlflow", "false")
+    done = job(tmp_path, *given)
+    if "Local Endpoint is not available" in done.stderr:  # on a busy machine nsys may give up its own daemon too soon
+        done = job(tmp_path, *given)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs" / "r" / "profiles"
     assert "warning" not in done.stdout, done.stdout

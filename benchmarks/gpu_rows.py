@@ -1,0 +1,244 @@
+"""What `benchmarks.gpu` measures, in the order of its worth: is it right, how fast, how fast do models train, is it exact?
+
+Predicted seconds are for an H100 with compiled kernels not yet in Triton's cache; they decide what a budget leaves out.
+
+    for row in rows(Path("benchmarks/results"), rounds=3): print(row.name, row.seconds)
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu_record import Row
+from raystride.pipelines.config import Config
+from raystride.pipelines.config.parse import from_yaml
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.manifest import Manifest, Shard, Shards
+from raystride.pipelines.record.entry import Entry
+from raystride.pipelines.record.sender import Receipt
+from raystride.pipelines.worker.job import Job, WorkerInfo
+from raystride.triton_kernels.configurations import KERNELS
+from raystride.triton_kernels.processes import end_with_parent
+
+ROOT = Path(__file__).resolve().parents[1]
+TOKENS = 20_000_000
+"""Of the random text."""
+TRAINING_S = 35.0
+"""Of a training's steps; loading, compiling and the first step come on top."""
+SHIPPED = ("attention D 64", "attention D 128", "linear_cross_entropy", "rms_norm", "layer_norm", "adamw", "rope")
+"""Checks that come first, of bf16; the others, and fp32 and fp16, come last."""
+KEPT = ("steps", "tokens_per_second", "mfu", "train_loss", "step_seconds_p50", "peak_memory_bytes", "data_wait_share")
+EXACT_STEPS = 20
+
+
+def rows(results: Path, rounds: int) -> Iterator[Row]:
+    """Every row, the most telling first; `results` is where traces go."""
+    for name in SHIPPED:
+        yield Row(f"check {name}, bfloat16", 20.0, partial(check, (f"{name}*, bfloat16",)))
+    yield from _kernel_rows(rounds)
+    yield from _training_rows()
+    for slots in (1, 2, 4):
+        yield Row(f"the same bits twice, {slots} slots", 15.0, partial(twice, slots))
+    yield Row("check everything else", 240.0, partial(check, ()))
+    yield Row("compute-sanitizer", 120.0, sanitize)
+    yield Row("Nsight Systems", 40.0, partial(trace, results))
+    for kernel in KERNELS:
+        for head_size in (64, 128):
+            yield Row(f"tiles of {kernel}, D {head_size}", 30.0, partial(try_tiles, kernel, head_size, rounds))
+
+
+def _kernel_rows(rounds: int) -> Iterator[Row]:
+    from benchmarks.kernels import cases
+
+    for case in cases("all"):
+        yield Row(
+            f"{case.operation}: {case.label}", 4.0 if case.operation == "attention" else 6.0, partial(figure, case, rounds)
+        )
+
+
+def _training_rows() -> Iterator[Row]:
+    for what, choice, changes in (
+        ("Triton", "triton", {}),
+        ("PyTorch", "torch", {}),
+        ("Triton, not deterministic", "triton", {"deterministic": False}),
+        ("PyTorch, not deterministic", "torch", {"deterministic": False}),
+        ("Triton, compiled", "triton", {"compile": True}),
+    ):
+        yield Row(f"lm_124m: {what}", TRAINING_S + 25, partial(train, gpt2_small(), choice, **changes))
+    for what, choice in (("Triton", "triton"), ("PyTorch", "torch")):
+        yield Row(f"lm_1b: {what}", TRAINING_S + 40, partial(train, one_billion(), choice))
+
+
+def check(names: tuple[str, ...], processes: int = 0) -> dict[str, Any]:
+    """Checks kernels on the device in as many processes as there are cores, since most of the time compiles.
+
+    `names` are patterns of checks; none: all. Raises AssertionError that names what is wrong.
+    """
+    count = processes or min(12, os.cpu_count() or 1)
+    context = get_context("spawn")
+    with context.Pool(count, initializer=end_with_parent) as pool:
+        parts = pool.map(partial(_check_part, names, count), range(count), chunksize=1)
+    found = [each for part in parts for each in part]
+    wrong = [f"{each['name']}: {each['problem'] or each['error']}" for each in found if each["failed"]]
+    if wrong or not found:
+        raise AssertionError(f"{len(wrong)} of {len(found)} checks failed: {'; '.join(wrong)}")
+    return {"checks": len(found), "worst": max(each["error"] for each in found)}
+
+
+def _check_part(names: tuple[str, ...], of: int, number: int) -> list[dict[str, Any]]:
+    import torch
+
+    from raystride.triton_kernels.device_checks import run_checks
+
+    found = run_checks(torch.device("cuda"), chosen=names or ("*",), part=(number, of))
+    return [asdict(each) | {"failed": each.failed} for each in found]
+
+
+def figure(case: Any, rounds: int) -> dict[str, Any]:
+    """A case of `benchmarks.kernels`, beside its peers."""
+    import torch
+
+    from benchmarks.kernels import figure as measured
+
+    try:
+        return asdict(measured(case, rounds))
+    finally:
+        torch.cuda.empty_cache()
+
+
+def gpt2_small() -> Config:
+    """`configs/lm_124m.yaml`, as short as a measurement can be."""
+    config = from_yaml(Config, (ROOT / "configs" / "lm_124m.yaml").read_text())
+    return replace(
+        config,
+        train=replace(config.train, hours=TRAINING_S / 3600, log_every=5),
+        validation=replace(config.validation, every=0, samples=16),
+        checkpoint=replace(config.checkpoint, every=0),
+        record=replace(config.record, mlflow=False),
+        sample=replace(config.sample, tokens=0),
+    )
+
+
+def one_billion() -> Config:
+    """A Llama of 1.0 billion parameters on 2,048 tokens."""
+    small = gpt2_small()
+    shape = {"flavour": "llama", "layers": 18, "width": 2048, "heads": 16, "kv_heads": 16, "context": 2048, "bias": False}
+    return replace(small, model=replace(small.model, **shape), train=replace(small.train, slots=8, slot_size=4))
+
+
+def train(config: Config, choice: str, device: str = "cuda", **changes: Any) -> dict[str, Any]:
+    """Trains on random text with these kernels, by the worker that `--launch inline` runs; the figures of its summary."""
+    from raystride.pipelines.worker.worker import run_worker
+
+    config = replace(config, model=replace(config.model, kernels=choice), train=replace(config.train, **changes))
+    with tempfile.TemporaryDirectory(prefix="gpu-") as scratch:
+        folder = Path(scratch)
+        job = Job(
+            config=config,
+            run="measured",
+            attempt="a1",
+            folder=Folder.at(str(folder / "run")),
+            prepared=random_text(folder, config.tokenizer.vocabulary_size, TOKENS if device == "cuda" else TOKENS // 1000),
+            device=device,
+            threads=1,
+        )
+        summary = run_worker(job, WorkerInfo(), _acknowledge, lambda: False)
+    return {key: summary.get(key) for key in (*KEPT, "kernels", "parameters_sha256")}
+
+
+def twice(slots: int, device: str = "cuda") -> dict[str, Any]:
+    """A short exact training, twice. Raises AssertionError where the bits differ."""
+    config = gpt2_small()
+    config = replace(
+        config,
+        model=replace(config.model, layers=4, width=256, heads=4, context=256),
+        train=replace(
+            config.train,
+            hours=0,
+            steps=EXACT_STEPS,
+            slots=slots,
+            slot_size=4,
+            exact=True,
+            precision="fp32",
+            micro_batch_slots=1,
+        ),
+    )
+    first, second = (train(config, "triton" if device == "cuda" else "torch", device)["parameters_sha256"] for _ in range(2))
+    if first != second:
+        raise AssertionError(f"the parameters differ after {EXACT_STEPS} steps: {first} and {second}")
+    return {"parameters_sha256": first}
+
+
+def random_text(folder: Path, words: int, tokens: int) -> Folder:
+    """A prepared folder of ids that follow Zipf's law, as words do; the speed of a step does not depend on their order."""
+    prepared = folder / "prepared"
+    shards: dict[str, Shards] = {}
+    for split, count in (("train", tokens), ("validation", max(tokens // 100, 40_000))):
+        (prepared / split).mkdir(parents=True, exist_ok=True)
+        ids = (np.random.default_rng(0).zipf(1.3, count) % words).astype(np.uint16)
+        ids.tofile(prepared / split / "00000.arrow")
+        shard = Shard(file=f"{split}/00000.arrow", tokens=count, documents=1, bytes=ids.nbytes, sha256="", ids_offset=0)
+        shards[split] = Shards.of([shard])
+    place = Folder.at(str(prepared))
+    Manifest(fingerprint="random", id_type="uint16", vocabulary_size=words, end_id=0, splits=shards).save(place)
+    return place
+
+
+def _acknowledge(sender: str, entries: list[Entry], recorder: str) -> Receipt:
+    """A recorder that keeps nothing; it lets what matters be seen."""
+    for entry in entries:
+        if entry["kind"] in ("event", "error"):
+            print(f"  {entry['values'].get('text', '')}", flush=True)
+    last = entries[-1]["sequence"] if entries else 0
+    return Receipt("nobody", last, last)
+
+
+def sanitize() -> dict[str, Any]:
+    """compute-sanitizer's memcheck over a small call of each kernel. Raises RuntimeError with what it said."""
+    return _run([sys.executable, "-m", "raystride.triton_kernels.sanitize", "--tool", "memcheck"])
+
+
+def trace(results: Path) -> dict[str, Any]:
+    """An Nsight Systems trace of a small call of each kernel, beside the figures. Raises RuntimeError where nsys cannot."""
+    if which("nsys") is None:
+        return {"absent": "nsys is not on PATH"}
+    output = results / "gpu-trace"
+    checks = [sys.executable, "-m", "raystride.triton_kernels.device_checks", "--quick"]
+    done = _run(["nsys", "profile", "--force-overwrite=true", "--trace=cuda,nvtx", f"--output={output}", *checks])
+    return done | {"trace": f"{output.name}.nsys-rep"}
+
+
+def _run(command: list[str]) -> dict[str, Any]:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    said = (done.stdout + done.stderr).strip()[-600:]
+    if done.returncode not in (0, 3):  # 3: what it needs is not there, as it says
+        raise RuntimeError(f"{Path(command[0]).name} ended with {done.returncode}: {said}")
+    return {"absent" if done.returncode else "said": said}
+
+
+def try_tiles(kernel: str, head_size: int, rounds: int) -> dict[str, Any]:
+    """The shipped tile of a kernel beside its alternatives."""
+    from benchmarks.tiles import compare
+
+    return compare(kernel, head_size, length=4096, rounds=rounds).figures()
+
+
+def rehearsed(row: Row, speed: float, faults: dict[str, Callable[[], Any]]) -> Row:
+    """The row with a stand-in for the GPU: it sleeps as long as was predicted, by so much faster, or fails as told."""
+
+    def stand_in() -> dict[str, float]:
+        time.sleep(row.seconds / speed)
+        return {"rehearsed_s": row.seconds}
+
+    return Row(row.name, row.seconds / speed, faults.get(row.name, stand_in), least_s=row.least_s / speed)

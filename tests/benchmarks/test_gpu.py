@@ -1,0 +1,74 @@
+"""The GPU command without a GPU: rehearsed as it is called, and its training on this machine's processor."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import gpu, gpu_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def rehearse(file: Path, *more: str) -> tuple[int, dict[str, Any], str]:
+    """The command's exit code, its figures and what it printed; checks alone, fifty times as fast as predicted."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "50", "--only", "check*", "--output", str(file), *more]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, json.loads(file.read_text()), done.stdout
+
+
+@pytest.mark.long
+def test_a_rehearsal_with_every_fault_leaves_figures_and_a_second_one_goes_on(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    names = [f"check {name}, bfloat16" for name in gpu_rows.SHIPPED]
+    ways = ("raises", "loses", "hangs", "dies")
+    faults = [word for way, name in zip(ways, names, strict=False) for word in ("--fault", f"{way}={name}")]
+    code, found, said = rehearse(file, "--budget", "6000", *faults)
+    assert code == 1
+    assert list(found["rows"]) == [*names, "check everything else"]
+    assert found["left_out"] == []
+    for name, what in zip(names, ("out of memory", "illegal memory access", "it was ended", "ended with 139"), strict=False):
+        assert what in found["rows"][name]["error"]
+    assert all(found["rows"][name]["result"] == {"rehearsed_s": 20.0} for name in names[4:])
+    assert "4 failed, 0 left out" in said
+
+    short = tmp_path / "short.json"
+    _, found, said = rehearse(short, "--budget", "1.0")  # over before anything has begun
+    assert (found["rows"], found["left_out"]) == ({}, [*names, "check everything else"])
+    _, after, _ = rehearse(short, "--budget", "6000", "--resume")
+    assert list(after["rows"]) == [*names, "check everything else"]
+
+
+def test_without_a_gpu_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main([]) == 3
+    assert "nothing was measured" in capsys.readouterr().err
+
+
+def test_its_rows_are_named_once_and_come_in_the_order_of_their_worth(tmp_path: Path) -> None:
+    rows = list(gpu_rows.rows(tmp_path, rounds=1))
+    names = [row.name for row in rows]
+    assert len(set(names)) == len(names)
+    kinds = [name.split()[0].rstrip(":") for name in names]
+    order = [kinds.index(kind) for kind in ("check", "attention", "lm_124m", "lm_1b", "the", "compute-sanitizer", "tiles")]
+    assert order == sorted(order)
+    assert min(row.seconds for row in rows) < 60, "a minute leaves figures"
+
+
+def test_its_trainings_run_on_a_processor_too() -> None:
+    small = gpu_rows.gpt2_small()
+    tiny = replace(
+        small,
+        model=replace(small.model, layers=1, width=16, heads=2, context=32),
+        train=replace(small.train, hours=0, steps=2, slots=2, slot_size=2, precision="fp32"),
+        tokenizer=replace(small.tokenizer, vocabulary_size=300),
+    )
+    found = gpu_rows.train(tiny, "torch", device="cpu")
+    assert found["steps"] == 2
+    assert found["tokens_per_second"] > 0
+    assert len(found["parameters_sha256"]) == 64
+    assert gpu_rows.one_billion().model.width == 2048
