@@ -216,8 +216,9 @@ def _named_paths(page: Path) -> set[str]:
     text = page.read_text()
     quoted = set(re.findall(r"`((?:[\w.-]+/)+[\w.-]*)`", text))
     commands = set(re.findall(r"\b((?:ray_jobs|configs|docs|benchmarks|tests|deploy)/[\w./-]*\.\w+)", text))
-    modules = {f"{name.replace('.', '/')}.py" for name in re.findall(r"python -m ((?:benchmarks|raystride)[\w.]+)", text)}
-    return quoted | commands | modules
+    modules = {name.replace(".", "/") for name in re.findall(r"python -m ((?:benchmarks|raystride)[\w.]+)", text)}
+    packages = {name for name in modules if (ROOT / name).is_dir()}
+    return quoted | commands | {f"{name}.py" for name in modules - packages} | {f"{name}/__main__.py" for name in packages}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_id)

@@ -1,0 +1,78 @@
+"""A training by Ray Train's TorchTrainer as its documentation writes it: `prepare_model`, `prepare_data_loader`, `report`.
+
+python -m benchmarks.peers.torch_trainer --text input.txt --progress progress.jsonl --folder out --steps 200
+"""
+
+import tempfile
+from pathlib import Path
+
+import ray
+import ray.train
+import ray.train.torch
+import torch
+from ray.train import Checkpoint, CheckpointConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+from torch import nn
+from torch.utils.data import DataLoader
+
+from benchmarks.peers.characters import Windows, read_characters, validate
+from benchmarks.peers.plain_loop import BATCH, GPT, learning_rate, make_optimizer
+from benchmarks.peers.protocol import SEED, Job, Progress, read_job
+
+
+def train_function(job: Job) -> None:
+    """What each worker runs."""
+    torch.set_num_threads(job.threads)
+    torch.manual_seed(SEED)
+    text = read_characters(job.text)
+    raw = GPT(text.vocabulary)
+    optimizer = make_optimizer(raw)
+    first = 0
+    if checkpoint := ray.train.get_checkpoint():
+        with checkpoint.as_directory() as folder:
+            saved = torch.load(Path(folder) / "checkpoint.pt")
+        raw.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        first = saved["step"]
+    model = ray.train.torch.prepare_model(raw)
+    loader = ray.train.torch.prepare_data_loader(DataLoader(Windows(text.train), BATCH // job.workers, shuffle=True))
+    rank = ray.train.get_context().get_world_rank()
+    progress = Progress(job, rank)
+    for step, batch in enumerate(loader, start=first):
+        if step == job.steps:
+            break
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, job.steps)
+        model(batch["ids"], batch["targets"]).backward()
+        nn.utils.clip_grad_norm_(raw.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        progress.step(step + 1)
+        if job.validate_every and (step + 1) % job.validate_every == 0 and rank == 0:
+            loss = validate(raw, text.validation)
+            progress.validation(step + 1, loss)
+        if job.checkpoint_every and (step + 1) % job.checkpoint_every == 0:
+            with tempfile.TemporaryDirectory() as scratch:
+                checkpoint = None
+                if rank == 0:
+                    saved = {"model": raw.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
+                    torch.save(saved, Path(scratch) / "checkpoint.pt")
+                    checkpoint = Checkpoint.from_directory(scratch)
+                ray.train.report({"step": step + 1}, checkpoint=checkpoint)
+    progress.done(raw)
+
+
+def main(job: Job) -> None:
+    """Trains on a local cluster of its own. A run of the same name goes on from its newest checkpoint."""
+    ray.init(address="local", include_dashboard=False)
+    trainer = TorchTrainer(
+        train_function,
+        train_loop_config=job,
+        scaling_config=ScalingConfig(num_workers=job.workers, resources_per_worker={"CPU": job.threads}),
+        run_config=RunConfig(name="run", storage_path=str(job.folder), checkpoint_config=CheckpointConfig(num_to_keep=2)),
+    )
+    trainer.fit()
+
+
+if __name__ == "__main__":
+    main(read_job("torch_trainer", __doc__))
