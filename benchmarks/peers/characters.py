@@ -8,11 +8,12 @@ validate(model, text.validation)                          # nats
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from benchmarks.peers.plain_loop import BLOCK
+from benchmarks.peers.plain_loop import BLOCK, number_characters
 
 
 class Characters(NamedTuple):
@@ -25,12 +26,10 @@ class Characters(NamedTuple):
 
 def read_characters(file: Path) -> Characters:
     """A text's characters as int64, numbered in their order."""
-    content = file.read_text()
-    characters = sorted(set(content))
-    number = {character: i for i, character in enumerate(characters)}
-    ids = torch.tensor([number[character] for character in content])
+    numbers, vocabulary = number_characters(file)
+    ids = torch.from_numpy(numbers.astype(np.int64))
     cut = int(0.9 * len(ids))
-    return Characters(ids[:cut], ids[cut:], len(characters))
+    return Characters(ids[:cut], ids[cut:], vocabulary)
 
 
 class Windows(Dataset[dict[str, torch.Tensor]]):

@@ -94,13 +94,19 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
 
 
-def write_tokens(text: Path, file: Path) -> int:
-    """Writes the first nine tenths of a text as uint16, one a character; the size of the vocabulary."""
+def number_characters(text: Path) -> tuple[np.ndarray, int]:
+    """A text's characters as uint16, numbered in their order, and the size of the vocabulary."""
     content = text.read_text()
     characters = sorted(set(content))
     number = {character: i for i, character in enumerate(characters)}
-    np.array([number[c] for c in content[: int(0.9 * len(content))]], dtype=np.uint16).tofile(file)
-    return len(characters)
+    return np.array([number[character] for character in content], dtype=np.uint16), len(characters)
+
+
+def write_tokens(text: Path, file: Path) -> int:
+    """Writes the first nine tenths of a text as uint16, one a character; the size of the vocabulary."""
+    ids, vocabulary = number_characters(text)
+    ids[: int(0.9 * len(ids))].tofile(file)
+    return vocabulary
 
 
 def get_batch(tokens: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,6 +135,20 @@ def learning_rate(step: int, steps: int) -> float:
     return LOWEST_RATE + 0.5 * (1 + math.cos(math.pi * done)) * (RATE - LOWEST_RATE)
 
 
+def update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor, targets: torch.Tensor, rate: float
+) -> torch.Tensor:
+    """One optimiser step at a learning rate, gradients clipped to norm 1; the loss before it."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    loss: torch.Tensor = model(ids, targets)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss
+
+
 def train(text: Path, steps: int) -> dict[str, float]:
     """Trains; tokens a second, milliseconds a step (median) and the last loss."""
     torch.manual_seed(1337)
@@ -139,13 +159,7 @@ def train(text: Path, steps: int) -> dict[str, float]:
         optimizer = make_optimizer(model)
         loss, ends = 0.0, []
         for step in range(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, steps)
-            found = model(*get_batch(tokens))
-            found.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            found = update(model, optimizer, *get_batch(tokens), learning_rate(step, steps))
             if (step + 1) % 50 == 0:
                 loss = found.item()
             ends.append(time.perf_counter())

@@ -7,9 +7,7 @@ as in the tutorial, so that an epoch is a 64th of what the other peers shuffle.
     python -m benchmarks.peers.ray_data_loop ... --steps 0     # only prepares: blocks as Parquet files in the folder
 """
 
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,13 +15,13 @@ import ray
 import ray.train
 import ray.train.torch
 import torch
-from ray.train import Checkpoint, CheckpointConfig, RunConfig, ScalingConfig
+from ray.train import CheckpointConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
-from torch import nn
 
 from benchmarks.peers.characters import validate
-from benchmarks.peers.plain_loop import BATCH, BLOCK, GPT, learning_rate, make_optimizer
+from benchmarks.peers.plain_loop import BATCH, BLOCK, GPT, learning_rate, make_optimizer, update
 from benchmarks.peers.protocol import SEED, Job, Progress, read_job
+from benchmarks.peers.torch_trainer import report, restore
 
 
 class Blocks:
@@ -62,35 +60,18 @@ def train_function(config: dict[str, Any]) -> None:
     torch.manual_seed(SEED)
     raw = GPT(config["vocabulary"])
     optimizer = make_optimizer(raw)
-    first = 0
-    if checkpoint := ray.train.get_checkpoint():
-        with checkpoint.as_directory() as folder:
-            saved = torch.load(Path(folder) / "checkpoint.pt")
-        raw.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        first = saved["step"]
+    first = restore(raw, optimizer)
     model = ray.train.torch.prepare_model(raw)
     rank = ray.train.get_context().get_world_rank()
     progress = Progress(job, rank)
     for step, batch in zip(range(first, job.steps), batches(job), strict=False):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, job.steps)
-        model(batch["ids"], batch["targets"]).backward()
-        nn.utils.clip_grad_norm_(raw.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        update(model, optimizer, batch["ids"], batch["targets"], learning_rate(step, job.steps))
         progress.step(step + 1)
         if job.validate_every and (step + 1) % job.validate_every == 0 and rank == 0:
             loss = validate(raw, validation)
             progress.validation(step + 1, loss)
         if job.checkpoint_every and (step + 1) % job.checkpoint_every == 0:
-            with tempfile.TemporaryDirectory() as scratch:
-                checkpoint = None
-                if rank == 0:
-                    saved = {"model": raw.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
-                    torch.save(saved, Path(scratch) / "checkpoint.pt")
-                    checkpoint = Checkpoint.from_directory(scratch)
-                ray.train.report({"step": step + 1}, checkpoint=checkpoint)
+            report(raw, optimizer, step + 1)
     progress.done(raw)
 
 

@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 -m benchmarks.peers.torch_loop ... --workers 2 --thr
 """
 
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.peers.characters import Windows, read_characters, validate
-from benchmarks.peers.plain_loop import BATCH, GPT, learning_rate, make_optimizer
+from benchmarks.peers.plain_loop import BATCH, GPT, learning_rate, make_optimizer, update
 from benchmarks.peers.protocol import SEED, Job, Progress, read_job
+
+
+def save(file: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Writes a checkpoint."""
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, file)
+
+
+def load(file: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Reads a checkpoint into both; its step."""
+    saved = torch.load(file)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    return int(saved["step"])
 
 
 def train(job: Job) -> None:
@@ -33,27 +47,18 @@ def train(job: Job) -> None:
     loader = DataLoader(windows, BATCH // job.workers, sampler=sampler)
     first, file = 0, job.folder / "checkpoint.pt"
     if job.resume:
-        saved = torch.load(file)
-        raw.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        first = saved["step"]
+        first = load(file, raw, optimizer)
     progress = Progress(job, rank)
     for step, batch in enumerate(loader, start=first):
         if step == job.steps:
             break
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, job.steps)
-        model(batch["ids"], batch["targets"]).backward()
-        nn.utils.clip_grad_norm_(raw.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        update(model, optimizer, batch["ids"], batch["targets"], learning_rate(step, job.steps))
         progress.step(step + 1)
         if job.validate_every and (step + 1) % job.validate_every == 0 and rank == 0:
             loss = validate(raw, text.validation)
             progress.validation(step + 1, loss)
         if job.checkpoint_every and (step + 1) % job.checkpoint_every == 0 and rank == 0:
-            saved = {"model": raw.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
-            torch.save(saved, job.folder / "new.pt")
+            save(job.folder / "new.pt", raw, optimizer, step + 1)
             os.replace(job.folder / "new.pt", file)
     progress.done(raw)
     if job.workers > 1:

@@ -16,8 +16,28 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from benchmarks.peers.characters import Windows, read_characters, validate
-from benchmarks.peers.plain_loop import BATCH, GPT, learning_rate, make_optimizer
+from benchmarks.peers.plain_loop import BATCH, GPT, learning_rate, make_optimizer, update
 from benchmarks.peers.protocol import SEED, Job, Progress, read_job
+from benchmarks.peers.torch_loop import load, save
+
+
+def restore(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Goes on from the newest checkpoint that Ray Train knows; its step, or 0."""
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is None:
+        return 0
+    with checkpoint.as_directory() as folder:
+        return load(Path(folder) / "checkpoint.pt", model, optimizer)
+
+
+def report(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Reports a step to Ray Train, with a checkpoint of rank 0; every worker calls it."""
+    with tempfile.TemporaryDirectory() as scratch:
+        checkpoint = None
+        if ray.train.get_context().get_world_rank() == 0:
+            save(Path(scratch) / "checkpoint.pt", model, optimizer, step)
+            checkpoint = Checkpoint.from_directory(scratch)
+        ray.train.report({"step": step}, checkpoint=checkpoint)
 
 
 def train_function(job: Job) -> None:
@@ -27,13 +47,7 @@ def train_function(job: Job) -> None:
     text = read_characters(job.text)
     raw = GPT(text.vocabulary)
     optimizer = make_optimizer(raw)
-    first = 0
-    if checkpoint := ray.train.get_checkpoint():
-        with checkpoint.as_directory() as folder:
-            saved = torch.load(Path(folder) / "checkpoint.pt")
-        raw.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        first = saved["step"]
+    first = restore(raw, optimizer)
     model = ray.train.torch.prepare_model(raw)
     loader = ray.train.torch.prepare_data_loader(DataLoader(Windows(text.train), BATCH // job.workers, shuffle=True))
     rank = ray.train.get_context().get_world_rank()
@@ -41,24 +55,13 @@ def train_function(job: Job) -> None:
     for step, batch in enumerate(loader, start=first):
         if step == job.steps:
             break
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, job.steps)
-        model(batch["ids"], batch["targets"]).backward()
-        nn.utils.clip_grad_norm_(raw.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        update(model, optimizer, batch["ids"], batch["targets"], learning_rate(step, job.steps))
         progress.step(step + 1)
         if job.validate_every and (step + 1) % job.validate_every == 0 and rank == 0:
             loss = validate(raw, text.validation)
             progress.validation(step + 1, loss)
         if job.checkpoint_every and (step + 1) % job.checkpoint_every == 0:
-            with tempfile.TemporaryDirectory() as scratch:
-                checkpoint = None
-                if rank == 0:
-                    saved = {"model": raw.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
-                    torch.save(saved, Path(scratch) / "checkpoint.pt")
-                    checkpoint = Checkpoint.from_directory(scratch)
-                ray.train.report({"step": step + 1}, checkpoint=checkpoint)
+            report(raw, optimizer, step + 1)
     progress.done(raw)
 
 
