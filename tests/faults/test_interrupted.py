@@ -18,7 +18,8 @@ import raystride
 @raystride.register_source("slow")
 def slow(split):
     Path({marker!r}).touch()
-    time.sleep(600)
+    for _ in range(6000):
+        time.sleep(0.1)  # not all at once: a signal just before a sleep is seen after it
     yield {{"text": "never"}}
 """
 AT_THE_END = """
