@@ -1,7 +1,7 @@
 """Multi-head self-attention with grouped heads, rotary positions and a key-value cache, causal or not.
 
 Shapes: x (B, T, C); q (B, H, T, D); k and v (B, G, T, D); C = H D unless `head_size` is given.
-The arithmetic is in `raystride.triton_kernels.attention`.
+The arithmetic is in `raystride.triton_kernels`: `attention`, and `attention_packed` where documents are packed.
 
     layer = Attention(width=128, heads=4, kv_heads=2)
     y = layer(x, rotation)                                    # (B, T, 128) -> (B, T, 128)
@@ -15,6 +15,7 @@ from torch import nn
 from raystride.model.linear import Linear, Products
 from raystride.model.norm import RMSNorm
 from raystride.triton_kernels.attention import attention
+from raystride.triton_kernels.attention_packed import attention_packed
 from raystride.triton_kernels.rope import rope
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
@@ -88,8 +89,13 @@ class Attention(nn.Module):
         cache: LayerCache | None = None,
         mask: torch.Tensor | None = None,
         key_lengths: torch.Tensor | None = None,
+        documents: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """(B, T, C) -> (B, T, C). `mask` (B, 1, T, S) and `key_lengths` (B,) hide padding on top of the order."""
+        """(B, T, C) -> (B, T, C). `mask` (B, 1, T, S) and `key_lengths` (B,) hide padding on top of the order.
+
+        With `documents` (n + 1,) no token sees beyond its own document: the tokens of all rows, one row after another, are
+        cut into documents there, the last of these numbers being B T. For training alone: without cache, mask and lengths.
+        """
         batch, tokens, _ = x.shape
         heads = self.qkv(x).view(batch, tokens, -1, self.head_size).transpose(1, 2)  # (B, H + 2 G, T, D)
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
@@ -100,6 +106,10 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extend(k, v)
         dropout = self.dropout if self.training else 0.0
+        if documents is not None:
+            q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))  # (B T, H or G, D)
+            y = attention_packed(q, k, v, documents, documents, causal=self.causal, dropout=dropout)
+            return self.out(y.view(batch, tokens, -1))  # type: ignore[no-any-return]
         y = attention(q, k, v, causal=self.causal, mask=mask, key_lengths=key_lengths, dropout=dropout)
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 

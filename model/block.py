@@ -39,14 +39,16 @@ class Block(nn.Module):
         cache: LayerCache | None,
         mask: torch.Tensor | None,
         key_lengths: torch.Tensor | None = None,
+        documents: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """(B, T, C) -> (B, T, C)."""
+        beside = (rotation, cache, mask, key_lengths, documents)
         if self.post:
-            x, _ = self.norm1.add(self.dropout(self.attention(x, rotation, cache, mask, key_lengths)), x)
+            x, _ = self.norm1.add(self.dropout(self.attention(x, *beside)), x)
             x, _ = self.norm2.add(self.dropout(self.feed_forward(x)), x)
             return x
         # The addition and the norm after it are one pass over memory.
-        y, x = self.norm2.add(self.dropout(self.attention(self.norm1(x), rotation, cache, mask, key_lengths)), x)
+        y, x = self.norm2.add(self.dropout(self.attention(self.norm1(x), *beside)), x)
         return x + self.dropout(self.feed_forward(y))  # type: ignore[no-any-return]
 
 

@@ -38,7 +38,10 @@ class Decoder(nn.Module):
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum of the cross-entropies in nats over targets that are not -100, and how many those are."""
-        return linear_cross_entropy(self.hidden(ids), self._head(), targets, product=partial(linear, products=self.products))
+        return self._loss(self.hidden(ids), targets)
+
+    def _loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return linear_cross_entropy(hidden, self._head(), targets, product=partial(linear, products=self.products))
 
     def hidden(
         self,
@@ -46,12 +49,19 @@ class Decoder(nn.Module):
         positions: torch.Tensor | None = None,
         caches: list[LayerCache] | None = None,
         mask: torch.Tensor | None = None,
+        documents: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The normalised last hidden states (B, T, C) of ids (B, T); `positions` (B or 1, T) default to 0, 1, 2, ..."""
+        """The normalised last hidden states (B, T, C) of ids (B, T); `positions` (B or 1, T) default to 0, 1, 2, ...
+
+        `documents` (n + 1,) are where documents begin in all rows, and their end: none sees another, and each has its own
+        positions.
+        """
+        if documents is not None:
+            positions = document_positions(documents, ids.numel()).view(ids.shape)
         x, rotation = with_positions(self.embedding(ids), self.shape, self.positions, positions)
         x = self.dropout(x)
         for layer, block in enumerate(self.blocks):
-            x = block(x, rotation, caches[layer] if caches else None, mask)
+            x = block(x, rotation, caches[layer] if caches else None, mask, None, documents)
         return self.norm(x)  # type: ignore[no-any-return]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -64,3 +74,19 @@ class Decoder(nn.Module):
     def flops_per_token(self) -> float:
         """Operations to train on a token, of samples as long as the context."""
         return flops_per_token(self.shape, self.vocabulary_size)
+
+
+class PackedDecoder(Decoder):
+    """A decoder that is trained on packed documents: the same network, which takes where they begin as well."""
+
+    def forward(  # type: ignore[override]
+        self, ids: torch.Tensor, documents: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As Decoder's; `documents` (n + 1,) as `hidden` takes them."""
+        return self._loss(self.hidden(ids, documents=documents), targets)
+
+
+def document_positions(documents: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Each token's position in its document, (tokens,) int64, from where documents begin and their end (n + 1,)."""
+    starts = documents[:-1].long().repeat_interleave(documents.diff(), output_size=tokens)
+    return torch.arange(tokens, device=documents.device) - starts

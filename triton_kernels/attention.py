@@ -48,11 +48,11 @@ def attention_reference(
     scale: float | None = None,
     dropout: float = 0.0,
     seed: torch.Tensor | None = None,
-    first: int = 0,
+    numbers: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """PyTorch's own attention, which is also what CPUs run; with a seed, the formula, which drops what the kernels drop.
 
-    `first` is the number, in dropout's counter, of the first sequence.
+    `numbers` (B,) are those of the sequences in dropout's counter; 0, 1, 2, ... where none are given.
     """
     queries, keys = q.shape[-2], k.shape[-2]
     blind = None
@@ -65,7 +65,7 @@ def attention_reference(
     if dropout and seed is not None:
         if causal:
             mask = visible(queries, keys, causal=True, device=q.device)
-        kept = kept_weights(seed, q.shape[0], q.shape[1], queries, keys, dropout=dropout, first=first)
+        kept = kept_weights(seed, q.shape[0], q.shape[1], queries, keys, dropout=dropout, numbers=numbers)
         return _formula(q, k, v, mask, blind, kept / (1.0 - dropout), scale)
     if blind is not None and mask is not None and mask.dtype == torch.bool:
         mask = mask | blind

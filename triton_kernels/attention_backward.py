@@ -18,6 +18,7 @@ from raystride.triton_kernels.attention_masks import (
     key_range,
     load_rows,
     masked_work,
+    packed_block,
     product_of_rows,
     query_range,
     sequence_of,
@@ -36,20 +37,22 @@ from raystride.triton_kernels.attention_problem import (
     strides,
 )
 from raystride.triton_kernels.configurations import tile
-from raystride.triton_kernels.language import cdiv, jit, jit_varying, tl
+from raystride.triton_kernels.language import jit, jit_varying, tl
 from raystride.triton_kernels.launch import architecture, launch
 
 _DELTA_ELEMENTS = 2048
 """Of dO in a program of delta: 16 bytes a load, twice over, for each of 128 threads; with more, sm_100 spills."""
 
 
-@jit_varying("lse_b", "lse_h", "T", "blocks", "heads")
+@jit_varying("lse_b", "lse_h", "T", "batch", "blocks", "heads")
 def _attention_delta_kernel(
-    o, grad, delta, query_offsets, o_b, o_h, o_t, grad_b, grad_h, grad_t, lse_b, lse_h, H, T, blocks, heads,
+    o, grad, delta, query_offsets, o_b, o_h, o_t, grad_b, grad_h, grad_t, lse_b, lse_h, H, T, batch, blocks, heads,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     block, head = masked_work(blocks, heads, heads, False)
     b, h = head // H, head % H
+    if query_offsets is not None:
+        b, block = packed_block(block, query_offsets, batch, BLOCK_M)
     query_start, T, _, _, _ = sequence_of(b, None, query_offsets, query_offsets, T, T)
     query, entries = block * BLOCK_M, entries_of(T, query_offsets)
     if query >= entries:
@@ -106,16 +109,18 @@ def _walk_queries(
     return dk, dv
 
 
-@jit_varying("lse_b", "lse_h", "T", "S", "blocks", "heads", "section")
+@jit_varying("lse_b", "lse_h", "T", "S", "batch", "blocks", "heads", "section")
 def _attention_backward_keys_kernel(
     q, k, v, grad, lse, delta, dk, dv, key_lengths, query_offsets, key_offsets, seed, scale_log2, threshold, rescale, window,
     scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, grad_b, grad_h, grad_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
-    lse_b, lse_h, G, group, T, S, blocks, heads, section,
+    lse_b, lse_h, G, group, T, S, batch, blocks, heads, section,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     block, head = masked_work(blocks, heads, section, False)
     b, g = head // G, head % G
+    if key_offsets is not None:
+        b, block = packed_block(block, key_offsets, batch, BLOCK_N)
     LENGTHS: tl.constexpr = key_lengths is not None
     query_start, T, key_start, S, length = sequence_of(b, key_lengths, query_offsets, key_offsets, T, S)
     key = block * BLOCK_N
@@ -193,16 +198,18 @@ def _walk_keys(
     return dq
 
 
-@jit_varying("lse_b", "lse_h", "T", "S", "blocks", "heads", "section")
+@jit_varying("lse_b", "lse_h", "T", "S", "batch", "blocks", "heads", "section")
 def _attention_backward_queries_kernel(
     q, k, v, grad, lse, delta, dq, key_lengths, query_offsets, key_offsets, seed, scale_log2, threshold, rescale, window,
     scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, grad_b, grad_h, grad_t, dq_b, dq_h, dq_t, lse_b, lse_h,
-    H, group, T, S, blocks, heads, section, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr,
+    H, group, T, S, batch, blocks, heads, section, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     block, head = masked_work(blocks, heads, section, CAUSAL)
     b, h = head // H, head % H
+    if query_offsets is not None:
+        b, block = packed_block(block, query_offsets, batch, BLOCK_M)
     g = h // group
     LENGTHS: tl.constexpr = key_lengths is not None
     query_start, T, key_start, S, length = sequence_of(b, key_lengths, query_offsets, key_offsets, T, S)
@@ -251,33 +258,29 @@ def differentiate(
     if dk is not None and dv is not None:
         chosen = tile("attention_backward_keys", name, size, q.dtype, lean=spare)
         m, n, groups = chosen.block_m, chosen.block_n, k.shape[1]
-        blocks, heads, by = (
-            cdiv(sequences.keys, n),
-            sequences.batch * groups,
-            descriptors_fit(sequences, q, k, v, grad, dk, dv),
-        )
+        blocks, heads = sequences.work(sequences.keys, n, groups)
+        by = descriptors_fit(sequences, q, k, v, grad, dk, dv)
         # Lean tiles of large heads have too few rows for the instructions that read what descriptors load.
         by = by and not (spare and size > 128)
         launch(
             _attention_backward_keys_kernel, (blocks * heads,),
             handed_over(q, m, by), handed_over(k, n, by), handed_over(v, n, by), handed_over(grad, m, by), lse, delta,
             handed_over(dk, n, by), handed_over(dv, n, by), *shared, *strides(dk), *strides(dv), *lse_strides(lse),
-            groups, group, sequences.queries, sequences.keys, blocks, heads, side_by_side(sequences, k, 1),
+            groups, group, sequences.queries, sequences.keys, sequences.batch, blocks, heads,
+            side_by_side(sequences, k, 1),
             **constants(chosen, q, rules, by),
         )  # fmt: skip
     if dq is not None:
         chosen = tile("attention_backward_queries", name, size, q.dtype, lean=spare)
         m, n = chosen.block_m, chosen.block_n
-        blocks, heads, by = (
-            cdiv(sequences.queries, m),
-            sequences.batch * q.shape[1],
-            descriptors_fit(sequences, q, k, v, grad, dq),
-        )
+        blocks, heads = sequences.work(sequences.queries, m, q.shape[1])
+        by = descriptors_fit(sequences, q, k, v, grad, dq)
         launch(
             _attention_backward_queries_kernel, (blocks * heads,),
             handed_over(q, m, by), handed_over(k, n, by), handed_over(v, n, by), handed_over(grad, m, by), lse, delta,
             handed_over(dq, m, by), *shared, *strides(dq), *lse_strides(lse),
-            q.shape[1], group, sequences.queries, sequences.keys, blocks, heads, side_by_side(sequences, k, group),
+            q.shape[1], group, sequences.queries, sequences.keys, sequences.batch, blocks, heads,
+            side_by_side(sequences, k, group),
             **constants(chosen, q, rules, by),
         )  # fmt: skip
 
@@ -285,9 +288,10 @@ def differentiate(
 def _delta(grad: torch.Tensor, o: torch.Tensor, delta: torch.Tensor, sequences: Sequences) -> None:
     heads, size = o.shape[1], o.shape[-1]
     rows = _DELTA_ELEMENTS // block_d(size)
-    blocks = cdiv(entries(sequences.queries), rows)
+    numbers = sequences.queries if sequences.packed else entries(sequences.queries)
+    blocks, all_heads = sequences.work(numbers, rows, heads)
     launch(
-        _attention_delta_kernel, (blocks * sequences.batch * heads,), o, grad, delta, sequences.query_offsets,
-        *strides(o), *strides(grad), *lse_strides(delta), heads, sequences.queries, blocks, sequences.batch * heads,
+        _attention_delta_kernel, (blocks * all_heads,), o, grad, delta, sequences.query_offsets,
+        *strides(o), *strides(grad), *lse_strides(delta), heads, sequences.queries, sequences.batch, blocks, all_heads,
         D=size, BLOCK_D=block_d(size), BLOCK_M=rows, num_warps=4,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from raystride.triton_kernels.attention_masks import (
     key_range,
     load_rows,
     masked_work,
+    packed_block,
     product_of_rows,
     sequence_of,
     store_rows,
@@ -32,7 +33,7 @@ from raystride.triton_kernels.attention_problem import (
     strides,
 )
 from raystride.triton_kernels.configurations import tile
-from raystride.triton_kernels.language import cdiv, jit, jit_varying, tl
+from raystride.triton_kernels.language import jit, jit_varying, tl
 from raystride.triton_kernels.launch import architecture, launch
 
 
@@ -71,20 +72,21 @@ def _walk(
     return acc, m, total
 
 
-@jit_varying("lse_b", "lse_h", "T", "S", "blocks", "heads", "section")
+@jit_varying("lse_b", "lse_h", "T", "S", "batch", "blocks", "heads", "section")
 def _attention_forward_kernel(
     q, k, v, o, lse, key_lengths, query_offsets, key_offsets, seed, scale_log2, threshold, rescale, window,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, lse_b, lse_h, H, group, T, S, blocks, heads, section,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, lse_b, lse_h, H, group, T, S, batch, blocks, heads, section,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     block, head = masked_work(blocks, heads, section, CAUSAL)
     b, h = head // H, head % H
+    if query_offsets is not None:
+        b, block = packed_block(block, query_offsets, batch, BLOCK_M)
     g = h // group
     LENGTHS: tl.constexpr = key_lengths is not None
     query_start, T, key_start, S, length = sequence_of(b, key_lengths, query_offsets, key_offsets, T, S)
     query = block * BLOCK_M
-    # The grid is made for the longest of packed sequences.
     if query >= T:
         return
     shift = S - T
@@ -126,13 +128,14 @@ def attend(
     """Fills o, laid out as q, and lse (B, H, entries(T)), or (H, N) for packed sequences."""
     chosen = tile("attention_forward", architecture(q.device), q.shape[-1], q.dtype, lean=lean(sequences, rules))
     m, n, heads, group = chosen.block_m, chosen.block_n, q.shape[1], q.shape[1] // k.shape[1]
-    blocks, all_heads = cdiv(sequences.queries, m), sequences.batch * heads
+    blocks, all_heads = sequences.work(sequences.queries, m, heads)
     by = descriptors_fit(sequences, q, k, v, o)
     launch(
         _attention_forward_kernel, (blocks * all_heads,),
         handed_over(q, m, by), handed_over(k, n, by), handed_over(v, n, by), handed_over(o, m, by), lse,
         *sequences.tensors, *rules.numbers, *strides(q), *strides(k), *strides(v), *strides(o), *lse_strides(lse),
-        heads, group, sequences.queries, sequences.keys, blocks, all_heads, side_by_side(sequences, k, group),
+        heads, group, sequences.queries, sequences.keys, sequences.batch, blocks, all_heads,
+        side_by_side(sequences, k, group),
         **constants(chosen, q, rules, by),
     )  # fmt: skip
 

@@ -44,13 +44,20 @@ def dropout_threshold(dropout: float) -> int:
 
 
 def kept_weights(
-    seed: torch.Tensor, batch: int, heads: int, queries: int, keys: int, *, dropout: float, first: int = 0
+    seed: torch.Tensor,
+    batch: int,
+    heads: int,
+    queries: int,
+    keys: int,
+    *,
+    dropout: float,
+    numbers: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """True where dropout keeps the weight, (B, H, T, S), bit for bit as the kernels draw it; b counts from `first`."""
+    """True where dropout keeps the weight, (B, H, T, S), bit for bit as the kernels draw it; b is one of `numbers` (B,)."""
     low, high = 0xFFFFFFFF, 32
     shape = (batch, heads, queries, keys)
     b, h, i, key = torch.meshgrid([torch.arange(n, device=seed.device) for n in shape], indexing="ij")
-    c0, c1, c2, c3 = key // 4, i, h, b + first
+    c0, c1, c2, c3 = key // 4, i, h, b if numbers is None else numbers[b]
     k0, k1 = seed.reshape(()) & low, (seed.reshape(()) >> high) & low
     for _ in range(_ROUNDS):
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
@@ -77,6 +84,22 @@ def masked_work(blocks, heads, section, HEAVIEST_LAST: tl.constexpr):
     if HEAVIEST_LAST:
         block = blocks - 1 - block
     return block, first + place % width
+
+
+@jit
+def packed_block(place, offsets, batch, BLOCK: tl.constexpr):
+    """The packed sequence that a place of the grid works on, and which of its blocks; there may be no such block.
+
+    Sequence b has the places from offsets[b] // BLOCK + b on, at least as many as it has blocks, so that a grid of all rows
+    does for any lengths, without a list of blocks that the host would have to know (vLLM's unified attention, 2025).
+    """
+    low, high = tl.cast(0, tl.int32), tl.cast(batch, tl.int32)
+    while high - low > 1:
+        middle = (low + high) // 2
+        before = tl.load(offsets + middle) // BLOCK + middle <= place
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    return low, place - tl.load(offsets + low) // BLOCK - low
 
 
 @jit

@@ -3,11 +3,13 @@
 Shapes: B sequences, N queries and M keys of all of them; q (N, H, D); k and v (M, G, D); offsets (B + 1,) in int32, where
 each sequence begins and, last, where all end; the result (N, H, D). Each sequence is attended to as in `attention`.
 
-    o = attention_packed(q, k, v, offsets, offsets, 512, 512, causal=True)    # no sequence is longer than 512
+    o = attention_packed(q, k, v, offsets, offsets, causal=True)
 """
 
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from raystride.triton_kernels.arguments import INTEGERS, expect, expect_dropout, expect_heads
@@ -16,6 +18,19 @@ from raystride.triton_kernels.attention_backward import differentiate
 from raystride.triton_kernels.attention_forward import attend
 from raystride.triton_kernels.attention_problem import Rules, Sequences, rows_readable
 from raystride.triton_kernels.dispatch import takes_triton
+
+
+class _Group(NamedTuple):
+    """Sequences of like length, which are computed side by side, padded to the longest of them."""
+
+    numbers: torch.Tensor
+    """Which they are, (n) int64."""
+    queries: torch.Tensor
+    """Their rows of q, (n T) int64; where there is padding, any row."""
+    keys: torch.Tensor
+    """Their rows of k and v, (n S) int64."""
+    key_lengths: torch.Tensor | None
+    """How many keys each has, (n) int64, where there is padding."""
 
 
 def attention_packed_reference(
@@ -31,16 +46,73 @@ def attention_packed_reference(
     dropout: float = 0.0,
     seed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`attention_reference` of one sequence after another; sequence b drops what row b of a batch drops."""
-    results = [q.new_zeros(0, *q.shape[1:])]
-    starts, key_starts = query_offsets.tolist(), key_offsets.tolist()
-    for b in range(len(starts) - 1):
-        rows, keys = slice(starts[b], starts[b + 1]), slice(key_starts[b], key_starts[b + 1])
-        one = (q[rows], k[keys], v[keys])
-        rules: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "dropout": dropout, "seed": seed}
-        o = attention_reference(*(x.transpose(0, 1)[None] for x in one), **rules, first=b)
-        results.append(o[0].transpose(0, 1))
-    return torch.cat(results)
+    """`attention_reference` of each sequence, those of like length side by side: what CPUs run, too.
+
+    Nothing is computed across sequences. Sequence b drops what row b of a batch drops.
+    """
+    groups, back = _plan(tuple(query_offsets.tolist()), tuple(key_offsets.tolist()))
+    if not groups:  # no query at all
+        return attention_reference(*(x.transpose(0, 1)[None] for x in (q, k, v)))[0].transpose(0, 1)
+    results = []
+    for group in groups:
+        numbers, queries, keys = (each.to(q.device) for each in group[:3])
+        one = [
+            x.index_select(0, rows).unflatten(0, (len(numbers), -1)).transpose(1, 2)
+            for x, rows in ((q, queries), (k, keys), (v, keys))
+        ]
+        # Under a causal mask padding, which stands behind, is seen by padding alone.
+        lengths = None if causal or group.key_lengths is None else group.key_lengths.to(q.device)
+        o = attention_reference(
+            *one, causal=causal, window=window, key_lengths=lengths, scale=scale, dropout=dropout, seed=seed, numbers=numbers
+        )
+        results.append(o.transpose(1, 2).flatten(0, 1))
+    return torch.cat(results).index_select(0, back.to(q.device))
+
+
+_reference = attention_packed_reference
+
+
+def leave_uncompiled() -> None:
+    """Has torch.compile leave the reference as it is: its groups are made of lengths, so every batch would be compiled anew.
+
+    Not by a decorator, whose import takes a second of every start.
+    """
+    global _reference
+    _reference = torch.compiler.disable(attention_packed_reference)
+
+
+@lru_cache(maxsize=2)
+def _plan(query_offsets: tuple[int, ...], key_offsets: tuple[int, ...]) -> tuple[list[_Group], torch.Tensor]:
+    """The groups, and where each row of q is among theirs, (N) int64. All layers of a network ask for the same one."""
+    starts, key_starts = np.array(query_offsets[:-1], np.int64), np.array(key_offsets[:-1], np.int64)
+    lengths, key_lengths = np.diff(query_offsets), np.diff(key_offsets)
+    # Padding leaves positions as they are only where each sequence looks at itself; others wait for one of their lengths.
+    alike = query_offsets == key_offsets
+    kinds = np.stack((_step(lengths), _step(lengths)) if alike else (lengths, key_lengths), 1)
+    back, groups, first = np.zeros(query_offsets[-1], np.int64), [], 0
+    for kind in np.unique(kinds[lengths > 0], axis=0):
+        numbers = np.flatnonzero((kinds == kind).all(1) & (lengths > 0))
+        rows, real = _rows(starts[numbers], lengths[numbers])
+        back[rows[real]] = first + np.flatnonzero(real)
+        first += len(rows)
+        keys, real_keys = _rows(key_starts[numbers], key_lengths[numbers])
+        padded = None if real_keys.all() else torch.from_numpy(key_lengths[numbers])
+        groups.append(_Group(torch.from_numpy(numbers), torch.from_numpy(rows), torch.from_numpy(keys), padded))
+    return groups, torch.from_numpy(back)
+
+
+def _rows(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of sequences, each padded to the longest, and which of them are no padding, (n T) both."""
+    places = np.arange(lengths.max())
+    real = places < lengths[:, None]
+    return np.where(real, starts[:, None] + places, starts[:, None]).reshape(-1), real.reshape(-1)
+
+
+def _step(lengths: np.ndarray) -> np.ndarray:
+    """Lengths rounded up to 1, 2, 3, 4, 6, 8, 12, 16, ...: what is padded to one of these grows by half at most."""
+    power = 2 ** np.floor(np.log2(np.maximum(lengths, 1))).astype(np.int64)
+    halfway = power + power // 2
+    return np.select([lengths <= power, lengths <= halfway], [power, halfway], 2 * power)
 
 
 @torch.library.custom_op("raystride::attention_packed", mutates_args=())
@@ -51,8 +123,6 @@ def _attention_packed(
     query_offsets: torch.Tensor,
     key_offsets: torch.Tensor,
     seed: torch.Tensor | None,
-    longest_query: int,
-    longest_key: int,
     causal: bool,
     window: int,
     scale: float,
@@ -60,9 +130,9 @@ def _attention_packed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = rows_readable(q), rows_readable(k), rows_readable(v)
     o, lse = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-    _assert_offsets("query_offsets", query_offsets, len(q), longest_query)
-    _assert_offsets("key_offsets", key_offsets, len(k), longest_key)
-    sequences = _sequences(query_offsets, key_offsets, longest_query, longest_key)
+    _assert_offsets("query_offsets", query_offsets, len(q))
+    _assert_offsets("key_offsets", key_offsets, len(k))
+    sequences = _sequences(q, k, query_offsets, key_offsets)
     attend(q, k, v, o, lse, sequences, Rules(scale, causal, window, dropout, seed))
     return o, lse
 
@@ -83,8 +153,6 @@ def _attention_packed_backward(
     query_offsets: torch.Tensor,
     key_offsets: torch.Tensor,
     seed: torch.Tensor | None,
-    longest_query: int,
-    longest_key: int,
     causal: bool,
     window: int,
     scale: float,
@@ -92,7 +160,7 @@ def _attention_packed_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     grad, q, k, v = rows_readable(grad), rows_readable(q), rows_readable(k), rows_readable(v)
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    sequences = _sequences(query_offsets, key_offsets, longest_query, longest_key)
+    sequences = _sequences(q, k, query_offsets, key_offsets)
     differentiate(grad, q, k, v, o, lse, dq, dk, dv, sequences, Rules(scale, causal, window, dropout, seed))
     return dq, dk, dv
 
@@ -102,17 +170,16 @@ def _(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _assert_offsets(name: str, offsets: torch.Tensor, rows: int, longest: int) -> None:
+def _assert_offsets(name: str, offsets: torch.Tensor, rows: int) -> None:
     """An error on the device, which the host does not wait for, where offsets lead outside the rows."""
-    lengths = offsets.diff()
-    right = (offsets[0] == 0) & (offsets[-1] == rows) & ((lengths >= 0) & (lengths <= longest)).all()
-    torch._assert_async(right, f"attention_packed: {name} must rise from 0 to {rows}, by {longest} at most")
+    right = (offsets[0] == 0) & (offsets[-1] == rows) & (offsets.diff() >= 0).all()
+    torch._assert_async(right, f"attention_packed: {name} must rise from 0 to {rows}")
 
 
-def _sequences(query_offsets: torch.Tensor, key_offsets: torch.Tensor, longest_query: int, longest_key: int) -> Sequences:
+def _sequences(q: torch.Tensor, k: torch.Tensor, query_offsets: torch.Tensor, key_offsets: torch.Tensor) -> Sequences:
     # Kernels read them one after another, and count in 32 bits.
     query_offsets, key_offsets = query_offsets.int().contiguous(), key_offsets.int().contiguous()
-    return Sequences(query_offsets.shape[0] - 1, longest_query, longest_key, None, query_offsets, key_offsets)
+    return Sequences(query_offsets.shape[0] - 1, len(q), len(k), None, query_offsets, key_offsets)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -122,7 +189,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 
 def _differentiate(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    return *_attention_packed_backward(grad, *ctx.saved_tensors, *ctx.rules), *[None] * 9
+    return *_attention_packed_backward(grad, *ctx.saved_tensors, *ctx.rules), *[None] * 7
 
 
 _attention_packed.register_autograd(_differentiate, setup_context=_save)
@@ -134,8 +201,6 @@ def attention_packed(
     v: torch.Tensor,
     query_offsets: torch.Tensor,
     key_offsets: torch.Tensor,
-    longest_query: int,
-    longest_key: int,
     *,
     causal: bool = False,
     window: int = 0,
@@ -145,8 +210,7 @@ def attention_packed(
 ) -> torch.Tensor:
     """`attention` of each sequence over its own keys. The offsets begin with 0 and end with N and M; sequences may be empty.
 
-    No sequence may have more queries than `longest_query` or keys than `longest_key`; wrong offsets are an error on the
-    device.
+    Lengths stay on the device: the host does not wait for them. Wrong offsets are an error there.
 
     Raises ValueError for shapes that do not go together, offsets that are no vectors of one length, tensors on several
     devices, a share of dropout outside 0 to 1, and for a window without causal, or one below zero.
@@ -160,7 +224,7 @@ def attention_packed(
     expect("attention_packed", "key_offsets", key_offsets, shape=(count,), dtypes=INTEGERS, beside=q)
     if not takes_triton("attention_packed", q, refusal=why_refused(q, k, v, scale=scale, window=window, dropout=dropout)):
         rules: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "dropout": dropout, "seed": seed}
-        return attention_packed_reference(q, k, v, query_offsets, key_offsets, **rules)
+        return _reference(q, k, v, query_offsets, key_offsets, **rules)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if dropout and seed is None:
         seed = torch.randint(0, 1 << 62, (1,), dtype=torch.int64, device=q.device)
@@ -171,8 +235,6 @@ def attention_packed(
         query_offsets,
         key_offsets,
         seed if dropout else None,
-        longest_query,
-        longest_key,
         causal,
         window,
         scale,

@@ -23,8 +23,9 @@ class Sequences(NamedTuple):
 
     batch: int
     queries: int
-    """T, or the most that a packed sequence has."""
+    """T, or of packed sequences those of all, N."""
     keys: int
+    """S, or of packed sequences those of all, M."""
     key_lengths: torch.Tensor | None = None
     query_offsets: torch.Tensor | None = None
     key_offsets: torch.Tensor | None = None
@@ -33,6 +34,18 @@ class Sequences(NamedTuple):
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """Lengths of keys (B,), and offsets of packed queries and keys (B + 1,), in the order in which kernels take them."""
         return self.key_lengths, self.query_offsets, self.key_offsets
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences lie one after another, without a dimension of their own."""
+        return self.query_offsets is not None
+
+    def work(self, rows: int, block: int, heads: int) -> tuple[int, int]:
+        """Into how many blocks the rows of a head are cut, and how many heads there are, those of all sequences.
+
+        Packed sequences share their heads; each may need a block more than its rows fill, see `packed_block`.
+        """
+        return (rows // block + self.batch, heads) if self.packed else (cdiv(rows, block), self.batch * heads)
 
 
 class Rules(NamedTuple):
@@ -131,7 +144,8 @@ def chunk(q: torch.Tensor) -> int:
 
 def side_by_side(sequences: Sequences, k: torch.Tensor, group: int) -> int:
     """How many query heads work at the same time, so that their keys and values stay in the L2 cache together."""
-    one = 2 * max(1, sequences.keys) * k.shape[-1] * k.element_size()
+    keys = cdiv(sequences.keys, max(1, sequences.batch)) if sequences.packed else sequences.keys
+    one = 2 * max(1, keys) * k.shape[-1] * k.element_size()
     return max(1, _CACHE_SHARE // one) * group
 
 

@@ -132,7 +132,7 @@ def _decoding(size: int, dtype: torch.dtype, device: torch.device) -> None:
 def _packed(dtype: torch.dtype, device: torch.device) -> None:
     offsets = torch.arange(0, 4097, 512, dtype=torch.int32, device=device)
     _both_ways(
-        lambda q, k, v: attention_packed(q, k, v, offsets, offsets, 512, 512, causal=True),
+        lambda q, k, v: attention_packed(q, k, v, offsets, offsets, causal=True),
         [(4096, 8, 128), (4096, 4, 128), (4096, 4, 128)],
         dtype,
         device,

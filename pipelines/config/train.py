@@ -60,6 +60,10 @@ class Train(Section):
     """Most tokens in a slot, padding included: a slot is then a bundle of examples of like length, however many they are,
     and slot_size is not used; 0: slot_size samples, whatever their length. For tasks whose samples differ in length; one
     that is longer by itself is a bundle of its own."""
+    packing: Literal["none", "documents"] = setting("none", fixed=True, since="0.2")
+    """With `documents`, attention never crosses a document's end, and positions begin anew with each: a language model's
+    windows hold whole documents and parts of them, which begin with the end token of the one before; in a task `completion`
+    pairs follow each other without padding. `none`: a window is one text, and pairs are padded."""
     micro_batch_slots: int = setting(0, at_least=0)
     """Neighbouring slots that run as one forward and backward, limited by memory; 0: all that a worker has.
 

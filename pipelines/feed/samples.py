@@ -29,6 +29,9 @@ class Samples(Protocol):
     tokens: float
     """Tokens in a sample, on average, as the task counts them; those of a window that are predicted."""
 
+    example: float
+    """Tokens in an example, on average; a window's examples are the documents in it."""
+
     def batch(self, samples: np.ndarray) -> "tuple[Inputs, torch.Tensor]":
         """Inputs and targets, on the host, of the samples of these numbers, (n) int64."""
         ...
@@ -48,6 +51,7 @@ class Windows:
         self.task, self._stream, self._window = task, stream, task.window
         self.count = windows_in(task, stream.tokens)
         self.tokens = float(task.window.stride)
+        self.example = min(self.tokens, stream.tokens / max(1, stream.examples))
 
     def batch(self, samples: np.ndarray) -> "tuple[Inputs, torch.Tensor]":
         """Inputs and targets, on the host, of the windows of these numbers, (n) int64."""
@@ -67,7 +71,7 @@ class Examples:
     def __init__(self, task: Task, stream: TokenStream) -> None:
         self.task, self._stream = task, stream
         self.count = stream.examples
-        self.tokens = task.tokens_of(stream.tokens / max(1, stream.examples))
+        self.tokens = self.example = task.tokens_of(stream.tokens / max(1, stream.examples))
 
     def batch(self, samples: np.ndarray) -> "tuple[Inputs, torch.Tensor]":
         """Inputs and targets, on the host, of the examples of these numbers, (n) int64."""
@@ -87,7 +91,8 @@ class Bundled:
         self.bundles: Bundles = bundle(task.sizes(*stream.heads()), most, seed)
         self.count = self.bundles.count
         self.examples = stream.examples / max(1, self.count)
-        self.tokens = self.examples * self._rows.tokens
+        self.example = self._rows.example
+        self.tokens = self.examples * self.example
 
     def batch(self, samples: np.ndarray) -> "tuple[Inputs, torch.Tensor]":
         """Inputs and targets, on the host, of the examples in the bundles of these numbers, (n) int64."""

@@ -21,6 +21,7 @@ from torch import nn
 
 from raystride.model.linear import bf16_products, in_bf16
 from raystride.pipelines.config import Train
+from raystride.triton_kernels.attention_packed import leave_uncompiled
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -36,6 +37,7 @@ def recompute(model: nn.Module, settings: Train) -> nn.Module:
             block.forward = _Checkpointed(block.forward, selective)  # type: ignore[method-assign]
     if settings.compile != "none":
         _keep_processors_apart()
+        leave_uncompiled()
     if settings.compile == "block":
         for block in blocks(model):
             block.compile()
@@ -102,5 +104,5 @@ def _kept() -> list[Any]:
     aten, ours = torch.ops.aten, torch.ops.raystride
     found = [aten.mm.default, aten.addmm.default, aten.bmm.default, ours.product.default]
     found += [aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default]
-    found += [aten._scaled_dot_product_efficient_attention.default, ours.attention.default]
+    found += [aten._scaled_dot_product_efficient_attention.default, ours.attention.default, ours.attention_packed.default]
     return found

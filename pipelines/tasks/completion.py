@@ -8,17 +8,20 @@ completion are the turns of a chat, as the template writes them; else they follo
 """
 
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from raystride.pipelines.tasks.language_model import LanguageModel
 from raystride.pipelines.tasks.padding import pad
+from raystride.pipelines.tasks.row_losses import row_losses
 from raystride.pipelines.tasks.task import IGNORED, Column, Document, Inputs, Rows
 from raystride.pipelines.tokenizers.training import read_chat
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 
 class Completion(LanguageModel):
@@ -65,12 +68,35 @@ class Completion(LanguageModel):
         return ids if len(ids) else np.array([encoder.end_id], np.uint32)
 
     def collate(self, rows: Rows, masks: Rows | None) -> "tuple[Inputs, torch.Tensor]":
-        """Inputs are all but each pair's last id, targets all but its first; padding stands behind, and is no target."""
-        inputs, _ = pad([row[:-1] for row in rows])
+        """Inputs are all but each pair's last id, targets all but its first; padding stands behind, and is no target.
+
+        Packed, all pairs follow each other in one row (1, N), and beside it stands where each begins, as in LanguageModel.
+        """
         kept = [np.ones(len(row), bool) for row in rows] if masks is None else masks
         wanted = [np.where(mask, row.astype(np.int64), IGNORED)[1:] for row, mask in zip(rows, kept, strict=True)]
+        read = [row[:-1] for row in rows]
+        if self.packed:
+            import torch
+
+            documents = torch.tensor([0, *accumulate(map(len, read))], dtype=torch.int32)
+            inputs, targets = (torch.from_numpy(np.concatenate(each).astype(np.int64))[None] for each in (read, wanted))
+            return (inputs, documents), targets
+        inputs, _ = pad(read)
         targets, _ = pad(wanted, IGNORED)
         return (inputs,), targets
+
+    def losses(self, model: "nn.Module", inputs: Inputs, targets: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
+        """The loss sum of each pair in nats, and its targets that count, both (B)."""
+        if not self.packed:
+            return super().losses(model, inputs, targets)
+        import torch
+
+        # Each token as a row of its own, then added up by pair.
+        hidden, wanted = self.hidden(model, inputs)[0, :, None], targets[0, :, None]
+        losses, counts = row_losses(model.logits, hidden, wanted)  # type: ignore[arg-type]
+        lengths = inputs[1].diff().long()
+        sums, counted = (torch.segment_reduce(each.float(), "sum", lengths=lengths) for each in (losses, counts))
+        return sums, counted.long()
 
     @property
     def targets_per_sample(self) -> None:

@@ -1,7 +1,8 @@
 """Language modelling: predict each next token of the concatenated documents.
 
 A sample is a window of context + 1 tokens with stride context, over the borders of documents and shards; the tail that
-fills no window is dropped.
+fills no window is dropped. With `train.packing documents` each document in a window is read by itself, from the end token
+before it on.
 
     task = LanguageModel(config, {"vocabulary_size": 257})
     task.window                                             # Window(length=129, stride=128) with a context of 128
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from raystride.model.shape import flops_per_token
 from raystride.pipelines.tasks.row_losses import row_losses
 from raystride.pipelines.tasks.task import IGNORED, Document, Inputs, Rows, Task, Window, mean
 
@@ -27,6 +29,12 @@ class LanguageModel(Task):
     """The task of a decoder: cross-entropy of the next token."""
 
     metrics = ("val_loss", "val_perplexity")
+    packs = True
+
+    @property
+    def packed(self) -> bool:
+        """Whether documents are read by themselves, one after another without padding."""
+        return self.config.train.packing == "documents"
 
     @property
     def window(self) -> Window | None:
@@ -39,24 +47,44 @@ class LanguageModel(Task):
         return np.append(encoder.encode(document[0]), np.uint32(encoder.end_id)), None
 
     def collate(self, rows: Rows, masks: Rows | None) -> "tuple[Inputs, torch.Tensor]":
-        """Inputs (B, T), all but the last token of windows (B, T + 1), and targets (B, T), all but the first; both int64."""
+        """Inputs (B, T), all but the last token of windows (B, T + 1), and targets (B, T), all but the first; both int64.
+
+        Of packed documents also where they begin in all rows, one row after another, and the end of the last (n + 1,) int32.
+        """
         import torch
 
         windows = torch.from_numpy(np.asarray(rows))
         inputs, targets = windows[:, :-1], windows[:, 1:]
         if masks is not None:
             targets = targets.masked_fill(~torch.from_numpy(np.asarray(masks))[:, 1:], IGNORED)
-        return (inputs.contiguous(),), targets.contiguous()
+        if not self.packed:
+            return (inputs.contiguous(),), targets.contiguous()
+        begins = np.asarray(rows)[:, :-1] == self.facts["end_id"]
+        begins[:, 0] = True
+        documents = np.append(np.flatnonzero(begins), begins.size)
+        return (inputs.contiguous(), torch.from_numpy(documents.astype(np.int32))), targets.contiguous()
+
+    def prompt(self, text: str) -> np.ndarray:
+        """The ids (n) after which a decoder writes on; the end token first where documents were trained to begin with it."""
+        ids = super().prompt(text)
+        return np.append(np.uint32(self.facts["end_id"]), ids) if self.packed else ids
 
     def build_model(self) -> "Decoder":
         """A freshly initialised decoder."""
-        from raystride.model.transformer import Decoder
+        from raystride.model.transformer import Decoder, PackedDecoder
 
-        return Decoder(self.config.model, int(self.facts["vocabulary_size"]))
+        kind = PackedDecoder if self.packed else Decoder
+        return kind(self.config.model, int(self.facts["vocabulary_size"]))
 
     def losses(self, model: "nn.Module", inputs: Inputs, targets: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
         """The loss sum of each sample in nats, and its targets that count, both (B)."""
-        return row_losses(model.logits, model.hidden(*inputs), targets)  # type: ignore[operator, arg-type]
+        return row_losses(model.logits, self.hidden(model, inputs), targets)  # type: ignore[arg-type]
+
+    def hidden(self, model: "nn.Module", inputs: Inputs) -> "torch.Tensor":
+        """The last hidden states (B, T, C) of inputs as `collate` makes them."""
+        ids, *documents = inputs
+        found: torch.Tensor = model.hidden(ids, documents=documents[0] if documents else None)  # type: ignore[operator]
+        return found
 
     def score(self, loss_sum: float, targets: float, counts: np.ndarray) -> dict[str, float]:
         """Mean loss in nats a token, and its perplexity."""
@@ -74,6 +102,12 @@ class LanguageModel(Task):
             return scores | {"perplexity": perplexity(scores["loss"]), "bits_per_byte": bits}
 
         return of
+
+    def flops_per_token(self, model: "nn.Module", tokens: float) -> float | None:
+        """Operations to train on a token; attention's over the context, or over packed documents of so many tokens."""
+        if not self.packed:
+            return super().flops_per_token(model, tokens)
+        return flops_per_token(self.config.model, int(self.facts["vocabulary_size"]), tokens)
 
     @property
     def targets_per_sample(self) -> float | None:

@@ -97,13 +97,16 @@ class Window:
 class Task:
     """A thing that Raystride can train; each task overrides what is particular to it.
 
-    Raises SettingError where bundles are asked for (`train.slot_tokens`) but samples are windows, which are equally long.
+    Raises SettingError where bundles are asked for (`train.slot_tokens`) but samples are windows, which are equally long,
+    and where documents are to be packed (`train.packing`) but the task has none.
     """
 
     tokenizers: tuple[str, ...] = ("tokenizer",)
     """Its tokenizers: folders under these names lie beside the shards."""
     surveyed: ClassVar[bool] = False
     """Whether `survey` must see all documents before the first is encoded, which takes a pass of its own."""
+    packs: ClassVar[bool] = False
+    """Whether the task can read documents that lie one after another without padding, as `train.packing` says."""
     metrics: tuple[str, ...] = ("val_loss",)
     """What `score` measures, for `validation.metric`."""
 
@@ -111,6 +114,8 @@ class Task:
         self.config, self.facts, self.encoders = config, facts or {}, encoders or {}
         if config.train.slot_tokens and self.window:
             raise config.train.error("slot_tokens", f"must be 0 with task `{config.task}`, whose samples are equally long")
+        if config.train.packing != "none" and not self.packs:
+            raise config.train.error("packing", f"must be `none` with task `{config.task}`, which does not pack documents")
 
     @property
     def window(self) -> Window | None:

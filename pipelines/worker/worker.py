@@ -285,7 +285,7 @@ def _facts(job: Job, worker: WorkerInfo, training: Training) -> RunFacts:
         device=torch.cuda.get_device_name() if job.device == "cuda" else "cpu",
         precision=training.rules.precision.peak_rate,
         tokens_per_step=samples.tokens * job.config.train.batch,
-        flops_per_token=samples.task.flops_per_token(model, samples.tokens / samples.examples),
+        flops_per_token=samples.task.flops_per_token(model, samples.example),
         parameters=sum(math.prod(whole_shape(p)) for p in model.parameters()),
         step=training.state.step,
     )

@@ -3,14 +3,17 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from raystride.model.attention import rotation_table
 from raystride.model.block import sinusoids
 from raystride.model.shape import count_parameters
-from raystride.model.transformer import Decoder
+from raystride.model.transformer import Decoder, PackedDecoder, document_positions
 from raystride.pipelines.config import Model, Optimizer
 from raystride.pipelines.train.optimizer import build_optimizer
 from raystride.triton_kernels.dispatch import kernels_ran, use_kernels
@@ -282,3 +285,38 @@ def test_the_whole_model_compiles_with_kernels() -> None:
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert all(p.grad is not None for p in model.parameters())
+
+
+@settings(max_examples=20)
+@given(
+    shape=st.sampled_from(FLAVOURS),
+    lengths=st.lists(st.integers(1, 16), min_size=1, max_size=9),
+    seed=st.integers(0, 99),
+)
+def test_packed_documents_are_read_one_at_a_time(shape: Model, lengths: list[int], seed: int) -> None:
+    torch.manual_seed(seed)
+    packed = PackedDecoder(shape, 11).double()
+    alone = Decoder(shape, 11).double()
+    alone.load_state_dict(packed.state_dict())
+    ids, targets = torch.randint(0, 11, (2, 1, sum(lengths)))
+    targets[0, ::5] = -100
+    edges = [0, *accumulate(lengths)]
+    loss, counted = packed(ids, torch.tensor(edges, dtype=torch.int32), targets)
+    loss.backward()
+    pairs = [alone(ids[:, a:b], targets[:, a:b]) for a, b in pairwise(edges)]
+    expected = torch.stack([loss for loss, _ in pairs]).sum()
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    assert int(counted) == sum(int(count) for _, count in pairs)
+    for (name, ours), theirs in zip(packed.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_documents_lie_across_rows_and_have_positions_of_their_own() -> None:
+    """Two rows of four tokens: documents of 1, 3, 4 begin where they do in one row of eight."""
+    torch.manual_seed(0)
+    model = PackedDecoder(FLAVOURS[0], 11)
+    ids, documents = torch.randint(0, 11, (2, 4)), torch.tensor([0, 1, 4, 8], dtype=torch.int32)
+    assert document_positions(documents, 8).tolist() == [0, 0, 1, 2, 0, 1, 2, 3]
+    rows, row = model.hidden(ids, documents=documents), model.hidden(ids.view(1, 8), documents=documents)
+    torch.testing.assert_close(rows.view(1, 8, -1), row)

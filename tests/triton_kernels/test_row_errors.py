@@ -58,7 +58,7 @@ OPERATIONS: dict[str, tuple[Function, Function, list[tuple[int, ...]]]] = {
     "attention, dropout": (partial(attention, **_SEED), partial(attention_reference, **_SEED), [(1, 2, 40, 32)] * 3),
     "attention, lengths": (partial(attention, **_LENGTHS), partial(attention_reference, **_LENGTHS), [(2, 1, 40, 32)] * 3),
     "attention_packed": (
-        lambda q, k, v: attention_packed(q, k, v, _OFFSETS, _OFFSETS, 21, 21, causal=True),
+        lambda q, k, v: attention_packed(q, k, v, _OFFSETS, _OFFSETS, causal=True),
         lambda q, k, v: attention_packed_reference(q, k, v, _OFFSETS, _OFFSETS, causal=True),
         [(30, 2, 16), *[(30, 1, 16)] * 2],
     ),

@@ -65,7 +65,7 @@ def train(operation: str, batch: int, queries: int, keys: int) -> None:
         "causal": lambda: attention(q, _heads(batch, queries, GROUPS), _heads(batch, queries, GROUPS), causal=True),
         "cross": lambda: attention(q, k, v, key_lengths=lengths, dropout=0.1),
         "packed": lambda: attention_packed(
-            *(_rows(1, batch * queries, n, SIZE)[0] for n in (HEADS, GROUPS, GROUPS)), offsets, offsets, queries, queries
+            *(_rows(1, batch * queries, n, SIZE)[0] for n in (HEADS, GROUPS, GROUPS)), offsets, offsets
         ),
         "decoding": lambda: torch.no_grad()(attention)(q[:, :, :1], k, v, causal=True),
         "rms_norm": lambda: rms_norm(x, weight),

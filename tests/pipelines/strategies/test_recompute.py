@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from raystride.model.transformer import Decoder
-from raystride.pipelines.config import Model, Scaling, Train
+from raystride.pipelines.config import Data, Model, Scaling, Train
 from raystride.pipelines.strategies.recompute import recompute
 from tests.pipelines.strategies.course import Course, course_job, run_course
 
@@ -52,6 +52,22 @@ def test_compiled_it_learns_the_same(folder: Path, linear: str) -> None:
     courses = [_course(folder, f"{linear}-{way}", strategy="fsdp", model=model, compile=way) for way in ("none", "block")]
     # Compiled sums are in another order: some units of 2^-24 a step, over six steps.
     assert courses[1].losses == pytest.approx(courses[0].losses, rel=1e-4)
+
+
+def test_packed_documents_recomputed_and_compiled(folder: Path) -> None:
+    """Compiled on CPUs their attention is left out, as its groups are made of lengths."""
+    documents = folder / "documents.jsonl"
+    documents.write_text("".join(f'{{"text": "{number * 7919 % 1000} times"}}\n' for number in range(400)))
+
+    def train(run: str, **settings: Any) -> Course:
+        data = Data(source=str(documents), kind="json", column="text", validation_fraction=0.2)
+        settings = {"packing": "documents", **settings}
+        return run_course(course_job(folder, run, model=DROPOUT, data=data, train=replace(TRAIN, **settings)), 1)
+
+    kept = train("packed-kept")
+    for way in ("selective", "full"):
+        assert train(f"packed-{way}", activation_checkpointing=way).sha256 == kept.sha256, way
+    assert all(loss > 0 for loss in train("packed-block", compile="block", steps=2).losses)
 
 
 def _saved_bytes(way: str, linear: str) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import Checkpoint, Model, Optimizer, Scaling, Train
+from raystride.pipelines.config import Checkpoint, Data, Model, Optimizer, Scaling, Train
 from tests.pipelines.strategies.course import SLOTS, STEPS, Course, changed, course_job, run_course
 
 TOLERANCE = 2e-6
@@ -51,6 +51,21 @@ def test_the_other_flavour_in_shards(folder: Path) -> None:
     single = run_course(course_job(folder, "llama", model=model), 1)
     job = course_job(folder, "llama-fsdp", model=model, scaling=Scaling(strategy="fsdp"))
     assert_same_course(run_course(job, 2), single)
+
+
+def test_packed_documents_are_the_same_for_any_number_of_workers(folder: Path) -> None:
+    """In fp32 as any course; exact to the bit; and their attention is not that of windows."""
+    source = folder / "documents.jsonl"
+    source.write_text("".join(f'{{"text": "{number * 7919 % 1000} times"}}\n' for number in range(400)))
+    data = Data(source=str(source), kind="json", column="text", validation_fraction=0.2)
+    courses = {}
+    for exact, world in ((False, 1), (False, 2), (True, 1), (True, 2)):
+        train = Train(steps=STEPS, slots=SLOTS, slot_size=2, log_every=1, packing="documents", exact=exact)
+        courses[exact, world] = run_course(course_job(folder, f"packed-{exact}-{world}", data=data, train=train), world)
+    assert_same_course(courses[False, 2], courses[False, 1])
+    assert courses[True, 2].sha256 == courses[True, 1].sha256
+    windows = run_course(course_job(folder, "windows", data=data), 1)
+    assert windows.losses[0] != pytest.approx(courses[False, 1].losses[0], rel=1e-5)
 
 
 NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")

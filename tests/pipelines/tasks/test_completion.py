@@ -1,11 +1,13 @@
 """Pairs of prompt and completion: the prompt is read and not predicted, what is too long loses its prompt first."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystride.pipelines.config import Config, Model, Tokenizer
+from raystride.pipelines.config import Config, Model, Tokenizer, Train
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tasks.completion import Completion
 from raystride.pipelines.tasks.task import IGNORED
@@ -16,9 +18,10 @@ ENCODERS = {"tokenizer": ByteEncoder()}
 FACTS = {"vocabulary_size": 257, "end_id": END}
 
 
-def _task(context: int = 16) -> Completion:
+def _task(context: int = 16, **train: Any) -> Completion:
     model = Model(layers=1, heads=1, width=8, context=context)
-    task = build_task(Config(task="completion", model=model, tokenizer=Tokenizer(kind="bytes")), FACTS, ENCODERS)
+    config = Config(task="completion", model=model, tokenizer=Tokenizer(kind="bytes"), train=Train(**train))
+    task = build_task(config, FACTS, ENCODERS)
     assert isinstance(task, Completion)
     return task
 
@@ -59,3 +62,19 @@ def test_padding_and_prompts_change_no_loss() -> None:
         alone.append(float(model(*inputs, targets)[0]))
     assert int(counted) == 2 + 5 + 2
     assert np.isclose(float(together), sum(alone), rtol=1e-5)
+
+
+@given(st.lists(st.tuples(st.text("ab", max_size=20), st.text("xy", min_size=1, max_size=20)), min_size=1, max_size=6))
+def test_packed_pairs_have_the_losses_of_padded_ones(pairs: list[tuple[str, str]]) -> None:
+    padded, packed = _task(), _task(packing="documents")
+    torch.manual_seed(0)
+    models = padded.build_model(), packed.build_model()
+    models[0].load_state_dict(models[1].state_dict())
+    rows, masks = zip(*(padded.encode(pair) for pair in pairs), strict=True)
+    (inputs, targets), (ids, wanted) = padded.collate(rows, masks), packed.collate(rows, masks)
+    assert ids[0].shape == wanted.shape == (1, sum(len(row) - 1 for row in rows)), "no padding"
+    for expected, found in zip(models[0](*inputs, targets), models[1](*ids, wanted), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    each = padded.losses(models[0], inputs, targets), packed.losses(models[1], ids, wanted)
+    for expected, found in zip(*each, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

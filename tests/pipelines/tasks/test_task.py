@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from raystride.pipelines.config import Config, Model
+from raystride.pipelines.config import Config, Model, SettingError, Train
 from raystride.pipelines.plugins import OWN_TASKS
 from raystride.pipelines.tasks import TASKS, build_task
 from raystride.pipelines.tasks.task import Task
@@ -66,3 +66,17 @@ def test_a_decoder_tells_its_own_and_a_model_that_cannot_tells_none() -> None:
 
 def test_no_plugin_can_take_the_name_of_a_task_of_ours() -> None:
     assert set(OWN_TASKS) == set(TASKS)
+
+
+@pytest.mark.parametrize("name", sorted(TASKS.keys() - {"language_model", "completion"}))
+def test_what_has_no_documents_packs_none(name: str) -> None:
+    with pytest.raises(SettingError, match=f"train.packing is 'documents'.* task `{name}`, which does not pack"):
+        build_task(Config(task=name, train=Train(packing="documents")), FACTS)
+
+
+def test_operations_of_packed_documents_are_those_of_their_length() -> None:
+    config = Config(model=SHAPE, train=Train(packing="documents"))
+    packed, windows = build_task(config, FACTS), build_task(replace(config, train=Train()), FACTS)
+    model = windows.build_model()
+    assert packed.flops_per_token(model, CONTEXT) == windows.flops_per_token(model, 5)
+    assert packed.flops_per_token(model, 5) == windows.flops_per_token(model, 5) - 12 * 2 * 32 * (CONTEXT - 5)
