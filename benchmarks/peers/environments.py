@@ -24,6 +24,7 @@ WARM = {
     "nanogpt": "torch",
     "hugging_face": "torch, datasets, accelerate, transformers.trainer",
     "lightning": "torch, lightning",
+    "litgpt": "torch, litgpt",
 }
 """Modules imported once in a new environment, since no figure should hold the first reading of its files."""
 LIMIT_S = 1200

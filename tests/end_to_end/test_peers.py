@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.peers.__main__ import Results, measure, options
 from benchmarks.peers.counting import code_lines, user_lines
+from benchmarks.peers.environments import PINS, WARM
 from benchmarks.peers.page import best, draw, table, verdicts
 from benchmarks.peers.protocol import Job, Progress, read_job, read_progress
 from benchmarks.peers.rows import ROWS, Sizes, Trained
@@ -30,6 +31,10 @@ def test_the_table_has_ranges_the_best_in_bold_and_what_failed() -> None:
     assert "| Lightning | failed | failed | failed |" in text
     assert "Lightning, ready: no environment: no wheel" in text
     assert best(RESULTS, "start") == ["torch"]
+
+
+def test_every_environment_is_warmed_with_what_its_peer_imports() -> None:
+    assert WARM.keys() == PINS.keys() == {way.environment for way in WAYS.values() if way.environment}
 
 
 def test_where_a_peer_is_better_it_says_so() -> None:
