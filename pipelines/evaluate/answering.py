@@ -133,7 +133,8 @@ class Answerer:
             rows: Any = [example.ids for example in examples]
             inputs, targets = self.task.collate(np.stack(rows) if self.task.window else rows, masks if masked else None)
             inputs = self.task.unpack(tuple(each.to(self.device) for each in inputs))
-            answers = [{} for _ in examples] if self.task.window else self.task.answer(self.model, inputs)
+            written = isinstance(self.model, Decoder)  # whose answer is a text, and here the document has it
+            answers = [{} for _ in examples] if written else self.task.answer(self.model, inputs)
             if not self.graded:
                 return answers
             losses, counts = self.task.losses(self.model, inputs, targets.to(self.device))

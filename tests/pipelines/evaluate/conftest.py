@@ -42,7 +42,8 @@ def train(config: Config, storage: Path, run: str) -> None:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """A storage with the runs `labels`, `translates` and `writes`, each of 6 steps with checkpoints at 3 and 6."""
+    """A storage with the runs `labels`, `translates`, `writes`, `completes` and `packs`, the last two of pairs, each of 6 steps
+    with checkpoints at 3 and 6."""
     path = tmp_path_factory.mktemp("finished")
     source = write_rows(path / "train.jsonl", texts())
     write_rows(path / "test.jsonl", texts(60))
@@ -59,4 +60,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     tasks = {"labels": "classification", "translates": "translation", "writes": "language_model"}
     for run, task in tasks.items():
         train(replace(base, task=task), path, run)
+    for run, packing in (("completes", "none"), ("packs", "documents")):
+        settings = replace(base.train, packing=packing)
+        train(replace(base, task="completion", data=replace(base.data, target_column="target"), train=settings), path, run)
     return Folder(str(path))

@@ -81,15 +81,15 @@ def test_windows_predict_each_token_once(trained: Folder) -> None:
     assert rows[0]["loss"] == pytest.approx(float(loss), rel=1e-5)
 
 
-@pytest.mark.parametrize("run", ["labels", "translates"])
+@pytest.mark.parametrize("run", ["labels", "translates", "completes", "packs"])
 def test_the_losses_of_a_batch_add_up_to_the_models(trained: Folder, run: str) -> None:
     answerer = _answerer(trained, run, graded=True, batch=16)
     key = "label" if run == "labels" else "target"
     documents = [(row["text"], row[key]) for row in texts(16)]
     rows = list(answerer.answer(documents))
     task = answerer.task
-    encoded = [task.encode(document)[0] for document in documents]
-    inputs, targets = task.collate(encoded, None)
+    encoded, masks = zip(*(task.encode(document) for document in documents), strict=True)
+    inputs, targets = task.collate(encoded, None if masks[0] is None else masks)  # type: ignore[arg-type]
     with torch.no_grad():
         loss, counted = answerer.model(*inputs, targets)
     assert sum(row["targets"] for row in rows) == int(counted)
