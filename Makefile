@@ -4,6 +4,7 @@
 # make test-of X  the tests of one room or package: make test-of feed, make test-of NAME=triton_kernels
 # make test-processors  all tests three times, as on other processors: either product, and neither AVX-512 nor AMX
 # make test-ray-next  what touches Ray, with the newest Ray that pyproject.toml admits, in an environment of its own
+# make report-3.6  docs/kernels-3.6.md: what ships, compiled by the oldest Triton, in an environment of its own; ten minutes
 # make install    make .venv and install Raystride and what its developers need into it
 # make ui         the MLflow UI over the runs in runs/
 # make pictures   the pictures of docs/, from two trainings and a browser: some five minutes
@@ -16,11 +17,12 @@ VENV := .venv
 STORAGE ?= runs
 RUN := $(VENV)/bin/python
 NEXT := .venv-ray-next
+TRITON_36 := .venv-triton-3.6
 # A file's tests stay in one process, which has their trainings; the files are taken in tests/conftest.py's order.
 PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help install train test test-all test-of test-processors test-ray-next ui pictures sanitize lint
+.PHONY: help install train test test-all test-of test-processors test-ray-next report-3.6 ui pictures sanitize lint
 .DEFAULT_GOAL := train
 
 help:
@@ -81,6 +83,18 @@ $(NEXT)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(NEXT)
 	@grep -v '^ray==' constraints.txt > $(NEXT)/constraints.txt
 	@$(NEXT)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -c $(NEXT)/constraints.txt -e ".[dev]"
+	@touch $@
+
+report-3.6: $(TRITON_36)/.installed
+	@$(TRITON_36)/bin/python -m raystride.triton_kernels.compile_report --shipped --write docs/kernels-3.6.md --command "make $@"
+
+# The kernels need no more than these two.
+$(TRITON_36)/.installed: constraints.txt
+	@echo "installing PyTorch and Triton 3.6 into $(TRITON_36)"
+	@$(PYTHON) -m venv $(TRITON_36)
+	@grep -v '^triton==' constraints.txt > $(TRITON_36)/constraints.txt
+	@$(TRITON_36)/bin/python -m pip install --quiet --disable-pip-version-check -c $(TRITON_36)/constraints.txt torch numpy
+	@$(TRITON_36)/bin/python -m pip install --quiet --disable-pip-version-check "triton==3.6.*"
 	@touch $@
 
 ui: $(VENV)/.installed

@@ -4,10 +4,12 @@ training     training steps beside a plain one-file loop of PyTorch; `--loss`: t
 loop         our loop beside a bare one around the same model; `--ray`: two workers beside DistributedDataParallel
 scaling      two workers beside one
 startup      from the start of the process to the first step, beside Ray's stock TorchTrainer
+packing      padded pairs and whole windows beside packed documents
 preparation  raw text to shards, beside load_dataset and map; `--memory`: what ten times the text takes
 exactness    kills, stops and resizes that must change no bit, and the cost of exact sums beside DistributedDataParallel
 recovery     from the loss of a worker or of a node to the next step
 peers        everything beside nanoGPT, PyTorch alone, Hugging Face, Lightning and Ray's own trainers, on one page
+launch_cost  what the host takes for a call of our operations, beside PyTorch's attention
 recorder     a loop that records every step beside one that records none
 
 Ways of doing one thing take turns in the same run; every ratio is taken within its round. All print the machine, versions,

@@ -128,13 +128,14 @@ def _streaming(
             inputs = [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=backward) for shape in shapes]
             grad: list[torch.Tensor] = []
 
-            def way(function: Callable[..., torch.Tensor]) -> Way:
+            def way(function: Callable[..., Any]) -> Way:
                 def run() -> None:
                     y = function(*inputs)
                     if backward:
+                        outputs = y if isinstance(y, tuple) else (y,)
                         if not grad:
-                            grad.append(torch.randn_like(y))
-                        torch.autograd.grad(y, inputs, grad[0])
+                            grad.extend(map(torch.randn_like, outputs))
+                        torch.autograd.grad(outputs, inputs, grad)
 
                 return run
 
@@ -162,7 +163,8 @@ def _elementwise() -> Iterator[Case]:
 
 
 def _rope() -> Iterator[Case]:
-    batch, heads, length, size = 8, 32, 4096, 128
+    batch, length, size = 8, 4096, 128
+    shapes = [(batch, heads, length, size) for heads in (24, 8)]
 
     @cache
     def tables() -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,7 +172,7 @@ def _rope() -> Iterator[Case]:
         return angles.cos(), angles.sin()
 
     yield from _streaming(
-        "rope", lambda x: rope(x, *tables()), lambda x: rope_reference(x, *tables()), [(batch, heads, length, size)], (2, 2)
+        "rope", lambda q, k: rope(q, k, *tables()), lambda q, k: rope_reference(q, k, *tables()), shapes, (2, 2)
     )
 
 

@@ -5,17 +5,20 @@
     p <- p - rate / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)
 
 The order of the operations, each rounded in fp32, is that of torch.optim.AdamW, and so are the bits where the compiler does
-not contract a product and a sum into one rounding. The kernel finds its tensors through a table of addresses, which is sent
-to the GPU again only when one has changed.
+not contract a product and a sum into one rounding. The powers of the betas are made in the kernel, in fp64 from each
+parameter's own count of steps. It finds its tensors through a table of addresses, which is sent to the GPU again only when
+one has changed, and then without the host waiting: a step is one launch, and one that a CUDA graph can replay.
 
 Where `skip` is 1 nothing changes, which the host need not know: so a step that overflowed is left out.
 
     adamw(parameters, gradients, exp_avgs, exp_avg_sqs, steps, learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1)
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from raystride.triton_kernels.arguments import expect
@@ -72,11 +75,22 @@ def _lie_alike(groups: tuple[Tensors, ...]) -> bool:
 
 
 @jit
+def _one_less_power(BASE: tl.constexpr, exponent):
+    """1 - BASE^exponent in fp64, where it keeps its digits for a base near 1; by squaring."""
+    power, square = tl.full((), 1.0, tl.float64), tl.full((), BASE, tl.float64)
+    while exponent > 0:
+        power = tl.where(exponent % 2 == 1, power * square, power)
+        square = square * square
+        exponent = exponent // 2
+    return 1.0 - power
+
+
+@jit
 def _adamw_kernel(
-    addresses_ptr, sizes_ptr, pieces_ptr, step_sizes_ptr, roots_ptr, skip_ptr, tensors, keep, beta2, one_less_beta1,
-    one_less_beta2, eps, TYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    addresses_ptr, sizes_ptr, pieces_ptr, skip_ptr, tensors, rate, rate_rest, keep, beta2, one_less_beta1, one_less_beta2,
+    eps, BETA1: tl.constexpr, BETA2: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of one tensor. `pieces` (programs, 2): which tensor, which block; `addresses` (4, tensors): p, g, m, v."""
+    """A block of one tensor. `pieces` (programs, 2): which tensor, which block; `addresses` (5, tensors): p, g, m, v, t."""
     if tl.load(skip_ptr) != 0.0:
         return
     tensor = tl.load(pieces_ptr + 2 * tl.program_id(0))
@@ -86,6 +100,7 @@ def _adamw_kernel(
     g_address = tl.load(addresses_ptr + tensors + tensor)
     m_address = tl.load(addresses_ptr + 2 * tensors + tensor)
     v_address = tl.load(addresses_ptr + 3 * tensors + tensor)
+    steps_ptr = tl.load(addresses_ptr + 4 * tensors + tensor).to(tl.pointer_type(tl.float32))
     # Addresses come as integers, of which the compiler cannot know that 16 bytes at a time are safe.
     if ALIGNED:
         p_address, g_address = tl.multiple_of(p_address, 16), tl.multiple_of(g_address, 16)
@@ -98,7 +113,10 @@ def _adamw_kernel(
     v = tl.load(v_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     m = m + one_less_beta1 * (g - m)
     v = v * beta2 + one_less_beta2 * g * g
-    size, root = tl.load(step_sizes_ptr + tensor), tl.load(roots_ptr + tensor)
+    # In fp64, of which the host could give no argument: the rate comes as two numbers in fp32.
+    step = tl.load(steps_ptr).to(tl.int32)
+    whole = tl.cast(rate, tl.float64) + tl.cast(rate_rest, tl.float64)
+    size, root = (whole / _one_less_power(BETA1, step)).to(tl.float32), tl.sqrt(_one_less_power(BETA2, step)).to(tl.float32)
     # Rounded to nearest, as PyTorch does; `/` and sqrt of fp32 are approximate in Triton.
     p = p * keep - size * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
     tl.store(p_ptr + offsets, p.to(TYPE), mask=inside)
@@ -106,11 +124,13 @@ def _adamw_kernel(
     tl.store(v_ptr + offsets, v.to(TYPE), mask=inside)
 
 
-def _check(groups: tuple[Tensors, ...]) -> None:
+def _check(groups: tuple[Tensors, ...], steps: Tensors) -> None:
     """Each tensor has the shape of its parameter. Asked when a table is made, not at every step."""
     for name, group in zip(("gradients", "exp_avgs", "exp_avg_sqs"), groups[1:], strict=True):
         for number, (x, parameter) in enumerate(zip(group, groups[0], strict=True)):
             expect("adamw", f"{name}[{number}]", x, shape=parameter.shape, beside=groups[0][0])
+    for number, step in enumerate(steps):
+        expect("adamw", f"steps[{number}]", step, shape=(), beside=groups[0][0])
 
 
 @dataclass(frozen=True)
@@ -126,23 +146,29 @@ class _Tables:
 _tables: dict[tuple[int, ...], _Tables] = {}
 
 
-def _find_tables(groups: tuple[Tensors, ...]) -> _Tables:
+def _find_tables(groups: tuple[Tensors, ...], steps: Tensors) -> _Tables:
     """Looked up by addresses and sizes, so a tensor that moved is noticed."""
-    key = (*(x.data_ptr() for group in groups for x in group), *(x.numel() for group in groups for x in group))
+    addresses = [[x.data_ptr() for x in group] for group in (*groups, steps)]
+    key = (*itertools.chain(*addresses), *(x.numel() for group in groups for x in group))
     if key not in _tables:
-        _check(groups)
+        _check(groups, steps)
         while len(_tables) >= _TABLES_KEPT:
             del _tables[next(iter(_tables))]
         device = groups[0][0].device
-        addresses = torch.tensor([[x.data_ptr() for x in group] for group in groups], dtype=torch.int64)
         counts = torch.tensor([cdiv(x.numel(), _BLOCK) for x in groups[0]])
         tensor = torch.repeat_interleave(torch.arange(len(counts)), counts)
         block = torch.arange(len(tensor)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
         sizes = torch.tensor([x.numel() for x in groups[0]], dtype=torch.int64)
         pieces = torch.stack((tensor, block), dim=1).int()
-        aligned = not (addresses % 16).any()
-        _tables[key] = _Tables(addresses.to(device), sizes.to(device), pieces.to(device), aligned)
+        aligned = not any(address % 16 for group in addresses[:4] for address in group)
+        places = torch.tensor(addresses, dtype=torch.int64)
+        _tables[key] = _Tables(_sent(places, device), _sent(sizes, device), _sent(pieces, device), aligned)
     return _tables[key]
+
+
+def _sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """x on a device, for which the host does not wait."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 @torch.library.custom_op("raystride::adamw", mutates_args=("parameters", "exp_avgs", "exp_avg_sqs"))
@@ -159,16 +185,14 @@ def _adamw(
     decay: float,
     skip: torch.Tensor,
 ) -> None:
-    tables = _find_tables((parameters, gradients, exp_avgs, exp_avg_sqs))
-    # In fp64, since 1 - b^t loses digits in fp32 where b is near 1.
-    step = torch.stack(steps).double()
-    sizes, roots = (learning_rate / (1 - beta1**step)).float(), (1 - beta2**step).sqrt().float()
+    tables = _find_tables((parameters, gradients, exp_avgs, exp_avg_sqs), steps)
+    rate = float(np.float32(learning_rate))
     kind = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[parameters[0].dtype]
     launch(
         _adamw_kernel, (len(tables.pieces),),
-        tables.addresses, tables.sizes, tables.pieces, sizes, roots, skip, len(parameters),
+        tables.addresses, tables.sizes, tables.pieces, skip, len(parameters), rate, learning_rate - rate,
         1 - learning_rate * decay, beta2, 1 - beta1, 1 - beta2, eps,
-        TYPE=kind, ALIGNED=tables.aligned, BLOCK=_BLOCK, num_warps=8,
+        BETA1=beta1, BETA2=beta2, TYPE=kind, ALIGNED=tables.aligned, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
 
 
@@ -229,7 +253,7 @@ def adamw(
     expect("adamw", "steps[0]", steps[0], shape=(), beside=parameters[0])
     if skip is not None:
         expect("adamw", "skip", skip, shape=(), beside=parameters[0])
-    if takes_triton("adamw", parameters[0], _refusal(groups)):
+    if takes_triton("adamw", parameters[0], _refusal(groups, steps)):
         tensors = [list(group) for group in (*groups, steps)]
         _adamw(
             *tensors,
@@ -243,7 +267,9 @@ def adamw(
         adamw_reference(*groups, steps, learning_rate=learning_rate, betas=betas, eps=eps, decay=decay, skip=skip)
 
 
-def _refusal(groups: tuple[Tensors, ...]) -> str:
+def _refusal(groups: tuple[Tensors, ...], steps: Tensors) -> str:
+    if any(x.dtype != torch.float32 for x in steps):
+        return f"steps in {', '.join(sorted({str(x.dtype) for x in steps}))}"
     kinds = {x.dtype for group in groups for x in group}
     if len(kinds) > 1:
         return f"tensors of different dtypes, {', '.join(sorted(str(kind) for kind in kinds))}"

@@ -44,16 +44,32 @@ def expect_heads(operation: str, layout: str, q: torch.Tensor, k: torch.Tensor, 
     Raises:
         ValueError: shapes that do not go together, query heads that are no multiple of key heads, several devices.
     """
-    said = f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
-    if not q.dim() == k.dim() == v.dim() == len(layout):
-        raise ValueError(f"{operation}: q, k and v must have {len(layout)} dimensions, but are {said}")
+    of_q, of_k, of_v = q.shape, k.shape, v.shape
+    if not len(of_q) == len(of_k) == len(of_v) == len(layout):
+        raise ValueError(f"{operation}: q, k and v must have {len(layout)} dimensions, but are {_shapes(q, k, v)}")
     heads, size = layout.index("H"), len(layout) - 1
-    if k.shape[:size] != v.shape[:size] or q.shape[size] != k.shape[size] or (layout[0] == "B" and len(q) != len(k)):
-        raise ValueError(f"{operation}: k and v must have the batch and the head size of q, and one length, but are {said}")
-    if k.shape[heads] < 1 or q.shape[heads] % k.shape[heads]:
-        raise ValueError(f"{operation}: the heads of q must be a multiple of those of k and v, but are {said}")
+    if of_k[:size] != of_v[:size] or of_q[size] != of_k[size] or (layout[0] == "B" and of_q[0] != of_k[0]):
+        raise ValueError(
+            f"{operation}: k and v must have the batch and the head size of q, and one length, but are {_shapes(q, k, v)}"
+        )
+    if of_k[heads] < 1 or of_q[heads] % of_k[heads]:
+        raise ValueError(f"{operation}: the heads of q must be a multiple of those of k and v, but are {_shapes(q, k, v)}")
     expect(operation, "k", k, beside=q)
     expect(operation, "v", v, beside=q)
+
+
+def expect_rules(operation: str, *, causal: bool, window: int, softcap: float) -> None:
+    """Which keys are seen, and how far scores go.
+
+    Raises:
+        ValueError: a window without causal, or one below zero; a cap below zero.
+    """
+    if window < 0 or (window and not causal):
+        raise ValueError(
+            f"{operation}: a window ({window}) is a number of keys up to a query's own position: it needs causal"
+        )
+    if softcap < 0:
+        raise ValueError(f"{operation}: softcap must be at least 0, which is none, but is {softcap}")
 
 
 def expect_dropout(operation: str, dropout: float, seed: torch.Tensor | None, beside: torch.Tensor) -> None:
@@ -68,6 +84,10 @@ def expect_dropout(operation: str, dropout: float, seed: torch.Tensor | None, be
         expect(operation, "seed", seed, dtypes=(torch.int64,), beside=beside)
         if seed.numel() != 1:
             raise ValueError(f"{operation}: seed must be a single number, but is of shape {tuple(seed.shape)}")
+
+
+def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
 
 
 def _named(dtypes: Container[torch.dtype]) -> str:

@@ -1,4 +1,5 @@
-"""Scaled dot-product attention, O = dropout(softmax(scale Q K^T + M)) V (Vaswani et al., 2017, eq. 1).
+"""Scaled dot-product attention, O = dropout(softmax(scale Q K^T + M)) V (Vaswani et al., 2017, eq. 1), whose scores may be
+capped before the mask, s -> c tanh(s / c) (Gemma Team, 2024, section 2).
 
 Shapes: B batch, H query heads, G key and value heads (H a multiple of G), T queries, S keys, D head size.
 q (B, H, T, D); k and v (B, G, S, D); the result (B, H, T, D), laid out in memory as (B, T, H, D). Any strides are taken as
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from raystride.triton_kernels.arguments import INTEGERS, expect, expect_dropout, expect_heads
+from raystride.triton_kernels.arguments import INTEGERS, expect, expect_dropout, expect_heads, expect_rules
 from raystride.triton_kernels.attention_backward import differentiate
 from raystride.triton_kernels.attention_decoding import LONGEST, decode
 from raystride.triton_kernels.attention_forward import attend
@@ -29,8 +30,9 @@ from raystride.triton_kernels.attention_problem import (
     side_by_side_in_memory,
 )
 from raystride.triton_kernels.configurations import family
-from raystride.triton_kernels.dispatch import takes_triton
+from raystride.triton_kernels.dispatch import takes_library, takes_triton
 from raystride.triton_kernels.launch import architecture
+from raystride.triton_kernels.operation import operation
 
 LARGEST_HEAD = 256
 """The accumulators of a larger head fit no registers."""
@@ -47,6 +49,7 @@ def attention_reference(
     mask: torch.Tensor | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
+    softcap: float = 0.0,
     seed: torch.Tensor | None = None,
     numbers: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -62,11 +65,17 @@ def attention_reference(
         # PyTorch's kernels do not agree on rows without a key, which only lengths make, or more queries than keys.
         blind = ~seen.any(-1, keepdim=True) if key_lengths is not None or queries > keys else None
         causal = False
-    if dropout and seed is not None:
+    if softcap or (dropout and seed is not None):
         if causal:
             mask = visible(queries, keys, causal=True, device=q.device)
-        kept = kept_weights(seed, q.shape[0], q.shape[1], queries, keys, dropout=dropout, numbers=numbers)
-        return _formula(q, k, v, mask, blind, kept / (1.0 - dropout), scale)
+        kept = None
+        if dropout and seed is not None:
+            kept = kept_weights(seed, q.shape[0], q.shape[1], queries, keys, dropout=dropout, numbers=numbers) / (
+                1.0 - dropout
+            )
+        elif dropout:
+            kept = F.dropout(q.new_ones(*q.shape[:-1], keys), dropout)
+        return _formula(q, k, v, mask, blind, kept, scale, softcap)
     if blind is not None and mask is not None and mask.dtype == torch.bool:
         mask = mask | blind
     grouped = q.shape[1] != k.shape[1]
@@ -80,22 +89,26 @@ def _formula(
     v: torch.Tensor,
     mask: torch.Tensor | None,
     blind: torch.Tensor | None,
-    kept: torch.Tensor,
+    kept: torch.Tensor | None,
     scale: float | None,
+    softcap: float,
 ) -> torch.Tensor:
     """`kept` multiplies the weights; rows that are `blind` see no key."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     if blind is not None:
         scores = scores.masked_fill(blind, 0.0)
-    o = (scores.softmax(-1) * kept.to(q.dtype)) @ v
+    weights = scores.softmax(-1)
+    o = (weights if kept is None else weights * kept.to(q.dtype)) @ v
     return o if blind is None else o.masked_fill(blind, 0.0)
 
 
-@torch.library.custom_op("raystride::attention", mutates_args=())
+@operation("raystride::attention")
 def _attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -106,11 +119,12 @@ def _attention(
     window: int,
     scale: float,
     dropout: float,
+    softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = rows_readable(q), rows_readable(k), rows_readable(v)
     o, lse = like_rows(q), q.new_empty((*q.shape[:2], entries(q.shape[2])), dtype=torch.float32)
     sequences = Sequences(q.shape[0], q.shape[2], k.shape[2], side_by_side_in_memory(key_lengths))
-    attend(q, k, v, o, lse, sequences, Rules(scale, causal, window, dropout, seed))
+    attend(q, k, v, o, lse, sequences, Rules(scale, causal, window, dropout, softcap, seed))
     return o, lse
 
 
@@ -119,7 +133,7 @@ def _(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return like_rows(q), q.new_empty((*q.shape[:2], entries(q.shape[2])), dtype=torch.float32)
 
 
-@torch.library.custom_op("raystride::attention_backward", mutates_args=())
+@operation("raystride::attention_backward")
 def _attention_backward(
     grad: torch.Tensor,
     q: torch.Tensor,
@@ -133,6 +147,7 @@ def _attention_backward(
     window: int,
     scale: float,
     dropout: float,
+    softcap: float,
     for_queries: bool,
     for_keys: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -140,7 +155,7 @@ def _attention_backward(
     dq, dk, dv = _gradients(q, k, v, for_queries, for_keys)
     sequences = Sequences(q.shape[0], q.shape[2], k.shape[2], side_by_side_in_memory(key_lengths))
     wanted = (dq if for_queries else None, dk if for_keys else None, dv if for_keys else None)
-    differentiate(grad, q, k, v, o, lse, *wanted, sequences, Rules(scale, causal, window, dropout, seed))
+    differentiate(grad, q, k, v, o, lse, *wanted, sequences, Rules(scale, causal, window, dropout, softcap, seed))
     return dq, dk, dv
 
 
@@ -169,7 +184,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 def _differentiate(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     queries, keys, values = ctx.needs_input_grad[:3]
     dq, dk, dv = _attention_backward(grad, *ctx.saved_tensors, *ctx.rules, queries, keys or values)
-    return dq if queries else None, dk if keys else None, dv if values else None, *[None] * 6
+    return dq if queries else None, dk if keys else None, dv if values else None, *[None] * 7
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)
@@ -184,6 +199,8 @@ def why_refused(
     scale: float | None = None,
     window: int = 0,
     dropout: float = 0.0,
+    softcap: float = 0.0,
+    lengths: bool = False,
 ) -> str:
     """Why the kernels cannot take this call; empty if they can."""
     if mask is not None:
@@ -194,9 +211,11 @@ def why_refused(
         return f"head size {q.shape[-1]}"
     if not q.dtype == k.dtype == v.dtype:
         return "queries, keys and values of several dtypes"
+    if softcap and (dropout or lengths):
+        return f"capped scores with {'dropout' if dropout else 'key lengths'}, which would spill registers"
     single_and_wide = q.dtype == torch.float32 and q.shape[-1] > 128
-    if (dropout or window) and single_and_wide and family(architecture(q.device)) in ("sm_80", "sm_86"):
-        return f"dropout or a window in fp32 with head size {q.shape[-1]}, which would spill registers"
+    if (dropout or window or softcap) and single_and_wide and family(architecture(q.device)) in ("sm_80", "sm_86"):
+        return f"dropout, a window or a cap in fp32 with head size {q.shape[-1]}, which would spill registers"
     return "a scale that is not positive" if scale is not None and scale <= 0 else ""
 
 
@@ -211,35 +230,45 @@ def attention(
     mask: torch.Tensor | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
+    softcap: float = 0.0,
     seed: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of every query over the keys that it may see.
 
     With `causal`, query i of T sees keys 0 to S - T + i, so that a query against a cache of S keys sees all of them; with
     `window`, only the last so many of these. Keys from key_lengths (B,) on are not seen; that leaves the queries' positions
-    as they are, at the end of the S keys. `scale` is 1 / sqrt(D) where none is given. `dropout` is the share of weights
+    as they are, at the end of the S keys. `scale` is 1 / sqrt(D) where none is given. `softcap` caps scaled scores; 0: none.
+    `dropout` is the share of weights
     dropped, those that `seed` (1,) in int64 names; without a seed, one is drawn from the device's generator.
 
     Raises ValueError for shapes that do not go together, heads that are no multiple of groups, key_lengths of another batch,
-    tensors on several devices, a share of dropout outside 0 to 1, and for a window without causal, or one below zero.
+    tensors on several devices, a share of dropout outside 0 to 1, for a window without causal, and for one, or a cap, below
+    zero.
     """
-    if window < 0 or (window and not causal):
-        raise ValueError(f"a window ({window}) is a number of keys up to a query's own position: it needs causal")
+    expect_rules("attention", causal=causal, window=window, softcap=softcap)
     expect_heads("attention", "BHTD", q, k, v)
     expect_dropout("attention", dropout, seed, q)
     if key_lengths is not None:
         expect("attention", "key_lengths", key_lengths, shape=(len(q),), dtypes=INTEGERS, beside=q)
-    rest = {"causal": causal, "window": window, "key_lengths": key_lengths, "scale": scale, "dropout": dropout}
-    if not takes_triton(
-        "attention", q, refusal=why_refused(q, k, v, mask=mask, scale=scale, window=window, dropout=dropout)
-    ):
-        return attention_reference(q, k, v, mask=mask, seed=seed, **rest)  # type: ignore[arg-type]
+    plain = (
+        mask is None
+        and key_lengths is None
+        and not (window or dropout or softcap)
+        and not (causal and q.shape[2] != k.shape[2])
+    )
+    if plain and takes_library("attention", q):
+        return attention_reference(q, k, v, causal=causal, scale=scale)
+    rest: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "dropout": dropout, "softcap": softcap}
+    lengths = key_lengths is not None
+    why = why_refused(q, k, v, mask=mask, scale=scale, window=window, dropout=dropout, softcap=softcap, lengths=lengths)
+    if not takes_triton("attention", q, refusal=why):
+        return attention_reference(q, k, v, mask=mask, key_lengths=key_lengths, seed=seed, **rest)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     # Heads over 128 in fp32 would spill there: their scores are summed by columns in the other kernel.
     few = q.shape[2] <= LONGEST and not dropout and not (q.dtype == torch.float32 and q.shape[-1] > 128)
     if few and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
-        return decode(q, k, v, key_lengths, causal, window, scale)  # type: ignore[no-any-return]
+        return decode(q, k, v, key_lengths, causal, window, scale, softcap)  # type: ignore[no-any-return]
     if dropout and seed is None:
         # On the device, so that the host does not wait for it.
         seed = torch.randint(0, 1 << 62, (1,), dtype=torch.int64, device=q.device)
-    return _attention(q, k, v, key_lengths, seed if dropout else None, causal, window, scale, dropout)[0]  # type: ignore[no-any-return]
+    return _attention(q, k, v, key_lengths, seed if dropout else None, causal, window, scale, dropout, softcap)[0]  # type: ignore[no-any-return]

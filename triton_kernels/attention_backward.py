@@ -2,6 +2,8 @@
 
     P = exp(s - lse), delta = rowsum(dO O), dV = P^T dO, dS = P (dO V^T - delta), dQ = scale dS K, dK = scale dS^T Q
 
+and where scores are capped, s = c tanh(s' / c), dS times 1 - (s / c)^2.
+
 Three kernels: delta; dK and dV, one program a block of keys, over all query heads of its group; dQ, one program a block of
 queries. The scores are computed twice for it, seven products where atomic sums of dQ would need five.
 
@@ -12,6 +14,7 @@ import torch
 
 from raystride.triton_kernels.attention_forward import lse_strides
 from raystride.triton_kernels.attention_masks import (
+    capped,
     entries_of,
     is_kept,
     is_visible,
@@ -32,6 +35,7 @@ from raystride.triton_kernels.attention_problem import (
     descriptors_fit,
     entries,
     handed_over,
+    how_capped,
     lean,
     side_by_side,
     strides,
@@ -66,10 +70,10 @@ def _attention_delta_kernel(
 @jit
 def _walk_queries(
     k, v, k_block, v_block, q, grad, lse, delta, dk, dv, b, h, key, query_start, start, stop, T, entries, shift, length,
-    window, scale_log2, seed, threshold, rescale, q_b, q_h, q_t, grad_b, grad_h, grad_t, g, key_start, k_b, k_h, k_t, v_b,
-    v_h, v_t, MASKED: tl.constexpr, LENGTHS: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, CHUNK: tl.constexpr,
+    window, cap, scale_log2, seed, threshold, rescale, q_b, q_h, q_t, grad_b, grad_h, grad_t, g, key_start, k_b, k_h, k_t,
+    v_b, v_h, v_t, MASKED: tl.constexpr, LENGTHS: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The block of keys over the queries start to stop of one head; all products transposed, so that dK and dV need none."""
     keys = key + tl.arange(0, BLOCK_N)
@@ -88,6 +92,8 @@ def _walk_queries(
             )  # fmt: skip
         else:
             s = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION)
+        if CAPPED:
+            s = capped(s, cap)
         p = tl.exp2(s * scale_log2 - base[None, :])
         if MASKED:
             p = tl.where(is_visible(rows[None, :], keys[:, None], shift, length, window, LENGTHS, CAUSAL, WINDOWED), p, 0.0)
@@ -105,6 +111,8 @@ def _walk_queries(
             dp = tl.where(kept, dp * rescale, 0.0)
         dv = tl.dot(taken.to(grad_block.dtype), grad_block, dv, input_precision=PRECISION)
         ds = p * (dp - tl.load(delta + rows, mask=rows < entries, other=0.0)[None, :])
+        if CAPPED:
+            ds *= 1.0 - (s / cap) * (s / cap)
         dk = tl.dot(ds.to(q_block.dtype), q_block, dk, input_precision=PRECISION)
     return dk, dv
 
@@ -112,10 +120,10 @@ def _walk_queries(
 @jit_varying("lse_b", "lse_h", "T", "S", "batch", "blocks", "heads", "section")
 def _attention_backward_keys_kernel(
     q, k, v, grad, lse, delta, dk, dv, key_lengths, query_offsets, key_offsets, seed, scale_log2, threshold, rescale, window,
-    scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, grad_b, grad_h, grad_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
-    lse_b, lse_h, G, group, T, S, batch, blocks, heads, section,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr, CHUNK: tl.constexpr,
+    cap, scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, grad_b, grad_h, grad_t, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
+    lse_b, lse_h, G, group, T, S, batch, blocks, heads, section, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     block, head = masked_work(blocks, heads, section, False)
     b, g = head // G, head % G
@@ -139,21 +147,21 @@ def _attention_backward_keys_kernel(
         if CAUSAL:
             dk_block, dv_block = _walk_queries(
                 k, v, k_block, v_block, q, grad, lse + row, delta + row, dk_block, dv_block, b, h, key, query_start, start,
-                whole, T, entries, shift, length, window, scale_log2, seed, threshold, rescale, q_b, q_h, q_t, grad_b,
-                grad_h, grad_t, g, key_start, k_b, k_h, k_t, v_b, v_h, v_t, True, LENGTHS, CAUSAL, WINDOWED, D, BLOCK_D,
-                BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
+                whole, T, entries, shift, length, window, cap, scale_log2, seed, threshold, rescale, q_b, q_h, q_t, grad_b,
+                grad_h, grad_t, g, key_start, k_b, k_h, k_t, v_b, v_h, v_t, True, LENGTHS, CAUSAL, WINDOWED, CAPPED, D,
+                BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
             )  # fmt: skip
         dk_block, dv_block = _walk_queries(
             k, v, k_block, v_block, q, grad, lse + row, delta + row, dk_block, dv_block, b, h, key, query_start, whole,
-            partial, T, entries, shift, length, window, scale_log2, seed, threshold, rescale, q_b, q_h, q_t, grad_b,
-            grad_h, grad_t, g, key_start, k_b, k_h, k_t, v_b, v_h, v_t, False, LENGTHS, CAUSAL, WINDOWED, D, BLOCK_D,
+            partial, T, entries, shift, length, window, cap, scale_log2, seed, threshold, rescale, q_b, q_h, q_t, grad_b,
+            grad_h, grad_t, g, key_start, k_b, k_h, k_t, v_b, v_h, v_t, False, LENGTHS, CAUSAL, WINDOWED, CAPPED, D, BLOCK_D,
             BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
         )  # fmt: skip
         if WINDOWED:
             dk_block, dv_block = _walk_queries(
-                k, v, k_block, v_block, q, grad, lse + row, delta + row, dk_block, dv_block, b, h, key, query_start,
-                partial, stop, T, entries, shift, length, window, scale_log2, seed, threshold, rescale, q_b, q_h, q_t,
-                grad_b, grad_h, grad_t, g, key_start, k_b, k_h, k_t, v_b, v_h, v_t, True, LENGTHS, CAUSAL, WINDOWED, D,
+                k, v, k_block, v_block, q, grad, lse + row, delta + row, dk_block, dv_block, b, h, key, query_start, partial,
+                stop, T, entries, shift, length, window, cap, scale_log2, seed, threshold, rescale, q_b, q_h, q_t, grad_b,
+                grad_h, grad_t, g, key_start, k_b, k_h, k_t, v_b, v_h, v_t, True, LENGTHS, CAUSAL, WINDOWED, CAPPED, D,
                 BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
             )  # fmt: skip
     # Keys that nobody sees were walked over as zeros, with weights that are not zero; each has a row of its own.
@@ -165,10 +173,10 @@ def _attention_backward_keys_kernel(
 
 @jit
 def _walk_keys(
-    q, grad, rows, grad_rows, base, delta, k, v, dq, b, h, g, query, key_start, start, stop, shift, length, window,
+    q, grad, rows, grad_rows, base, delta, k, v, dq, b, h, g, query, key_start, start, stop, shift, length, window, cap,
     scale_log2, seed, threshold, rescale, query_start, T, q_b, q_h, q_t, grad_b, grad_h, grad_t, k_b, k_h, k_t, v_b, v_h,
-    v_t, MASKED: tl.constexpr, LENGTHS: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    v_t, MASKED: tl.constexpr, LENGTHS: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     DESCRIPTORS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The block of queries over the keys start to stop."""
@@ -187,6 +195,8 @@ def _walk_keys(
             s = tl.dot(rows, tl.trans(k_block), input_precision=PRECISION)
             v_block = load_rows(v, b, g, key_start, key, length, v_b, v_h, v_t, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
             dp = tl.dot(grad_rows, tl.trans(v_block), input_precision=PRECISION)
+        if CAPPED:
+            s = capped(s, cap)
         p = tl.exp2(s * scale_log2 - base[:, None])
         if MASKED:
             i, keys = query + tl.arange(0, BLOCK_M), key + tl.arange(0, BLOCK_N)
@@ -194,6 +204,8 @@ def _walk_keys(
         if seed is not None:
             dp = tl.where(is_kept(seed, b, h, query, key, threshold, BLOCK_M, BLOCK_N), dp * rescale, 0.0)
         ds = p * (dp - delta[:, None])
+        if CAPPED:
+            ds *= 1.0 - (s / cap) * (s / cap)
         dq = tl.dot(ds.to(k_block.dtype), k_block, dq, input_precision=PRECISION)
     return dq
 
@@ -201,10 +213,10 @@ def _walk_keys(
 @jit_varying("lse_b", "lse_h", "T", "S", "batch", "blocks", "heads", "section")
 def _attention_backward_queries_kernel(
     q, k, v, grad, lse, delta, dq, key_lengths, query_offsets, key_offsets, seed, scale_log2, threshold, rescale, window,
-    scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, grad_b, grad_h, grad_t, dq_b, dq_h, dq_t, lse_b, lse_h,
-    H, group, T, S, batch, blocks, heads, section, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    cap, scale, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, grad_b, grad_h, grad_t, dq_b, dq_h, dq_t, lse_b, lse_h, H,
+    group, T, S, batch, blocks, heads, section, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     block, head = masked_work(blocks, heads, section, CAUSAL)
     b, h = head // H, head % H
@@ -229,18 +241,19 @@ def _attention_backward_queries_kernel(
     if WINDOWED:
         acc = _walk_keys(
             q, grad, q_block, dy, base, shares, k, v, acc, b, h, g, query, key_start, start, whole, shift, length, window,
-            scale_log2, seed, threshold, rescale, query_start, T, q_b, q_h, q_t, grad_b, grad_h, grad_t, k_b, k_h, k_t,
-            v_b, v_h, v_t, True, LENGTHS, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
+            cap, scale_log2, seed, threshold, rescale, query_start, T, q_b, q_h, q_t, grad_b, grad_h, grad_t, k_b, k_h, k_t,
+            v_b, v_h, v_t, True, LENGTHS, CAUSAL, WINDOWED, CAPPED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS,
+            CHUNK,
         )  # fmt: skip
     acc = _walk_keys(
-        q, grad, q_block, dy, base, shares, k, v, acc, b, h, g, query, key_start, whole, partial, shift, length, window,
+        q, grad, q_block, dy, base, shares, k, v, acc, b, h, g, query, key_start, whole, partial, shift, length, window, cap,
         scale_log2, seed, threshold, rescale, query_start, T, q_b, q_h, q_t, grad_b, grad_h, grad_t, k_b, k_h, k_t, v_b,
-        v_h, v_t, False, LENGTHS, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
+        v_h, v_t, False, LENGTHS, CAUSAL, WINDOWED, CAPPED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
     )  # fmt: skip
     acc = _walk_keys(
-        q, grad, q_block, dy, base, shares, k, v, acc, b, h, g, query, key_start, partial, stop, shift, length, window,
+        q, grad, q_block, dy, base, shares, k, v, acc, b, h, g, query, key_start, partial, stop, shift, length, window, cap,
         scale_log2, seed, threshold, rescale, query_start, T, q_b, q_h, q_t, grad_b, grad_h, grad_t, k_b, k_h, k_t, v_b,
-        v_h, v_t, True, LENGTHS, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
+        v_h, v_t, True, LENGTHS, CAUSAL, WINDOWED, CAPPED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
     )  # fmt: skip
     store_rows(dq, acc * scale, b, h, query_start, query, T, dq_b, dq_h, dq_t, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
 
@@ -255,13 +268,13 @@ def differentiate(
     name, size, spare = architecture(q.device), q.shape[-1], lean(sequences, rules)
     group = q.shape[1] // k.shape[1]
     shared = (*sequences.tensors, *rules.numbers, rules.scale, *strides(q), *strides(k), *strides(v), *strides(grad))
+    fit = descriptors_fit(sequences, *(x for x in (q, k, v, grad, dq, dk, dv) if x is not None))
     if dk is not None and dv is not None:
-        chosen = tile("attention_backward_keys", name, size, q.dtype, lean=spare)
+        chosen = tile("attention_backward_keys", name, size, q.dtype, lean=spare, capped=how_capped(sequences, rules))
         m, n, groups = chosen.block_m, chosen.block_n, k.shape[1]
         blocks, heads = sequences.work(sequences.keys, n, groups)
-        by = descriptors_fit(sequences, q, k, v, grad, dk, dv)
         # Lean tiles of large heads have too few rows for the instructions that read what descriptors load.
-        by = by and not (spare and size > 128)
+        by = fit and not (spare and size > 128)
         launch(
             _attention_backward_keys_kernel, (blocks * heads,),
             handed_over(q, m, by), handed_over(k, n, by), handed_over(v, n, by), handed_over(grad, m, by), lse, delta,
@@ -271,17 +284,16 @@ def differentiate(
             **constants(chosen, q, rules, by),
         )  # fmt: skip
     if dq is not None:
-        chosen = tile("attention_backward_queries", name, size, q.dtype, lean=spare)
+        chosen = tile("attention_backward_queries", name, size, q.dtype, lean=spare, capped=how_capped(sequences, rules))
         m, n = chosen.block_m, chosen.block_n
         blocks, heads = sequences.work(sequences.queries, m, q.shape[1])
-        by = descriptors_fit(sequences, q, k, v, grad, dq)
         launch(
             _attention_backward_queries_kernel, (blocks * heads,),
-            handed_over(q, m, by), handed_over(k, n, by), handed_over(v, n, by), handed_over(grad, m, by), lse, delta,
-            handed_over(dq, m, by), *shared, *strides(dq), *lse_strides(lse),
+            handed_over(q, m, fit), handed_over(k, n, fit), handed_over(v, n, fit), handed_over(grad, m, fit), lse, delta,
+            handed_over(dq, m, fit), *shared, *strides(dq), *lse_strides(lse),
             q.shape[1], group, sequences.queries, sequences.keys, sequences.batch, blocks, heads,
             side_by_side(sequences, k, group),
-            **constants(chosen, q, rules, by),
+            **constants(chosen, q, rules, fit),
         )  # fmt: skip
 
 

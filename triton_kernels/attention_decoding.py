@@ -7,12 +7,12 @@ share and a second kernel joins the shares c by their log-sum-exps L_c:
 
 All query heads of a group are rows of one block, so that keys and values are read once. Shapes as in `attention`.
 
-    o = decode(q, k, v, key_lengths, causal=True, window=0, scale=0.125)        # q (B, H, T, D) with T up to LONGEST
+    o = decode(q, k, v, key_lengths, causal=True, window=0, scale=0.125, softcap=0)  # q (B, H, T, D) with T up to LONGEST
 """
 
 import torch
 
-from raystride.triton_kernels.attention_masks import is_visible, load_rows
+from raystride.triton_kernels.attention_masks import capped, is_visible, load_rows
 from raystride.triton_kernels.attention_problem import (
     LOG2_E,
     block_d,
@@ -25,6 +25,7 @@ from raystride.triton_kernels.attention_problem import (
 from raystride.triton_kernels.configurations import processors, tile
 from raystride.triton_kernels.language import cdiv, jit_varying, next_power_of_2, tl
 from raystride.triton_kernels.launch import architecture, launch
+from raystride.triton_kernels.operation import operation
 
 LONGEST = 16
 """Queries; with more of them, their blocks fill the rows of a tensor core without the other heads of their group."""
@@ -40,9 +41,9 @@ _PROGRAMS_A_PROCESSOR = 2
 
 @jit_varying("lse_c", "lse_b", "T", "S", "row_blocks", "share")
 def _attention_decoding_kernel(
-    q, k, v, o, lse, key_lengths, scale_log2, window, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_c, o_b, o_h, o_t,
-    lse_c, lse_b, G, group, T, S, row_blocks, share, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, o, lse, key_lengths, scale_log2, window, cap, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_c, o_b, o_h, o_t,
+    lse_c, lse_b, G, group, T, S, row_blocks, share, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The rows (head in its group, query) of a block over the keys of share c."""
     part, c = tl.program_id(0), tl.program_id(1)
@@ -68,16 +69,10 @@ def _attention_decoding_kernel(
     for key in tl.range(start, tl.minimum(length, c * share + share), BLOCK_N):
         block = load_rows(k, b, g, 0, key, length, k_b, k_h, k_t, D, BLOCK_N, BLOCK_D, False)
         s = tl.dot(rows, tl.trans(block), input_precision=PRECISION)
-        seen = is_visible(
-            i[:, None],
-            (key + tl.arange(0, BLOCK_N))[None, :],
-            shift,
-            length,
-            window,
-            key_lengths is not None,
-            CAUSAL,
-            WINDOWED,
-        )
+        if CAPPED:
+            s = capped(s, cap)
+        keys = (key + tl.arange(0, BLOCK_N))[None, :]
+        seen = is_visible(i[:, None], keys, shift, length, window, key_lengths is not None, CAUSAL, WINDOWED)
         s = tl.where(seen, s, -float("inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
         origin = tl.where(m_new == -float("inf"), 0.0, m_new)
@@ -124,7 +119,7 @@ def _attention_joining_kernel(
     tl.store(o + b * o_b + h * o_h + i * o_t + columns, joined.to(o.dtype.element_ty), mask=columns < D)
 
 
-@torch.library.custom_op("raystride::attention_decoding", mutates_args=())
+@operation("raystride::attention_decoding")
 def decode(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -133,6 +128,7 @@ def decode(
     causal: bool,
     window: int,
     scale: float,
+    softcap: float,
 ) -> torch.Tensor:
     """Attention (B, H, T, D) of q over k and v (B, G, S, D) without gradients; T at most LONGEST."""
     q, k, v, key_lengths = rows_readable(q), rows_readable(k), rows_readable(v), side_by_side_in_memory(key_lengths)
@@ -153,11 +149,11 @@ def decode(
         q.new_empty((shares, batch, queries, heads, size), dtype=torch.float32).transpose(2, 3) if shares > 1 else o[None]
     )
     launch(
-        _attention_decoding_kernel, (programs, shares), q, k, v, parts, lse, key_lengths, scale * LOG2_E, window,
-        *strides(q), *strides(k), *strides(v), *parts.stride()[:4], *lse.stride()[:2],
-        groups, heads // groups, queries, keys, row_blocks, share, CAUSAL=causal, WINDOWED=window > 0, D=size,
-        BLOCK_D=block_d(size), BLOCK_M=block_m, BLOCK_N=chosen.block_n, PRECISION=precision(q),
-        num_warps=chosen.warps, num_stages=chosen.stages,
+        _attention_decoding_kernel, (programs, shares), q, k, v, parts, lse, key_lengths, scale * LOG2_E, window, softcap /
+        scale, *strides(q), *strides(k), *strides(v), *parts.stride()[:4], *lse.stride()[:2], groups, heads // groups,
+        queries, keys, row_blocks, share, CAUSAL=causal, WINDOWED=window > 0, CAPPED=softcap > 0, D=size,
+        BLOCK_D=block_d(size), BLOCK_M=block_m, BLOCK_N=chosen.block_n, PRECISION=precision(q), num_warps=chosen.warps,
+        num_stages=chosen.stages,
     )  # fmt: skip
     if shares > 1:
         launch(
@@ -177,6 +173,7 @@ def _(
     causal: bool,
     window: int,
     scale: float,
+    softcap: float,
 ) -> torch.Tensor:
     return like_rows(q)
 

@@ -11,6 +11,7 @@ to base 2, as all exponentials here are powers of two. Shapes as in `attention`;
 import torch
 
 from raystride.triton_kernels.attention_masks import (
+    capped,
     entries_of,
     is_kept,
     is_visible,
@@ -28,6 +29,7 @@ from raystride.triton_kernels.attention_problem import (
     constants,
     descriptors_fit,
     handed_over,
+    how_capped,
     lean,
     side_by_side,
     strides,
@@ -39,10 +41,10 @@ from raystride.triton_kernels.launch import architecture, launch
 
 @jit
 def _walk(
-    q, rows, k, v, acc, m, total, b, h, g, query, key_start, start, stop, shift, length, window, scale_log2, seed,
+    q, rows, k, v, acc, m, total, b, h, g, query, key_start, start, stop, shift, length, window, cap, scale_log2, seed,
     threshold, query_start, T, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, MASKED: tl.constexpr, LENGTHS: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr, CHUNK: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The block of queries over the keys start to stop."""
     for key in tl.range(start, stop, BLOCK_N):
@@ -54,6 +56,8 @@ def _walk(
         else:
             block = load_rows(k, b, g, key_start, key, length, k_b, k_h, k_t, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
             s = tl.dot(rows, tl.trans(block), input_precision=PRECISION)
+        if CAPPED:
+            s = capped(s, cap)
         if MASKED:
             i, keys = query + tl.arange(0, BLOCK_M), key + tl.arange(0, BLOCK_N)
             seen = is_visible(i[:, None], keys[None, :], shift, length, window, LENGTHS, CAUSAL, WINDOWED)
@@ -74,9 +78,9 @@ def _walk(
 
 @jit_varying("lse_b", "lse_h", "T", "S", "batch", "blocks", "heads", "section")
 def _attention_forward_kernel(
-    q, k, v, o, lse, key_lengths, query_offsets, key_offsets, seed, scale_log2, threshold, rescale, window,
+    q, k, v, o, lse, key_lengths, query_offsets, key_offsets, seed, scale_log2, threshold, rescale, window, cap,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, lse_b, lse_h, H, group, T, S, batch, blocks, heads, section,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, DESCRIPTORS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     block, head = masked_work(blocks, heads, section, CAUSAL)
@@ -98,19 +102,19 @@ def _attention_forward_kernel(
     # Blocks that a window cuts off, then whole ones, which need no mask, then those at the diagonal or the end.
     if WINDOWED:
         acc, m, total = _walk(
-            q, rows, k, v, acc, m, total, b, h, g, query, key_start, start, whole, shift, length, window, scale_log2, seed,
-            threshold, query_start, T, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
-            True, LENGTHS, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
+            q, rows, k, v, acc, m, total, b, h, g, query, key_start, start, whole, shift, length, window, cap, scale_log2,
+            seed, threshold, query_start, T, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, True, LENGTHS, CAUSAL, WINDOWED,
+            CAPPED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
         )  # fmt: skip
     acc, m, total = _walk(
-        q, rows, k, v, acc, m, total, b, h, g, query, key_start, whole, partial, shift, length, window, scale_log2, seed,
-        threshold, query_start, T, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
-        False, LENGTHS, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
+        q, rows, k, v, acc, m, total, b, h, g, query, key_start, whole, partial, shift, length, window, cap, scale_log2,
+        seed, threshold, query_start, T, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, False, LENGTHS, CAUSAL, WINDOWED,
+        CAPPED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
     )  # fmt: skip
     acc, m, total = _walk(
-        q, rows, k, v, acc, m, total, b, h, g, query, key_start, partial, stop, shift, length, window, scale_log2, seed,
+        q, rows, k, v, acc, m, total, b, h, g, query, key_start, partial, stop, shift, length, window, cap, scale_log2, seed,
         threshold, query_start, T, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
-        True, LENGTHS, CAUSAL, WINDOWED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
+        True, LENGTHS, CAUSAL, WINDOWED, CAPPED, D, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION, DESCRIPTORS, CHUNK,
     )  # fmt: skip
     blind = total == 0.0
     acc = acc * (rescale / tl.where(blind, 1.0, total))[:, None]
@@ -126,7 +130,14 @@ def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, sequences: Sequences, rules: Rules
 ) -> None:
     """Fills o, laid out as q, and lse (B, H, entries(T)), or (H, N) for packed sequences."""
-    chosen = tile("attention_forward", architecture(q.device), q.shape[-1], q.dtype, lean=lean(sequences, rules))
+    chosen = tile(
+        "attention_forward",
+        architecture(q.device),
+        q.shape[-1],
+        q.dtype,
+        lean=lean(sequences, rules),
+        capped=how_capped(sequences, rules),
+    )
     m, n, heads, group = chosen.block_m, chosen.block_n, q.shape[1], q.shape[1] // k.shape[1]
     blocks, all_heads = sequences.work(sequences.queries, m, heads)
     by = descriptors_fit(sequences, q, k, v, o)

@@ -200,6 +200,12 @@ def is_visible(query, key, shift, length, window, LENGTHS: tl.constexpr, CAUSAL:
 
 
 @jit
+def capped(s, cap):
+    """cap tanh(s / cap). By an exponential, which every GPU has; off by 2^-22 cap."""
+    return cap * (1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * 1.4426950408889634 / cap))))
+
+
+@jit
 def is_kept(seed, b, h, query, key, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """`kept_weights` for the block (BLOCK_M, BLOCK_N) that begins at (query, key); key is a multiple of 4.
 

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from raystride.triton_kernels.arguments import INTEGERS, expect, expect_dropout, expect_heads
+from raystride.triton_kernels.arguments import INTEGERS, expect, expect_dropout, expect_heads, expect_rules
 from raystride.triton_kernels.attention import attention_reference, why_refused
 from raystride.triton_kernels.attention_backward import differentiate
 from raystride.triton_kernels.attention_forward import attend
 from raystride.triton_kernels.attention_problem import Rules, Sequences, rows_readable
 from raystride.triton_kernels.dispatch import takes_triton
+from raystride.triton_kernels.operation import operation
 
 
 class _Group(NamedTuple):
@@ -44,6 +45,7 @@ def attention_packed_reference(
     window: int = 0,
     scale: float | None = None,
     dropout: float = 0.0,
+    softcap: float = 0.0,
     seed: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`attention_reference` of each sequence, those of like length side by side: what CPUs run, too.
@@ -63,7 +65,15 @@ def attention_packed_reference(
         # Under a causal mask padding, which stands behind, is seen by padding alone.
         lengths = None if causal or group.key_lengths is None else group.key_lengths.to(q.device)
         o = attention_reference(
-            *one, causal=causal, window=window, key_lengths=lengths, scale=scale, dropout=dropout, seed=seed, numbers=numbers
+            *one,
+            causal=causal,
+            window=window,
+            key_lengths=lengths,
+            scale=scale,
+            dropout=dropout,
+            softcap=softcap,
+            seed=seed,
+            numbers=numbers,
         )
         results.append(o.transpose(1, 2).flatten(0, 1))
     return torch.cat(results).index_select(0, back.to(q.device))
@@ -115,7 +125,7 @@ def _step(lengths: np.ndarray) -> np.ndarray:
     return np.select([lengths <= power, lengths <= halfway], [power, halfway], 2 * power)
 
 
-@torch.library.custom_op("raystride::attention_packed", mutates_args=())
+@operation("raystride::attention_packed")
 def _attention_packed(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -127,13 +137,14 @@ def _attention_packed(
     window: int,
     scale: float,
     dropout: float,
+    softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = rows_readable(q), rows_readable(k), rows_readable(v)
     o, lse = q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
     _assert_offsets("query_offsets", query_offsets, len(q))
     _assert_offsets("key_offsets", key_offsets, len(k))
     sequences = _sequences(q, k, query_offsets, key_offsets)
-    attend(q, k, v, o, lse, sequences, Rules(scale, causal, window, dropout, seed))
+    attend(q, k, v, o, lse, sequences, Rules(scale, causal, window, dropout, softcap, seed))
     return o, lse
 
 
@@ -142,7 +153,7 @@ def _(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
-@torch.library.custom_op("raystride::attention_packed_backward", mutates_args=())
+@operation("raystride::attention_packed_backward")
 def _attention_packed_backward(
     grad: torch.Tensor,
     q: torch.Tensor,
@@ -157,11 +168,12 @@ def _attention_packed_backward(
     window: int,
     scale: float,
     dropout: float,
+    softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     grad, q, k, v = rows_readable(grad), rows_readable(q), rows_readable(k), rows_readable(v)
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     sequences = _sequences(q, k, query_offsets, key_offsets)
-    differentiate(grad, q, k, v, o, lse, dq, dk, dv, sequences, Rules(scale, causal, window, dropout, seed))
+    differentiate(grad, q, k, v, o, lse, dq, dk, dv, sequences, Rules(scale, causal, window, dropout, softcap, seed))
     return dq, dk, dv
 
 
@@ -189,7 +201,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 
 def _differentiate(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    return *_attention_packed_backward(grad, *ctx.saved_tensors, *ctx.rules), *[None] * 7
+    return *_attention_packed_backward(grad, *ctx.saved_tensors, *ctx.rules), *[None] * 8
 
 
 _attention_packed.register_autograd(_differentiate, setup_context=_save)
@@ -206,6 +218,7 @@ def attention_packed(
     window: int = 0,
     scale: float | None = None,
     dropout: float = 0.0,
+    softcap: float = 0.0,
     seed: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`attention` of each sequence over its own keys. The offsets begin with 0 and end with N and M; sequences may be empty.
@@ -213,18 +226,18 @@ def attention_packed(
     Lengths stay on the device: the host does not wait for them. Wrong offsets are an error there.
 
     Raises ValueError for shapes that do not go together, offsets that are no vectors of one length, tensors on several
-    devices, a share of dropout outside 0 to 1, and for a window without causal, or one below zero.
+    devices, a share of dropout outside 0 to 1, for a window without causal, and for one, or a cap, below zero.
     """
-    if window < 0 or (window and not causal):
-        raise ValueError(f"a window ({window}) is a number of keys up to a query's own position: it needs causal")
+    expect_rules("attention_packed", causal=causal, window=window, softcap=softcap)
     expect_heads("attention_packed", "NHD", q, k, v)
     expect_dropout("attention_packed", dropout, seed, q)
     count = max(1, query_offsets.numel())
     expect("attention_packed", "query_offsets", query_offsets, shape=(count,), dtypes=INTEGERS, beside=q)
     expect("attention_packed", "key_offsets", key_offsets, shape=(count,), dtypes=INTEGERS, beside=q)
-    if not takes_triton("attention_packed", q, refusal=why_refused(q, k, v, scale=scale, window=window, dropout=dropout)):
-        rules: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "dropout": dropout, "seed": seed}
-        return _reference(q, k, v, query_offsets, key_offsets, **rules)
+    why = why_refused(q, k, v, scale=scale, window=window, dropout=dropout, softcap=softcap)
+    if not takes_triton("attention_packed", q, refusal=why):
+        rules: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "dropout": dropout, "softcap": softcap}
+        return _reference(q, k, v, query_offsets, key_offsets, seed=seed, **rules)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if dropout and seed is None:
         seed = torch.randint(0, 1 << 62, (1,), dtype=torch.int64, device=q.device)
@@ -239,4 +252,5 @@ def attention_packed(
         window,
         scale,
         dropout,
+        softcap,
     )[0]

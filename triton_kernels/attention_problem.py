@@ -3,6 +3,7 @@
 Shapes as in `attention`; packed sequences lie in (N, H, D), one after another.
 """
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -55,18 +56,26 @@ class Rules(NamedTuple):
     causal: bool = False
     window: int = 0
     dropout: float = 0.0
+    softcap: float = 0.0
     seed: torch.Tensor | None = None
 
     @property
-    def numbers(self) -> tuple[torch.Tensor | None, float, int, float, int]:
-        """Seed, scale_log2, threshold, rescale and window, in the order in which kernels take them."""
+    def numbers(self) -> tuple[torch.Tensor | None, float, int, float, int, float]:
+        """Seed, scale_log2, threshold, rescale, window, and the cap of unscaled scores, in the order of the kernels."""
         rescale = 1.0 / (1.0 - self.dropout) if self.dropout < 1 else 0.0
-        return self.seed, self.scale * LOG2_E, dropout_threshold(self.dropout), rescale, self.window
+        cap = self.softcap / self.scale
+        return self.seed, self.scale * LOG2_E, dropout_threshold(self.dropout), rescale, self.window, cap
 
 
 def lean(sequences: Sequences, rules: Rules) -> int:
     """For how many reasons a call takes more registers than plain and causal ones, and its tile has to be smaller."""
-    return bool(rules.dropout or rules.window) + any(x is not None for x in sequences.tensors)
+    return bool(rules.dropout or rules.window or rules.softcap) + any(x is not None for x in sequences.tensors)
+
+
+def how_capped(sequences: Sequences, rules: Rules) -> int:
+    """0 where scores are not capped, 1 where they are, 2 where something else makes the call lean, too."""
+    others = rules.dropout or rules.window or any(x is not None for x in sequences.tensors)
+    return (1 + bool(others)) if rules.softcap else 0
 
 
 def rows_readable(x: torch.Tensor) -> torch.Tensor:
@@ -74,12 +83,31 @@ def rows_readable(x: torch.Tensor) -> torch.Tensor:
 
     Those would be loaded number by number, and by pointers, whose tiles then spill: 2,100 bytes under a window on sm_90.
     """
-    if x.shape[-1] != 1 and x.stride(-1) != 1:
-        return x.contiguous()
-    width = x.element_size()
-    steps = [step for step, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
-    aligned = x.data_ptr() % 16 == 0 and all(step * width % 16 == 0 for step in steps)
-    return x if aligned or x.shape[-1] * width % 16 else x.clone(memory_format=torch.contiguous_format)
+    layout = _layout(x.shape, x.stride(), x.element_size())
+    if layout.readable and (layout.short or x.data_ptr() % 16 == 0):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+class _Layout(NamedTuple):
+    """What holds of tensors with these shapes and strides."""
+
+    readable: bool
+    """Whether rows can be read as they are, at an address that is a multiple of 16 unless they are short."""
+    short: bool
+    """Whether rows are no multiple of 16 bytes, and begin where they do."""
+    describable: bool
+    """Whether a descriptor can tell where rows are."""
+
+
+@lru_cache(maxsize=1024)
+def _layout(shape: torch.Size, strides: tuple[int, ...], width: int) -> _Layout:
+    """Remembered, as the host takes longer to find out than the GPU to compute, and finds the same in every layer."""
+    in_order, short = shape[-1] == 1 or strides[-1] == 1, shape[-1] * width % 16 != 0
+    steps = [step for step, size in zip(strides[:-1], shape[:-1], strict=True) if size > 1]
+    aligned = all(step * width % 16 == 0 for step in steps)
+    describable = shape.numel() > 0 and strides[-1] == 1 and all(n > 0 and n * width % 16 == 0 for n in strides[:3])
+    return _Layout(in_order and (short or aligned), short, describable)
 
 
 def side_by_side_in_memory(lengths: torch.Tensor | None) -> torch.Tensor | None:
@@ -104,20 +132,30 @@ def strides(x: torch.Tensor) -> tuple[int, int, int]:
 
 
 def constants(tile: Tile, q: torch.Tensor, rules: Rules, descriptors: bool) -> dict[str, Any]:
-    """Compile-time constants of any of the kernels that work on tiles."""
+    """Compile-time constants of any of the kernels that work on tiles; not to be changed."""
+    return _constants(
+        tile, q.shape[-1], rules.causal, rules.window > 0, rules.softcap > 0, precision(q), chunk(q), descriptors
+    )
+
+
+@lru_cache(maxsize=256)
+def _constants(
+    tile: Tile, size: int, causal: bool, windowed: bool, capped: bool, precision: str, chunk: int, descriptors: bool
+) -> dict[str, Any]:
     return {
-        "CAUSAL": rules.causal,
-        "WINDOWED": rules.window > 0,
-        "D": q.shape[-1],
-        "BLOCK_D": block_d(q.shape[-1]),
+        "CAUSAL": causal,
+        "WINDOWED": windowed,
+        "CAPPED": capped,
+        "D": size,
+        "BLOCK_D": block_d(size),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
-        "PRECISION": precision(q),
+        "PRECISION": precision,
         "DESCRIPTORS": descriptors,
-        "CHUNK": chunk(q),
+        "CHUNK": chunk,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
-    }
+    } | ({"maxnreg": tile.registers} if tile.registers else {})
 
 
 def block_d(head_size: int) -> int:
@@ -158,19 +196,28 @@ def descriptors_fit(sequences: Sequences, *tensors: torch.Tensor) -> bool:
         return False
     if not takes_descriptors(architecture(tensors[0].device)):
         return False
-    return all(
-        x.numel()
-        and x.stride(-1) == 1
-        and x.data_ptr() % 16 == 0
-        and all(step > 0 and step * x.element_size() % 16 == 0 for step in x.stride()[:3])
-        for x in tensors
-    )
+    return all(_layout(x.shape, x.stride(), x.element_size()).describable and x.data_ptr() % 16 == 0 for x in tensors)
 
 
 def handed_over(x: torch.Tensor, rows: int, descriptors: bool) -> Any:
     """The tensor itself, or the descriptor of its blocks of so many rows."""
     if not descriptors:
         return x
-    from triton.tools.tensor_descriptor import TensorDescriptor
+    key = (x.shape, x.stride(), x.dtype, rows)
+    if key not in _described:
+        if len(_described) >= _MOST_DESCRIBED:
+            _described.clear()
+        from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, block_d(x.shape[-1])])
+        made = TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, block_d(x.shape[-1])])
+        _described[key] = type(made), {name: value for name, value in vars(made).items() if name != "base"}
+    kind, fields = _described[key]
+    # A tensor of the same layout, at an address that was looked at: its descriptor need not be checked again.
+    descriptor: Any = object.__new__(kind)
+    descriptor.__dict__.update(fields, base=x)
+    return descriptor
+
+
+_described: dict[Any, tuple[type, dict[str, Any]]] = {}
+"""Fields of descriptors by the layout of what they describe."""
+_MOST_DESCRIBED = 1024

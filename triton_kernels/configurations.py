@@ -8,8 +8,9 @@ bits. `tiles` lists, best guess first, what is worth timing on a device that is 
     with forced_tile("attention_forward", Tile(16, 16, 4, 1)): ...
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -23,6 +24,12 @@ class Tile(NamedTuple):
     block_n: int
     warps: int
     stages: int
+    registers: int = 0
+    """Most of a thread, so that two programs share a processor; 0: as many as the compiler takes. On NVIDIA alone."""
+
+    def __str__(self) -> str:
+        bound = f", {self.registers} registers at most" if self.registers else ""
+        return f"{self.block_m} x {self.block_n}, {self.warps} warps, {self.stages} stages{bound}"
 
 
 class TileFamily(NamedTuple):
@@ -99,6 +106,18 @@ _LEANER: dict[str, dict[str, dict[int, Tile]]] = {
     "attention_backward_queries": {"sm_90": {256: Tile(64, 16, 8, 2)}, "sm_100": {64: Tile(128, 32, 8, 2)}},
 }
 """For calls that are lean for two reasons, where those of `_LEAN` do not do."""
+_CAPPED: dict[int, dict[str, dict[str, dict[int, Tile]]]] = {
+    1: {
+        "attention_forward": {"sm_100": {64: Tile(64, 32, 4, 3), 128: Tile(128, 32, 8, 2)}},
+        "attention_backward_keys": {"sm_80": {128: Tile(16, 64, 8, 1)}},
+    },
+    2: {
+        "attention_forward": {"sm_100": {128: Tile(128, 32, 8, 2)}},
+        "attention_backward_keys": {"sm_80": {128: Tile(16, 64, 8, 1)}, "sm_100": {128: Tile(16, 64, 8, 1)}},
+        "attention_backward_queries": {"sm_100": {128: Tile(64, 32, 8, 2)}},
+    },
+}
+"""For capped scores, alone (1) or with what else makes a call lean (2), where the others spill a few bytes."""
 _SINGLE: dict[str, dict[int, Tile]] = {
     "attention_forward": {64: Tile(64, 16, 4, 1), 128: Tile(64, 16, 4, 1), 256: Tile(32, 16, 8, 1)},
     "attention_backward_keys": {64: Tile(16, 32, 8, 1), 128: Tile(16, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
@@ -107,9 +126,18 @@ _SINGLE: dict[str, dict[int, Tile]] = {
 }
 """fp32."""
 
-_CANDIDATES = tuple(Tile(*four) for four in product((16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3)))
+_SIZES = (16, 32, 64, 128)
+_CANDIDATES = tuple(Tile(*four) for four in product(_SIZES, _SIZES, (4, 8), (1, 2, 3)))
+_TWO_PROGRAMS = tuple(Tile(*four, 128) for four in product(_SIZES, _SIZES, (8,), (1, 2, 3)))
+"""For the forward: two programs of 8 warps have 128 registers a thread each, and one computes while the other waits."""
+_WIDE = tuple(Tile(*four) for four in product(_SIZES, _SIZES, (16,), (1, 2)))
+"""For the backward: twice the warps hold a block twice as large, whose loads are used by more products."""
 _ALTERNATIVES = 4
 """To time beside the shipped one: a second or two of compilation each."""
+_REGISTERS = 1 << 16
+"""Of a processor, on all of the families by NVIDIA."""
+_OTHER_REGISTERS = 16
+"""Of a thread, beside accumulators and scores: addresses, bounds, what is loaded."""
 _LENGTH = 4096
 """Of the sequences that the cost model thinks of, in 64 heads."""
 _EXPONENTIALS = 16
@@ -120,14 +148,17 @@ _BYTES = 64
 _forced: dict[str, Tile] = {}
 
 
-def tile(kernel: str, architecture: str, head_size: int, dtype: torch.dtype, *, lean: int = 0) -> Tile:
+def tile(kernel: str, architecture: str, head_size: int, dtype: torch.dtype, *, lean: int = 0, capped: int = 0) -> Tile:
     """The tile that is shipped, or the one that is forced.
 
-    `lean` counts what takes more registers, dropout or a window, and pointers to sequences of several lengths: less at a
-    time of what streams through the program.
+    `lean` counts what takes more registers, dropout, a window or a cap, and pointers to sequences of several lengths: less
+    at a time of what streams through the program. `capped`: 1 where scores are bounded, 2 where that is not all.
     """
-    if kernel in _forced:
-        return _forced[kernel]
+    return _forced[kernel] if kernel in _forced else _shipped(kernel, architecture, head_size, dtype, lean, capped)
+
+
+@lru_cache(maxsize=256)
+def _shipped(kernel: str, architecture: str, head_size: int, dtype: torch.dtype, lean: int, capped: int) -> Tile:
     size = next(size for size in (64, 128, 256) if head_size <= size)
     near, single = family(architecture), dtype == torch.float32
     chosen = (_SINGLE if single else _HALF[near])[kernel][size]
@@ -138,7 +169,11 @@ def tile(kernel: str, architecture: str, head_size: int, dtype: torch.dtype, *, 
     known = {} if single else _LEAN.get(kernel, {}).get(near, {})
     if lean > 1 and not single:
         known = known | _LEANER.get(kernel, {}).get(near, {})
+    if capped and not single:
+        known = known | _CAPPED[capped].get(kernel, {}).get(near, {})
     half = chosen._replace(block_n=max(16, chosen.block_n // 2))
+    if single and (kernel, near, size) == ("attention_backward_queries", "sm_90", 128):
+        return half._replace(warps=4)
     if single and kernel == "attention_forward":
         return Tile(32, 16, 8, 1) if near == "sm_100" and size == 128 else half._replace(warps=8)
     return known.get(size) or half
@@ -149,16 +184,34 @@ def tiles(kernel: str, architecture: str, head_size: int, dtype: torch.dtype) ->
     size, width = max(16, 1 << (head_size - 1).bit_length()), dtype.itemsize
     shipped, of = tile(kernel, architecture, head_size, dtype), FAMILIES[family(architecture)]
     least = of.least_rows if width == 2 else 16
-    fitting = [
-        one
-        for one in _CANDIDATES
-        if shared_bytes(kernel, one, size, width) <= of.shared
-        and _registers(kernel, one, size) <= of.room * 2 // width
-        and (one.block_m == shipped.block_m if kernel == "attention_decoding" else _rows(kernel, one) >= least)
-        and min(one.block_m, one.block_n) >= (32 if size < 256 else 16)
-    ]
-    ranked = sorted(fitting, key=lambda one: _cycles(kernel, one, size, width, of))
-    return [shipped, *[one for one in ranked if one != shipped][:_ALTERNATIVES]]
+
+    def best(candidates: Iterable[Tile]) -> list[Tile]:
+        fitting = [
+            one
+            for one in candidates
+            if one != shipped
+            and shared_bytes(kernel, one, size, width) <= of.shared
+            and _registers(kernel, one, size) <= _room(one, of) * 2 // width
+            and (one.block_m == shipped.block_m if kernel == "attention_decoding" else _rows(kernel, one) >= least)
+            and min(one.block_m, one.block_n) >= (32 if size < 256 else 16)
+        ]
+        return sorted(fitting, key=lambda one: _cycles(kernel, one, size, width, of))
+
+    # What the cost model knows least of has a place of its own, if there is any.
+    special = [] if architecture.startswith("gfx") else best(_SPECIAL.get(kernel, ()))[:1]
+    return [shipped, *best(_CANDIDATES)[: _ALTERNATIVES - len(special)], *special]
+
+
+_SPECIAL = {
+    "attention_forward": _TWO_PROGRAMS,
+    "attention_backward_keys": _WIDE,
+    "attention_backward_queries": _WIDE,
+}
+
+
+def _room(one: Tile, of: TileFamily) -> int:
+    """Registers of a thread that accumulators and scores may take."""
+    return min(of.room, (one.registers or _REGISTERS // (32 * one.warps)) - _OTHER_REGISTERS)
 
 
 def shared_bytes(kernel: str, one: Tile, head_size: int, width: int) -> int:

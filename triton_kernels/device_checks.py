@@ -90,7 +90,14 @@ def _calls(device: torch.device) -> Iterator[Call]:
     angles = torch.rand(1, 1, 333, 32, device=device).repeat(1, 1, 1, 2)
     tables = angles.cos(), angles.sin()
     yield "adamw", partial(_updated, adamw), partial(_updated, adamw_reference), [(100_001,)] * 4
-    yield "rope", lambda x: rope(x, *tables), lambda x: rope_reference(x, *tables), [(2, 3, 333, 64)]
+    heads: Shapes = [(2, 4, 333, 64), (2, 2, 333, 64)]
+    yield "rope", _joined(rope, *tables), _joined(rope_reference, *tables), heads
+    yield "rope, norms", _joined(rope, *tables), _joined(rope_reference, *tables), [*heads, (64,), (64,)]
+
+
+def _joined(function: Callable[..., tuple[torch.Tensor, torch.Tensor]], *tables: torch.Tensor) -> Function:
+    """Both results of `rope` as one."""
+    return lambda q, k, *weights: torch.cat(function(q, k, *tables, *weights), 1)
 
 
 def _attention_calls(device: torch.device) -> Iterator[Call]:
@@ -165,7 +172,8 @@ def far_calls(device: torch.device) -> Iterator[Call]:
     yield "layer_norm, far", _behind(layer_norm, 0), layer_norm_reference, [*rows, (4096,)]
     angles = torch.rand(1, 1, 333, 32, device=device).repeat(1, 1, 1, 2)
     tables = angles.cos(), angles.sin()
-    yield "rope, far", _behind(lambda x: rope(x, *tables), 0), lambda x: rope_reference(x, *tables), [(2, 3, 333, 64)]
+    turned: Shapes = [(2, 4, 333, 64), (2, 2, 333, 64)]
+    yield "rope, far", _behind(_joined(rope, *tables), 0, 1), _joined(rope_reference, *tables), turned
     updated = partial(_updated, adamw)
     yield "adamw, far", _behind(updated, 0, 1, 2, 3), partial(_updated, adamw_reference), [(100_001,)] * 4
 

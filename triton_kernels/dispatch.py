@@ -1,8 +1,8 @@
 """Which implementation of an operation runs: the Triton kernel or the PyTorch reference.
 
 `auto` takes Triton on NVIDIA and AMD GPUs and the reference elsewhere. A call that the kernel cannot take goes to the
-reference, and the first such call of an operation says so and names the reason. `kernels_ran` tells what ran, for the
-run's record.
+reference, and the first such call of an operation says so and names the reason. Plain attention may go to PyTorch's own
+libraries instead (`use_library`). `kernels_ran` tells what ran, for the run's record.
 
     use_kernels("triton")
     if takes_triton("gelu", x, refusal=unsupported(x)): ...
@@ -21,6 +21,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """What most kernels compute on."""
 
 _choice = "auto"
+_library = False
 _ran: dict[str, str] = {}
 
 
@@ -39,6 +40,20 @@ def use_kernels(choice: str) -> None:
     _ran.clear()
 
 
+def use_library(chosen: bool) -> None:
+    """Whether operations that PyTorch computes by a library of its own go there in this process, where kernels would run."""
+    global _library
+    _library = chosen
+
+
+def takes_library(operation: str, tensor: torch.Tensor) -> bool:
+    """Whether a call that a library can take goes there: where that was chosen, and the kernel would run otherwise."""
+    if not (_library and _wants_triton(tensor) and tensor.dtype in (torch.float16, torch.bfloat16)):
+        return False
+    _note(operation, "library")
+    return True
+
+
 def why_no_triton() -> str:
     """Why Triton kernels cannot run in this process; empty where they can."""
     if not HAS_TRITON:
@@ -49,7 +64,7 @@ def why_no_triton() -> str:
 
 
 def kernels_ran() -> dict[str, str]:
-    """By operation: `triton`, `torch`, or `torch: why the kernel was refused`."""
+    """By operation: `triton`, `library`, `torch`, or `torch: why the kernel was refused`."""
     return dict(_ran)
 
 
@@ -60,8 +75,7 @@ def takes_triton(
 
     Under `auto` the interpreter does not count as a device: it is for proofs, a thousand times slower than PyTorch.
     """
-    wanted = _choice == "triton" or (_choice == "auto" and tensor.device.type == "cuda")
-    wanted = wanted and HAS_TRITON and can_launch(tensor.device)
+    wanted = _wants_triton(tensor)
     if wanted and not refusal and tensor.dtype not in dtypes:
         refusal = f"dtype {tensor.dtype}"
     if not wanted or refusal:
@@ -69,6 +83,11 @@ def takes_triton(
         return False
     _note(operation, "triton")
     return True
+
+
+def _wants_triton(tensor: torch.Tensor) -> bool:
+    wanted = _choice == "triton" or (_choice == "auto" and tensor.device.type == "cuda")
+    return wanted and HAS_TRITON and can_launch(tensor.device)
 
 
 def _note(operation: str, what: str) -> None:

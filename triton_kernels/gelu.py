@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from raystride.triton_kernels.dispatch import takes_triton
 from raystride.triton_kernels.language import cdiv, jit, tl
 from raystride.triton_kernels.launch import launch
+from raystride.triton_kernels.operation import operation
 
 _BLOCK = 2048
 """Elements of a program: 16 bytes a load for each of 256 threads in bf16."""
@@ -58,7 +59,7 @@ def _gelu_backward_kernel(grad_ptr, x_ptr, grad_x_ptr, n, TANH: tl.constexpr, BL
     tl.store(grad_x_ptr + offsets, grad * (phi + x * slope), mask=offsets < n)
 
 
-@torch.library.custom_op("raystride::gelu", mutates_args=())
+@operation("raystride::gelu")
 def _gelu(x: torch.Tensor, tanh: bool) -> torch.Tensor:
     x = x.contiguous()
     y = torch.empty_like(x)
@@ -71,7 +72,7 @@ def _(x: torch.Tensor, tanh: bool) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("raystride::gelu_backward", mutates_args=())
+@operation("raystride::gelu_backward")
 def _gelu_backward(grad: torch.Tensor, x: torch.Tensor, tanh: bool) -> torch.Tensor:
     grad, x = grad.contiguous(), x.contiguous()
     grad_x, n = torch.empty_like(x), x.numel()

@@ -18,6 +18,7 @@ from raystride.triton_kernels.arguments import expect
 from raystride.triton_kernels.dispatch import takes_triton
 from raystride.triton_kernels.language import jit, jit_varying, tl
 from raystride.triton_kernels.launch import launch
+from raystride.triton_kernels.operation import operation
 from raystride.triton_kernels.row_groups import backward_plan, forward_plan, sum_groups, why_no_rows
 
 
@@ -198,7 +199,12 @@ def _layer_norm_backward_wide_kernel(
 
 
 def _forward(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, x + residual (x itself without one), and mean and 1 / deviation of every row, (2, rows)."""
     x, weight = x.contiguous(), weight.contiguous()
@@ -207,7 +213,7 @@ def _forward(
     if residual is not None:
         residual = residual.contiguous()
         total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
-    y, columns = torch.empty_like(total), weight.numel()
+    y, columns = torch.empty_like(total, dtype=dtype), weight.numel()
     rows = x.numel() // max(1, columns)
     statistics = torch.empty(2, rows, dtype=torch.float32, device=x.device)
     grid, blocks = forward_plan(rows, columns)
@@ -217,37 +223,53 @@ def _forward(
     return y, total, statistics
 
 
-@torch.library.custom_op("raystride::layer_norm", mutates_args=())
+@operation("raystride::layer_norm")
 def _layer_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    y, _, statistics = _forward(x, None, weight, bias, eps)
+    y, _, statistics = _forward(x, None, weight, bias, eps, dtype)
     return y, statistics
 
 
 @_layer_norm.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+def _(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, dtype: torch.dtype | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     return y, x.new_empty((2, x.numel() // max(1, weight.numel())), dtype=torch.float32)
 
 
-@torch.library.custom_op("raystride::add_layer_norm", mutates_args=())
+@operation("raystride::add_layer_norm")
 def _add_layer_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _forward(x, residual, weight, bias, eps)
+    return _forward(x, residual, weight, bias, eps, dtype)
 
 
 @_add_layer_norm.register_fake
 def _(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dtype = torch.promote_types(x.dtype, residual.dtype)
-    y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-    return y, torch.empty_like(y), x.new_empty((2, x.numel() // max(1, weight.numel())), dtype=torch.float32)
+    wide = torch.promote_types(x.dtype, residual.dtype)
+    total = torch.empty_like(x, dtype=wide, memory_format=torch.contiguous_format)
+    return (
+        torch.empty_like(total, dtype=dtype),
+        total,
+        x.new_empty((2, x.numel() // max(1, weight.numel())), dtype=torch.float32),
+    )
 
 
-@torch.library.custom_op("raystride::layer_norm_backward", mutates_args=())
+@operation("raystride::layer_norm_backward")
 def _layer_norm_backward(
     grad: torch.Tensor,
     grad_total: torch.Tensor | None,
@@ -290,7 +312,7 @@ def _(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     """For both operators: the row that was normalised is x, or the sum, which is an output."""
-    *streams, weight, bias, _ = inputs
+    *streams, weight, bias, _, _ = inputs
     added, statistics = len(streams) == 2, output[-1]
     ctx.mark_non_differentiable(statistics)
     ctx.dtypes = [x.dtype for x in streams]
@@ -304,7 +326,7 @@ def _differentiate(ctx: Any, grad: torch.Tensor, *others: torch.Tensor) -> tuple
     needs_weight = ctx.needs_input_grad[len(ctx.dtypes)]
     found = _layer_norm_backward(grad, grad_total, x, weight, ctx.bias_dtype, statistics, needs_weight)
     grad_weight, grad_bias = found[1] if needs_weight else None, found[2] if ctx.bias_dtype else None
-    return *(found[0].to(dtype) for dtype in ctx.dtypes), grad_weight, grad_bias, None
+    return *(found[0].to(dtype) for dtype in ctx.dtypes), grad_weight, grad_bias, None, None
 
 
 _layer_norm.register_autograd(_differentiate, setup_context=_save)
@@ -323,26 +345,39 @@ def _refusal(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, r
 
 
 def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, eps: float = 1e-5
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The norm of every row of x (..., C), times the weight (C,), plus the bias (C,); shape and dtype of x.
+    """The norm of every row of x (..., C), times the weight (C,), plus the bias (C,); as x, but in `dtype` if there is one.
 
     Raises ValueError for tensors on several devices.
     """
     if takes_triton("layer_norm", x, refusal=_refusal(x, weight, bias)):
-        y: torch.Tensor = _layer_norm(x, weight, bias, eps)[0]
+        y: torch.Tensor = _layer_norm(x, weight, bias, eps, dtype)[0]
         return y
-    return layer_norm_reference(x, weight, bias, eps=eps)
+    return layer_norm_reference(x, weight, bias, eps=eps).to(dtype or x.dtype)
 
 
 def add_layer_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, eps: float = 1e-5
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm of x + residual, and x + residual itself, rounded to the stream's dtype before the norm is taken.
 
-    x and residual (..., C), weight and bias (C,). Raises ValueError for tensors on several devices.
+    x and residual (..., C), weight and bias (C,); the norm in `dtype`, that of the sum where there is none.
+    Raises ValueError for tensors on several devices.
     """
     if takes_triton("add_layer_norm", x, refusal=_refusal(x, weight, bias, residual)):
-        y, total, _ = _add_layer_norm(x, residual, weight, bias, eps)
+        y, total, _ = _add_layer_norm(x, residual, weight, bias, eps, dtype)
         return y, total
-    return add_layer_norm_reference(x, residual, weight, bias, eps=eps)
+    y, total = add_layer_norm_reference(x, residual, weight, bias, eps=eps)
+    return y.to(dtype or y.dtype), total

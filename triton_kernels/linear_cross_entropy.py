@@ -24,6 +24,7 @@ from raystride.triton_kernels.arguments import expect
 from raystride.triton_kernels.dispatch import takes_triton
 from raystride.triton_kernels.language import cdiv, jit, next_power_of_2, tl
 from raystride.triton_kernels.launch import launch
+from raystride.triton_kernels.operation import operation
 
 _CHUNKS = 8
 """Chunks that the tokens are cut into. More save memory, but each reads and writes the fp32 gradient of W once: with eight
@@ -111,7 +112,7 @@ def _rows_of_a_chunk(rows: int) -> int:
     return min(rows, max(_SMALLEST_CHUNK, cdiv(rows, _CHUNKS))) if rows else 1
 
 
-@torch.library.custom_op("raystride::linear_cross_entropy", mutates_args=())
+@operation("raystride::linear_cross_entropy")
 def _linear_cross_entropy(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -182,7 +183,7 @@ def _(
     return loss, counted, grad_x, torch.empty_like(weight) if for_weight else weight.new_empty(0)
 
 
-@torch.library.custom_op("raystride::linear_cross_entropy_backward", mutates_args=())
+@operation("raystride::linear_cross_entropy_backward")
 def _linear_cross_entropy_backward(saved: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """saved * grad, multiplied in fp32: 1 / counted in bf16 would be off by up to 2^-9, and so would all gradients."""
     saved = saved.contiguous()

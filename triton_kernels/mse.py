@@ -15,6 +15,7 @@ from raystride.triton_kernels.arguments import expect
 from raystride.triton_kernels.dispatch import DTYPES, takes_triton
 from raystride.triton_kernels.language import cdiv, jit, jit_varying, tl
 from raystride.triton_kernels.launch import launch
+from raystride.triton_kernels.operation import operation
 
 _BLOCK = 2048
 """Elements at a time: 16 of each input for each of 128 threads, two 16-byte loads in bf16 and four in fp32."""
@@ -61,7 +62,7 @@ def _mse_backward_kernel(
         tl.store(grad_target_ptr + offsets, -grad, mask=offsets < n)
 
 
-@torch.library.custom_op("raystride::mse", mutates_args=())
+@operation("raystride::mse")
 def _mse(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     prediction, target, n = prediction.contiguous(), target.contiguous(), prediction.numel()
     steps = cdiv(cdiv(n, _BLOCK), _PARTS)
@@ -78,7 +79,7 @@ def _(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return prediction.new_empty((), dtype=torch.float32)
 
 
-@torch.library.custom_op("raystride::mse_backward", mutates_args=())
+@operation("raystride::mse_backward")
 def _mse_backward(
     grad: torch.Tensor, prediction: torch.Tensor, target: torch.Tensor, needs_target: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from raystride.triton_kernels.dispatch import takes_triton
 from raystride.triton_kernels.language import cdiv, jit, tl
 from raystride.triton_kernels.launch import launch
+from raystride.triton_kernels.operation import operation
 
 _BLOCK = 2048
 """Elements of a program: 16 for each of 128 threads, two 16-byte loads in bf16 and four in fp32."""
@@ -40,7 +41,7 @@ def _relu_backward_kernel(grad_ptr, y_ptr, grad_x_ptr, n, BLOCK: tl.constexpr):
     tl.store(grad_x_ptr + offsets, tl.where(y <= 0, 0.0, grad), mask=offsets < n)
 
 
-@torch.library.custom_op("raystride::relu", mutates_args=())
+@operation("raystride::relu")
 def _relu(x: torch.Tensor) -> torch.Tensor:
     x = x.contiguous()
     y = torch.empty_like(x)
@@ -53,7 +54,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("raystride::relu_backward", mutates_args=())
+@operation("raystride::relu_backward")
 def _relu_backward(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     grad, y = grad.contiguous(), y.contiguous()
     grad_x, n = torch.empty_like(y), y.numel()

@@ -18,6 +18,7 @@ from raystride.triton_kernels.arguments import expect
 from raystride.triton_kernels.dispatch import takes_triton
 from raystride.triton_kernels.language import jit_varying, tl
 from raystride.triton_kernels.launch import launch
+from raystride.triton_kernels.operation import operation
 from raystride.triton_kernels.row_groups import backward_plan, forward_plan, sum_groups, why_no_rows
 
 
@@ -165,7 +166,7 @@ def _rms_norm_backward_wide_kernel(
 
 
 def _forward(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, x + residual (x itself without one) and 1 / rms(x) of every row."""
     x, weight = x.contiguous(), weight.contiguous()
@@ -173,7 +174,7 @@ def _forward(
     if residual is not None:
         residual = residual.contiguous()
         total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
-    y, columns = torch.empty_like(total), weight.numel()
+    y, columns = torch.empty_like(total, dtype=dtype), weight.numel()
     rows = x.numel() // max(1, columns)
     inverse = torch.empty(rows, dtype=torch.float32, device=x.device)
     grid, blocks = forward_plan(rows, columns)
@@ -183,35 +184,37 @@ def _forward(
     return y, total, inverse
 
 
-@torch.library.custom_op("raystride::rms_norm", mutates_args=())
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    y, _, inverse = _forward(x, None, weight, eps)
+@operation("raystride::rms_norm")
+def _rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    y, _, inverse = _forward(x, None, weight, eps, dtype)
     return y, inverse
 
 
 @_rms_norm.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+def _(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor]:
+    y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     return y, x.new_empty(x.numel() // max(1, weight.numel()), dtype=torch.float32)
 
 
-@torch.library.custom_op("raystride::add_rms_norm", mutates_args=())
+@operation("raystride::add_rms_norm")
 def _add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _forward(x, residual, weight, eps)
+    return _forward(x, residual, weight, eps, dtype)
 
 
 @_add_rms_norm.register_fake
 def _(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dtype = torch.promote_types(x.dtype, residual.dtype)
-    y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-    return y, torch.empty_like(y), x.new_empty(x.numel() // max(1, weight.numel()), dtype=torch.float32)
+    wide = torch.promote_types(x.dtype, residual.dtype)
+    total = torch.empty_like(x, dtype=wide, memory_format=torch.contiguous_format)
+    return torch.empty_like(total, dtype=dtype), total, x.new_empty(x.numel() // max(1, weight.numel()), dtype=torch.float32)
 
 
-@torch.library.custom_op("raystride::rms_norm_backward", mutates_args=())
+@operation("raystride::rms_norm_backward")
 def _rms_norm_backward(
     grad: torch.Tensor,
     grad_total: torch.Tensor | None,
@@ -248,19 +251,19 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    x, weight, _ = inputs
+    x, weight, *_ = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(x, weight, output[1])
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+def _differentiate(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     needs_weight = ctx.needs_input_grad[1]
     grad_x, grad_weight = _rms_norm_backward(grad, None, *ctx.saved_tensors, needs_weight)
-    return grad_x, grad_weight if needs_weight else None, None
+    return grad_x, grad_weight if needs_weight else None, None, None
 
 
 def _save_added(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-    x, residual, weight, _ = inputs
+    x, residual, weight, *_ = inputs
     _, total, inverse = output
     ctx.mark_non_differentiable(inverse)
     ctx.dtypes = (x.dtype, residual.dtype)
@@ -270,32 +273,42 @@ def _save_added(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, t
 def _differentiate_added(ctx: Any, grad: torch.Tensor, grad_total: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     needs_weight = ctx.needs_input_grad[2]
     grad_x, grad_weight = _rms_norm_backward(grad, grad_total, *ctx.saved_tensors, needs_weight)
-    return *(grad_x.to(dtype) for dtype in ctx.dtypes), grad_weight if needs_weight else None, None
+    return *(grad_x.to(dtype) for dtype in ctx.dtypes), grad_weight if needs_weight else None, None, None
 
 
 _rms_norm.register_autograd(_differentiate, setup_context=_save)
 _add_rms_norm.register_autograd(_differentiate_added, setup_context=_save_added)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-5) -> torch.Tensor:
-    """The norm of every row of x (..., C), times the weight (C,); as x. Raises ValueError for two devices."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-5, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The norm of every row of x (..., C), times the weight (C,); rounded to `dtype`, that of x where there is none.
+
+    Raises ValueError for two devices.
+    """
     expect("rms_norm", "weight", weight, beside=x)
     if takes_triton("rms_norm", x, refusal=why_no_rows(x, weight)):
-        y: torch.Tensor = _rms_norm(x, weight, eps)[0]
+        y: torch.Tensor = _rms_norm(x, weight, eps, dtype)[0]
         return y
-    return rms_norm_reference(x, weight, eps=eps)
+    return rms_norm_reference(x, weight, eps=eps).to(dtype or x.dtype)
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *, eps: float = 1e-5
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    eps: float = 1e-5,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm of x + residual, and x + residual itself, rounded to the stream's dtype before the norm is taken.
 
-    x and residual (..., C), weight (C,). Raises ValueError for tensors on several devices.
+    x and residual (..., C), weight (C,); the norm in `dtype`, that of the sum where there is none. Raises ValueError for
+    tensors on several devices.
     """
     expect("add_rms_norm", "residual", residual, beside=x)
     expect("add_rms_norm", "weight", weight, beside=x)
     if takes_triton("add_rms_norm", x, refusal=why_no_rows(x, weight, residual)):
-        y, total, _ = _add_rms_norm(x, residual, weight, eps)
+        y, total, _ = _add_rms_norm(x, residual, weight, eps, dtype)
         return y, total
-    return add_rms_norm_reference(x, residual, weight, eps=eps)
+    y, total = add_rms_norm_reference(x, residual, weight, eps=eps)
+    return y.to(dtype or y.dtype), total

@@ -59,11 +59,16 @@ def backward_plan(rows: int, columns: int, device: torch.device) -> tuple[bool, 
     wide = columns > _LONGEST_HELD
     block_columns = _CHUNK if wide else next_power_of_2(columns)
     block_rows = 2 if wide else max(1, _ELEMENTS // 2 // block_columns)
-    per_group = max(_ROWS, cdiv(rows, _GROUPS))
-    per_group = cdiv(per_group, block_rows) * block_rows
+    groups, per_group = group_rows(rows, block_rows)
     stages = 1 if architecture(device).startswith("gfx") else 2
     constants = {"BLOCK_R": block_rows, "BLOCK_C": block_columns, "STAGES": stages}
-    return wide, cdiv(rows, per_group), per_group, constants | {"num_warps": max(4, block_rows * block_columns // 512)}
+    return wide, groups, per_group, constants | {"num_warps": max(4, block_rows * block_columns // 512)}
+
+
+def group_rows(rows: int, block_rows: int) -> tuple[int, int]:
+    """Into how many groups rows are cut, and how many rows each has, a multiple of `block_rows`."""
+    per_group = cdiv(max(_ROWS, cdiv(rows, _GROUPS)), block_rows) * block_rows
+    return cdiv(rows, per_group), per_group
 
 
 def why_no_rows(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None) -> str:

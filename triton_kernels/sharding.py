@@ -45,6 +45,7 @@ def register_shardings() -> None:
     register_sharding(operations.attention.default)(_attention)
     register_sharding(operations.attention_backward.default)(_attention_backward)
     register_sharding(operations.rope.default)(_rope)
+    register_sharding(operations.rope_backward.default)(_rope_backward)
     register_sharding(operations.rms_norm.default)(_rms_norm)
     register_sharding(operations.add_rms_norm.default)(_add_rms_norm)
     register_sharding(operations.rms_norm_backward.default)(_rms_norm_backward)
@@ -89,24 +90,36 @@ def _free(key_lengths: Any, seed: Any) -> list[int]:
     return [1] if key_lengths is not None else [0, 1]
 
 
-def _rope(x: Any, cos: Any, sin: Any, inverse: bool) -> Sequence[Placements]:
-    """Heads; every one turns by the same tables."""
+def _rope(q: Any, k: Any, cos: Any, sin: Any, q_weight: Any, k_weight: Any, eps: float) -> Sequence[Placements]:
+    """Heads, of which every one turns by the same tables. With norms all of them: what they keep is a vector over heads."""
     whole = _whole_or([])[0]
-    return [([place], [place, whole, whole, None]) for place in _whole_or([1])]
+    weights = [None if x is None else whole for x in (q_weight, k_weight)]
+    found = [whole] if q_weight is not None else _whole_or([1])
+    return [([place, place, whole, whole], [place, place, whole, whole, *weights, None]) for place in found]
 
 
-def _rms_norm(x: Any, weight: Any, eps: float) -> Sequence[Placements]:
+def _rope_backward(
+    grad_q: Any, grad_k: Any, q: Any, k: Any, cos: Any, sin: Any, q_weight: Any, k_weight: Any, *inverse: Any
+) -> Sequence[Placements]:
+    whole = _whole_or([])[0]
+    rest = [None if x is None else whole for x in (q, k)] + [whole] * 2
+    rest += [None if x is None else whole for x in (q_weight, k_weight)] + [whole] * 2
+    found = [whole] if q_weight is not None else _whole_or([1])
+    return [([place, place, whole, whole], [place, place, *rest]) for place in found]
+
+
+def _rms_norm(x: Any, weight: Any, eps: float, dtype: Any) -> Sequence[Placements]:
     """Rows. What is kept for the backward is a vector over a device's own rows."""
     whole, *rows = _whole_or(range(len(x.shape) - 1))
     vector = _whole_or([0])[1]
-    return [([whole, whole], [whole, whole, None]), *(([place, vector], [place, whole, None]) for place in rows)]
+    return [([whole, whole], [whole, whole, None, None]), *(([place, vector], [place, whole, None, None]) for place in rows)]
 
 
-def _add_rms_norm(x: Any, residual: Any, weight: Any, eps: float) -> Sequence[Placements]:
+def _add_rms_norm(x: Any, residual: Any, weight: Any, eps: float, dtype: Any) -> Sequence[Placements]:
     whole, *rows = _whole_or(range(len(x.shape) - 1))
     vector = _whole_or([0])[1]
-    split = [([place, place, vector], [place, place, whole, None]) for place in rows]
-    return [([whole] * 3, [whole] * 3 + [None]), *split]
+    split = [([place, place, vector], [place, place, whole, None, None]) for place in rows]
+    return [([whole] * 3, [whole] * 3 + [None] * 2), *split]
 
 
 def _rms_norm_backward(

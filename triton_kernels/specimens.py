@@ -55,7 +55,8 @@ def specimens(device: torch.device) -> Iterator[Specimen]:
         kind = _short(dtype)
         for name, what, function, shapes in _streaming((1024,) if dtype == torch.float16 else _WIDTHS):
             yield Specimen(name, f"{kind} {what}".strip(), _both_ways(function, shapes, dtype, device))
-        yield Specimen("rope", f"{kind} D 128", partial(_rope, dtype, device))
+        yield Specimen("rope", f"{kind} D 128", partial(_rope, [], dtype, device))
+        yield Specimen("rope", f"{kind} D 128, norms", partial(_rope, [(128,), (128,)], dtype, device))
         yield Specimen("linear_cross_entropy", kind, partial(_linear_cross_entropy, dtype, device))
         yield Specimen("adamw", kind, partial(_adamw, dtype, device))
     yield Specimen("byte_pack", "", partial(_byte_pack, device))
@@ -75,7 +76,7 @@ def _attention(device: torch.device) -> Iterator[Specimen]:
         for what, rules in _rules(device).items():
             both = _both_ways(partial(attention, causal=True, **rules), _heads(size), half, device)
             yield Specimen("attention", f"bf16 D {size} {what}", both)
-        for what in ("window", "dropout"):
+        for what in ("window", "dropout", "softcap"):
             if size > 128 and family(architecture(device)) == "sm_80":
                 continue  # refused, as it would spill
             single = _both_ways(partial(attention, causal=True, **_rules(device)[what]), _heads(size), torch.float32, device)
@@ -113,6 +114,8 @@ def _rules(device: torch.device) -> dict[str, dict[str, Any]]:
     return {
         "window": window,
         "dropout": dropout,
+        "softcap": {"softcap": 50.0},
+        "window and softcap": window | {"softcap": 50.0},
         "key lengths": lengths,
         "window and key lengths": window | lengths,
         "dropout and key lengths": dropout | lengths,
@@ -159,9 +162,10 @@ def _streaming(widths: tuple[int, ...]) -> list[tuple[str, str, Function, list[S
     return found
 
 
-def _rope(dtype: torch.dtype, device: torch.device) -> None:
+def _rope(norms: list[Shape], dtype: torch.dtype, device: torch.device) -> None:
     cos, sin = torch.empty(2, 1, 1, 1024, 128, device=device)
-    _both_ways(lambda x: rope(x, cos, sin), [(2, 8, 1024, 128)], dtype, device)()
+    heads: list[Shape] = [(2, 8, 1024, 128), (2, 4, 1024, 128)]
+    _both_ways(lambda q, k, *weights: rope(q, k, cos, sin, *weights), heads + norms, dtype, device)()
 
 
 def _linear_cross_entropy(dtype: torch.dtype, device: torch.device) -> None:

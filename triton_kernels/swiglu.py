@@ -17,6 +17,7 @@ from raystride.triton_kernels.arguments import expect
 from raystride.triton_kernels.dispatch import takes_triton
 from raystride.triton_kernels.language import cdiv, jit, jit_varying, next_power_of_2, tl
 from raystride.triton_kernels.launch import launch
+from raystride.triton_kernels.operation import operation
 
 _ELEMENTS = 2048
 """Elements of a program: 16 for each of 128 threads, two 16-byte loads of each input in bf16 and four in fp32."""
@@ -89,7 +90,7 @@ def _plan(rows: int, columns: int) -> tuple[tuple[int], dict[str, int]]:
     return grid, {"BLOCK_R": block_rows, "BLOCK_C": block_columns, "num_warps": 4}
 
 
-@torch.library.custom_op("raystride::swiglu", mutates_args=())
+@operation("raystride::swiglu")
 def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     y = torch.empty_like(gate, memory_format=torch.contiguous_format)
     gate, up = _rows(gate), _rows(up)
@@ -103,7 +104,7 @@ def _(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(gate, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("raystride::swiglu_backward", mutates_args=())
+@operation("raystride::swiglu_backward")
 def _swiglu_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     grad_gate = torch.empty_like(gate, memory_format=torch.contiguous_format)
     grad_up = torch.empty_like(grad_gate)

@@ -19,6 +19,8 @@ from typing import Any
 from raystride.triton_kernels.processes import end_with_parent
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
+BY_TRITON_3_6 = TABLE.with_name("kernels-3.6.md")
+"""What is shipped alone, by `make report-3.6`."""
 KERNELS = TABLE.parents[1] / "triton_kernels"
 Cells = list[str]
 """A row: the architecture, then what the table holds."""
@@ -34,10 +36,10 @@ def state() -> str:
     return said.hexdigest()[:16]
 
 
-def table() -> list[Cells]:
-    """The rows of the committed table."""
+def table(page: Path = TABLE) -> list[Cells]:
+    """The rows of a committed table."""
     rows, architecture = [], ""
-    for line in TABLE.read_text().splitlines():
+    for line in page.read_text().splitlines():
         if line.startswith("## "):
             architecture = line.removeprefix("## ")
         elif line.startswith("| ") and not line.startswith(("| kernel |", "| --- |")):

@@ -47,6 +47,7 @@ WRONG: list[tuple[str, Callable[[], Any]]] = [
     (r"key_lengths must be of shape \(2,\), but is of shape \(1,\)", lambda: attention(Q, K, K, key_lengths=T[:1])),
     (r"key_lengths must be of torch.int32 or torch.int64", lambda: attention(Q, K, K, key_lengths=torch.ones(2))),
     (r"key_lengths must be on cpu", lambda: attention(Q, K, K, key_lengths=T[:2].to(FAR))),
+    (r"softcap must be at least 0, which is none, but is -1", lambda: attention(Q, K, K, softcap=-1)),
     (r"dropout must be between 0 and 1, but is 1.5", lambda: attention(Q, K, K, dropout=1.5)),
     (r"seed must be a single number", lambda: attention(Q, K, K, dropout=0.5, seed=T)),
     (r"seed must be of torch.int64", lambda: attention(Q, K, K, dropout=0.5, seed=T[:1].int())),
@@ -64,7 +65,9 @@ WRONG: list[tuple[str, Callable[[], Any]]] = [
     (r"residual must be on cpu", lambda: add_layer_norm(X, X.to(FAR), W[0])),
     (r"up must be on cpu", lambda: swiglu(X, X.to(FAR))),
     (r"target must be on cpu", lambda: mse(X, X.to(FAR))),
-    (r"sin must be on cpu", lambda: rope(Q, Q[:1, :1], Q[:1, :1].to(FAR))),
+    (r"rope: q_weight must be of shape \(16,\)", lambda: rope(Q, Q, Q[:1, :1], Q[:1, :1], W[0], W[0])),
+    (r"rope: q_weight and k_weight must both be given", lambda: rope(Q, Q, Q[:1, :1], Q[:1, :1], Q[0, 0, 0])),
+    (r"sin must be on cpu", lambda: rope(Q, Q, Q[:1, :1], Q[:1, :1].to(FAR))),
     (r"offsets must be on cpu", lambda: byte_pack(T.to(torch.uint8), T.to(FAR), length=3)),
     (r"must be as many, but are \[1, 1, 1, 1, 2\]", lambda: _adamw(steps=[torch.ones(())] * 2)),
     (r"gradients\[0\] must be of shape \(4, 8\), but is of shape \(3, 8\)", lambda: _adamw(gradients=[X[:3]])),
@@ -86,7 +89,7 @@ def test_what_would_lose_digits_is_left_to_pytorch() -> None:
     assert mse(X, X.double()).dtype == torch.float64
     assert add_rms_norm(X, X.double(), W[0])[1].dtype == torch.float64
     angles = torch.ones(1, 1, 5, 16, dtype=torch.float64)
-    assert rope(Q, angles, angles).dtype == torch.float32
+    assert rope(Q, Q, angles, angles)[0].dtype == torch.float32
 
 
 @pytest.mark.parametrize("wrong", [[0, 3], [1, 4], [0, 5], [0, 9, 4]])

@@ -74,12 +74,18 @@ def _cases(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, C
     k, v = (_rows(2, groups, keys, size, dtype, draw(kind)) for _ in range(2))
     causal, dropout = draw(st.booleans()), draw(st.sampled_from([0.0, 0.0, 0.25]))
     rules: Case = {"causal": causal, "window": draw(st.sampled_from([0, 1, 5, 16, 40])) if causal else 0}
-    rules |= {"dropout": dropout, "scale": draw(st.sampled_from([None, 0.3]))}
+    rules |= {
+        "dropout": dropout,
+        "scale": draw(st.sampled_from([None, 0.3])),
+        "softcap": draw(st.sampled_from([0.0, 0.0, 1.5])),
+    }
     if dropout:
         rules["seed"] = torch.tensor([draw(st.integers(-(2**63), 2**63 - 1))])
     if draw(st.booleans()):
         lengths = draw(st.lists(st.integers(0, keys + 2), min_size=2, max_size=2))
         rules["key_lengths"] = torch.tensor(lengths, dtype=torch.int32)
+    if dropout or "key_lengths" in rules:
+        rules["softcap"] = 0.0  # the kernels refuse a cap with either
     return q, k, v, rules
 
 
@@ -218,7 +224,7 @@ def test_registration() -> None:
         lambda q, k, v, seed: attention(q, k, v, causal=True, dropout=0.1, seed=seed),
         (q, k, v, seed),
         "raystride::attention",
-        (q, k, v, None, seed, True, 0, 0.25, 0.1),
+        (q, k, v, None, seed, True, 0, 0.25, 0.1, 3.0),
     )
 
 

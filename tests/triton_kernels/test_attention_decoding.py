@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raystride.triton_kernels.attention import attention, attention_reference
-from raystride.triton_kernels.attention_decoding import decode
 from raystride.triton_kernels.configurations import Tile, forced_tile
 from tests.triton_kernels.compare import assert_close
 from tests.triton_kernels.guard import guarded
@@ -22,6 +21,7 @@ from tests.triton_kernels.strategies import DTYPES
     size=st.sampled_from([1, 16, 24, 64]),
     dtype=DTYPES,
     window=st.sampled_from([None, 0, 1, 100]),
+    softcap=st.sampled_from([0.0, 1.5]),
     lengths=st.one_of(st.none(), st.lists(st.integers(0, 600), min_size=2, max_size=2)),
 )
 def test_values(
@@ -32,12 +32,14 @@ def test_values(
     size: int,
     dtype: torch.dtype,
     window: int | None,
+    softcap: float,
     lengths: list[int] | None,
 ) -> None:
     q = torch.randn(batch, queries, heads[0], size).to(dtype).transpose(1, 2)
     k, v = (torch.randn(batch, heads[1], keys + 10, size).to(dtype)[:, :, :keys] for _ in range(2))
     key_lengths = None if lengths is None else torch.tensor(lengths[:batch], dtype=torch.int32)
     rules = {"causal": window is not None, "window": window or 0, "key_lengths": key_lengths}
+    rules["softcap"] = softcap if lengths is None else 0.0  # the kernel refuses the two together
     with forced_tile("attention_decoding", Tile(32, 128, 4, 1)), guarded() as launched:
         o = attention(q, k, v, **rules)  # type: ignore[arg-type]
     assert launched == ["_attention_decoding_kernel", "_attention_joining_kernel"][: 1 if keys <= 256 else 2]
@@ -68,7 +70,8 @@ def test_with_gradients_it_is_not_taken() -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_registration() -> None:
     q, k, lengths = torch.randn(1, 2, 1, 16), torch.randn(1, 1, 30, 16), torch.tensor([20], dtype=torch.int32)
-    torch.library.opcheck(decode, (q, k, k.clone(), lengths, True, 0, 0.25))
+    operator = torch.ops.raystride.attention_decoding.default
+    torch.library.opcheck(operator, (q, k, k.clone(), lengths, True, 0, 0.25, 0.0))
     torch._dynamo.reset()
     compiled = torch.compile(lambda q, k: attention(q, k, k, causal=True), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(q, k), attention(q, k, k, causal=True))

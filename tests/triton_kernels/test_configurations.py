@@ -37,6 +37,15 @@ def test_every_head_size_has_a_tile_and_few_alternatives(kernel: str, architectu
             assert all(length >= 16 and length & (length - 1) == 0 for length in one[:2])
 
 
+def test_alternatives_are_two_programs_a_processor_and_many_warps_too() -> None:
+    for architecture in ("sm_90", "sm_100"):
+        forward = tiles("attention_forward", architecture, 64, torch.bfloat16)
+        assert [one.registers for one in forward if one.registers] == [128]
+        for kernel in ("attention_backward_keys", "attention_backward_queries"):
+            assert [one.warps for one in tiles(kernel, architecture, 128, torch.bfloat16)].count(16) == 1
+    assert all(one.registers == 0 and one.warps < 16 for one in tiles("attention_forward", "gfx942", 64, torch.bfloat16))
+
+
 def test_a_lean_tile_streams_less() -> None:
     for architecture in FAMILIES:
         for head_size in (64, 128, 256):
@@ -57,7 +66,7 @@ def test_a_forced_tile_holds_for_its_block_and_kernel() -> None:
     before = tile("attention_forward", "sm_90", 64, torch.bfloat16)
     with forced_tile("attention_forward", Tile(16, 32, 4, 1)):
         with forced_tile("attention_backward_keys", Tile(32, 16, 4, 1)):
-            assert tile("attention_backward_keys", "sm_80", 256, torch.float32) == (32, 16, 4, 1)
-        assert tile("attention_forward", "sm_90", 64, torch.bfloat16) == (16, 32, 4, 1)
-        assert tile("attention_backward_keys", "sm_90", 64, torch.bfloat16) != (32, 16, 4, 1)
+            assert tile("attention_backward_keys", "sm_80", 256, torch.float32) == Tile(32, 16, 4, 1)
+        assert tile("attention_forward", "sm_90", 64, torch.bfloat16) == Tile(16, 32, 4, 1)
+        assert tile("attention_backward_keys", "sm_90", 64, torch.bfloat16) != Tile(32, 16, 4, 1)
     assert tile("attention_forward", "sm_90", 64, torch.bfloat16) == before

@@ -106,14 +106,27 @@ def test_one_output_or_no_parameter_gradients(use_norm: bool, weight_needed: boo
 
 def test_registration() -> None:
     x, residual, weight, bias = torch.randn(2, 3, 33), torch.randn(2, 3, 33), torch.randn(33), torch.randn(33)
-    check_registration(layer_norm, (x, weight, bias), "raystride::layer_norm", (x, weight, bias, 1e-5))
-    check_registration(layer_norm, (x, weight), "raystride::layer_norm", (x, weight, None, 1e-5))
+    check_registration(layer_norm, (x, weight, bias), "raystride::layer_norm", (x, weight, bias, 1e-5, None))
+    check_registration(layer_norm, (x, weight), "raystride::layer_norm", (x, weight, None, 1e-5, torch.bfloat16))
     inputs = (x, residual, weight, bias)
 
     def added(*inputs: torch.Tensor) -> torch.Tensor:
         return torch.cat(add_layer_norm(*inputs))
 
-    check_registration(added, inputs, "raystride::add_layer_norm", (*inputs, 1e-5))
+    check_registration(added, inputs, "raystride::add_layer_norm", (*inputs, 1e-5, None))
+
+
+def test_a_narrower_result_is_the_wider_one_rounded() -> None:
+    x, residual, weight, bias = (torch.randn(n, requires_grad=True) for n in ((30, 48), (30, 48), (48,), (48,)))
+    grad = torch.randn(30, 48).bfloat16()
+    wide, _ = add_layer_norm(x, residual, weight, bias)
+    narrow, stream = add_layer_norm(x, residual, weight, bias, dtype=torch.bfloat16)
+    assert torch.equal(narrow, wide.bfloat16())
+    assert stream.dtype == torch.float32
+    expected = torch.autograd.grad(wide, (x, residual, weight, bias), grad.float())
+    found = torch.autograd.grad(narrow, (x, residual, weight, bias), grad)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert torch.equal(layer_norm(x, weight, bias, dtype=torch.bfloat16), layer_norm(x, weight, bias).bfloat16())
 
 
 def test_what_the_kernel_cannot_take_goes_to_the_reference() -> None:

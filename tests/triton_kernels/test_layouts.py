@@ -69,12 +69,12 @@ def _packed() -> list[torch.Tensor]:
 
 def _table(function: Callable[..., Any]) -> Callable[..., Any]:
     """Dtypes that the tables of a batch may have; B is 2, or 1 for all."""
-    return lambda x, cos, sin: function(x, cos, sin)
+    return lambda q, k, cos, sin, *weights: function(q, k, cos, sin, *weights)
 
 
 def _turned() -> list[torch.Tensor]:
     angles = torch.rand(2, 1, 5, 8).repeat(1, 1, 1, 2)
-    return [torch.randn(2, 3, 5, 16), angles.cos(), angles.sin()]
+    return [torch.randn(2, 4, 5, 16), torch.randn(2, 2, 5, 16), angles.cos(), angles.sin()]
 
 
 def _updated(update: Callable[..., None]) -> Callable[..., Any]:
@@ -136,7 +136,8 @@ OPERATIONS = {
     "add_rms_norm": Operation(add_rms_norm, add_rms_norm_reference, _norm(1, 2)),
     "layer_norm": Operation(layer_norm, layer_norm_reference, _norm(2)),
     "add_layer_norm": Operation(add_layer_norm, add_layer_norm_reference, _norm(2, 2)),
-    "rope": Operation(_table(rope), _table(rope_reference), _turned, fixed=(1, 2)),
+    "rope": Operation(_table(rope), _table(rope_reference), _turned, fixed=(2, 3)),
+    "rope, norms": Operation(_table(rope), _table(rope_reference), lambda: [*_turned(), *torch.randn(2, 16)], fixed=(2, 3)),
     "gelu": Operation(gelu, gelu_reference, _some(1)),
     "relu": Operation(relu, relu_reference, _some(1)),
     "swiglu": Operation(swiglu, swiglu_reference, _some(2)),
@@ -149,7 +150,11 @@ OPERATIONS = {
 
 def _smooth(x: torch.Tensor, name: str, number: int) -> bool:
     """Whether an argument may have a gradient."""
-    return x.is_floating_point() and name not in ("adamw", "attention, decoding") and not (name == "rope" and number)
+    return (
+        x.is_floating_point()
+        and name not in ("adamw", "attention, decoding")
+        and not (name.startswith("rope") and number in (2, 3))
+    )
 
 
 def _run(function: Callable[..., Any], inputs: list[torch.Tensor], name: str, grads: Any = None) -> list[torch.Tensor]:

@@ -101,13 +101,30 @@ def test_zeros_stay_zeros_and_nan_spoils_its_row_alone() -> None:
 
 def test_registration() -> None:
     x, residual, weight = torch.randn(2, 3, 33), torch.randn(2, 3, 33), torch.randn(33)
-    check_registration(rms_norm, (x, weight), "raystride::rms_norm", (x, weight, 1e-5))
-    arguments = (x, residual, weight, 1e-5)
+    check_registration(rms_norm, (x, weight), "raystride::rms_norm", (x, weight, 1e-5, None))
+    arguments = (x, residual, weight, 1e-5, torch.bfloat16)
 
     def added(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.cat(add_rms_norm(x, residual, weight))
 
     check_registration(added, (x, residual, weight), "raystride::add_rms_norm", arguments)
+
+
+def test_a_narrower_result_is_the_wider_one_rounded() -> None:
+    """Also its gradients, which come in the narrower dtype then."""
+    x, residual, weight = (
+        torch.randn(2, 30, 48, requires_grad=True),
+        torch.randn(30, 48),
+        torch.randn(48, requires_grad=True),
+    )
+    grad = torch.randn(30, 48).bfloat16()
+    for function in (lambda **to: rms_norm(x[0], weight, **to), lambda **to: add_rms_norm(x[0], residual, weight, **to)[0]):
+        wide, narrow = function(), function(dtype=torch.bfloat16)
+        assert torch.equal(narrow, wide.bfloat16())
+        expected = torch.autograd.grad(wide, (x, weight), grad.float())
+        found = torch.autograd.grad(narrow, (x, weight), grad)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert add_rms_norm(x[0], residual, weight, dtype=torch.bfloat16)[1].dtype == torch.float32, "the stream stays wide"
 
 
 def test_what_the_kernel_cannot_take_goes_to_the_reference() -> None:

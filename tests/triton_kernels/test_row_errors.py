@@ -33,6 +33,7 @@ _ANGLES = torch.linspace(0, 3, 5 * 8).view(1, 1, 5, 8).repeat(1, 1, 1, 2)
 _OFFSETS = torch.tensor([0, 9, 30], dtype=torch.int32)
 _TARGETS = torch.arange(40) * 7 % 30
 _CAUSAL = {"causal": True}
+_CAPPED = {"causal": True, "softcap": 1.0}
 _SEED = {"dropout": 0.25, "seed": torch.tensor([3])}
 _LENGTHS = {"key_lengths": torch.tensor([21, 40])}
 
@@ -56,6 +57,9 @@ OPERATIONS: dict[str, tuple[Function, Function, list[tuple[int, ...]]]] = {
         partial(attention, **_CAUSAL), partial(attention_reference, **_CAUSAL), [(1, 2, 40, 32), *[(1, 1, 40, 32)] * 2]
     ),
     "attention, dropout": (partial(attention, **_SEED), partial(attention_reference, **_SEED), [(1, 2, 40, 32)] * 3),
+    "attention, softcap": (
+        partial(attention, **_CAPPED), partial(attention_reference, **_CAPPED), [(1, 2, 40, 32), *[(1, 1, 40, 32)] * 2]
+    ),
     "attention, lengths": (partial(attention, **_LENGTHS), partial(attention_reference, **_LENGTHS), [(2, 1, 40, 32)] * 3),
     "attention_packed": (
         lambda q, k, v: attention_packed(q, k, v, _OFFSETS, _OFFSETS, causal=True),
@@ -66,9 +70,14 @@ OPERATIONS: dict[str, tuple[Function, Function, list[tuple[int, ...]]]] = {
     "rms_norm": (rms_norm, _at_its_best(rms_norm_reference), [(30, 48), (48,)]),
     "layer_norm": (layer_norm, _at_its_best(layer_norm_reference), [(30, 48), (48,), (48,)]),
     "rope": (
-        lambda x: rope(x, _ANGLES.cos(), _ANGLES.sin()),
-        lambda x: rope_reference(x, _ANGLES.cos(), _ANGLES.sin()),
-        [(2, 3, 5, 16)],
+        lambda q, k: torch.cat(rope(q, k, _ANGLES.cos(), _ANGLES.sin()), 1),
+        lambda q, k: torch.cat(rope_reference(q, k, _ANGLES.cos(), _ANGLES.sin()), 1),
+        [(2, 4, 5, 16), (2, 2, 5, 16)],
+    ),
+    "rope, norms": (
+        lambda q, k, *weights: torch.cat(rope(q, k, _ANGLES.cos(), _ANGLES.sin(), *weights), 1),
+        _at_its_best(lambda q, k, *weights: torch.cat(rope_reference(q, k, _ANGLES.cos(), _ANGLES.sin(), *weights), 1)),
+        [(2, 4, 5, 16), (2, 2, 5, 16), (16,), (16,)],
     ),
     "gelu": (gelu, gelu_reference, [(30, 48)]),
     "relu": (relu, relu_reference, [(30, 48)]),

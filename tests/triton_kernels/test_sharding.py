@@ -15,7 +15,7 @@ HEADS = [(2, 4, 5, 16), (2, 2, 5, 16), (2, 2, 5, 16)]
 
 
 def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    return rope(x, cos.detach(), sin.detach())
+    return torch.cat(rope(x, 2 * x, cos.detach(), sin.detach()), -1)
 
 
 CASES = {

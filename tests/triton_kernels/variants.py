@@ -72,7 +72,8 @@ def train(operation: str, batch: int, queries: int, keys: int) -> None:
         "add_rms_norm": lambda: add_rms_norm(x, x, weight),
         "layer_norm": lambda: layer_norm(x, weight, weight),
         "add_layer_norm": lambda: add_layer_norm(x, x, weight, weight),
-        "rope": lambda: rope(q, *tables),
+        "rope": lambda: rope(q, _heads(batch, queries, GROUPS), *tables),
+        "rope, norms": lambda: rope(q, _heads(batch, queries, GROUPS), *tables, *torch.ones(2, SIZE)),
         "gelu": lambda: gelu(x),
         "relu": lambda: relu(x),
         "swiglu": lambda: swiglu(x, x),
@@ -87,8 +88,8 @@ def train(operation: str, batch: int, queries: int, keys: int) -> None:
 
 
 OPERATIONS = (
-    "causal", "cross", "packed", "decoding", "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "rope", "gelu",
-    "relu", "swiglu", "mse", "linear_cross_entropy", "byte_pack", "byte_pack_sequence",
+    "causal", "cross", "packed", "decoding", "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "rope",
+    "rope, norms", "gelu", "relu", "swiglu", "mse", "linear_cross_entropy", "byte_pack", "byte_pack_sequence",
 )  # fmt: skip
 
 

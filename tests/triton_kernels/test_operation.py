@@ -1,0 +1,63 @@
+"""Operations take the short way where nobody but autograd looks, and give there what the operator gives."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from raystride.triton_kernels.gelu import gelu
+from raystride.triton_kernels.rms_norm import add_rms_norm, rms_norm
+
+
+class _Seen(TorchDispatchMode):
+    """Notes the operators that pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*arguments, **(named or {}))
+
+
+def _added() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    x, weight = torch.randn(6, 16, requires_grad=True), torch.randn(16, requires_grad=True)
+    y, total = add_rms_norm(x.sin(), x, weight)
+    return [y, total, *torch.autograd.grad((y * total).sum(), (x, weight))]
+
+
+def test_both_ways_give_the_same_bits() -> None:
+    short = _added()
+    with _Seen() as seen:
+        long = _added()
+    assert all(torch.equal(a, b) for a, b in zip(short, long, strict=True))
+    assert "raystride.add_rms_norm.default" in seen.names
+    assert "raystride.rms_norm_backward.default" in seen.names
+
+
+class _Marked(torch.Tensor):
+    """A tensor of one's own."""
+
+
+def test_tensors_of_another_class_pass_through_the_operator() -> None:
+    x, weight = torch.randn(3, 16), torch.randn(16)
+    assert isinstance(rms_norm(x.as_subclass(_Marked), weight), _Marked)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    """Its kernels would give it none, and nobody would know."""
+    x = torch.randn(3, 16, requires_grad=True)
+    (first,) = torch.autograd.grad(gelu(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        first.sum().backward()
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    x, weight = torch.randn(3, 16, requires_grad=True), torch.randn(16)
+    with torch.no_grad():
+        assert rms_norm(x, weight).grad_fn is None
+    assert rms_norm(x.detach(), weight).grad_fn is None
+    assert rms_norm(x, weight).grad_fn is not None
