@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from multiprocessing import get_context
@@ -40,6 +40,10 @@ SHIPPED = ("attention D 64", "attention D 128", "linear_cross_entropy", "rms_nor
 """Checks that come first, of bf16; the others, and fp32 and fp16, come last."""
 KEPT = ("steps", "tokens_per_second", "mfu", "train_loss", "step_seconds_p50", "peak_memory_bytes", "data_wait_share")
 EXACT_STEPS = 20
+TRITON = {"kernels": "triton", "attention": "triton"}
+"""Settings of the section `model`."""
+AUTO = {"kernels": "triton", "attention": "auto"}
+PYTORCH = {"kernels": "torch"}
 
 
 def rows(results: Path, rounds: int) -> Iterator[Row]:
@@ -68,16 +72,19 @@ def _kernel_rows(rounds: int) -> Iterator[Row]:
 
 
 def _training_rows() -> Iterator[Row]:
-    for what, choice, changes in (
-        ("Triton", "triton", {}),
-        ("PyTorch", "torch", {}),
-        ("Triton, not deterministic", "triton", {"deterministic": False}),
-        ("PyTorch, not deterministic", "torch", {"deterministic": False}),
-        ("Triton, compiled", "triton", {"compile": True}),
+    loose = {"deterministic": False}
+    for what, model, changes in (
+        ("Triton", TRITON, {}),
+        ("attention auto", AUTO, {}),
+        ("PyTorch", PYTORCH, {}),
+        ("Triton, not deterministic", TRITON, loose),
+        ("attention auto, not deterministic", AUTO, loose),
+        ("PyTorch, not deterministic", PYTORCH, loose),
+        ("Triton, compiled", TRITON, {"compile": "block"}),
     ):
-        yield Row(f"lm_124m: {what}", TRAINING_S + 25, partial(train, gpt2_small(), choice, **changes))
-    for what, choice in (("Triton", "triton"), ("PyTorch", "torch")):
-        yield Row(f"lm_1b: {what}", TRAINING_S + 40, partial(train, one_billion(), choice))
+        yield Row(f"lm_124m: {what}", TRAINING_S + 25, partial(train, gpt2_small(), model, **changes))
+    for what, model in (("Triton", TRITON), ("attention auto", AUTO), ("PyTorch", PYTORCH)):
+        yield Row(f"lm_1b: {what}", TRAINING_S + 40, partial(train, one_billion(), model))
 
 
 def check(names: tuple[str, ...], processes: int = 0) -> dict[str, Any]:
@@ -137,11 +144,12 @@ def one_billion() -> Config:
     return replace(small, model=replace(small.model, **shape), train=replace(small.train, slots=8, slot_size=4))
 
 
-def train(config: Config, choice: str, device: str = "cuda", **changes: Any) -> dict[str, Any]:
-    """Trains on random text with these kernels, by the worker that `--launch inline` runs; the figures of its summary."""
+def train(config: Config, model: Mapping[str, str], device: str = "cuda", **changes: Any) -> dict[str, Any]:
+    """Trains on random text by the worker that `--launch inline` runs; the figures of its summary. `model` and `changes` are
+    settings of those sections."""
     from raystride.pipelines.worker.worker import run_worker
 
-    config = replace(config, model=replace(config.model, kernels=choice), train=replace(config.train, **changes))
+    config = replace(config, model=replace(config.model, **model), train=replace(config.train, **changes))
     with tempfile.TemporaryDirectory(prefix="gpu-") as scratch:
         folder = Path(scratch)
         job = Job(
@@ -174,7 +182,7 @@ def twice(slots: int, device: str = "cuda") -> dict[str, Any]:
             micro_batch_slots=1,
         ),
     )
-    first, second = (train(config, "triton" if device == "cuda" else "torch", device)["parameters_sha256"] for _ in range(2))
+    first, second = (train(config, TRITON if device == "cuda" else PYTORCH, device)["parameters_sha256"] for _ in range(2))
     if first != second:
         raise AssertionError(f"the parameters differ after {EXACT_STEPS} steps: {first} and {second}")
     return {"parameters_sha256": first}

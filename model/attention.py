@@ -8,6 +8,7 @@ The arithmetic is in `raystride.triton_kernels`: `attention`, and `attention_pac
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -69,6 +70,7 @@ class Attention(nn.Module):
         bias: bool = False,
         qkv_bias: bool = False,
         qk_norm: float | None = None,
+        softcap: float = 0.0,
         dropout: float = 0.0,
         products: Products,
         causal: bool = True,
@@ -80,7 +82,7 @@ class Attention(nn.Module):
         self.qkv = Linear(width, (heads + 2 * kv_heads) * self.head_size, bias=bias or qkv_bias, products=products)
         self.q_norm, self.k_norm = (None if qk_norm is None else RMSNorm(self.head_size, eps=qk_norm) for _ in "qk")
         self.out = Linear(heads * self.head_size, width, bias=bias, products=products)
-        self.dropout = dropout
+        self.norm_eps, self.dropout, self.softcap = qk_norm or 0.0, dropout, softcap
 
     def forward(
         self,
@@ -99,18 +101,23 @@ class Attention(nn.Module):
         batch, tokens, _ = x.shape
         heads = self.qkv(x).view(batch, tokens, -1, self.head_size).transpose(1, 2)  # (B, H + 2 G, T, D)
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
-            q, k = rope(q, *rotation), rope(k, *rotation)
+            weights = [norm.weight for norm in (self.q_norm, self.k_norm) if norm is not None]
+            q, k = rope(q, k, *rotation, *weights, eps=self.norm_eps)
+        elif self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if cache is not None:
             k, v = cache.extend(k, v)
-        dropout = self.dropout if self.training else 0.0
+        rules: dict[str, Any] = {
+            "causal": self.causal,
+            "dropout": self.dropout if self.training else 0.0,
+            "softcap": self.softcap,
+        }
         if documents is not None:
             q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))  # (B T, H or G, D)
-            y = attention_packed(q, k, v, documents, documents, causal=self.causal, dropout=dropout)
+            y = attention_packed(q, k, v, documents, documents, **rules)
             return self.out(y.view(batch, tokens, -1))  # type: ignore[no-any-return]
-        y = attention(q, k, v, causal=self.causal, mask=mask, key_lengths=key_lengths, dropout=dropout)
+        y = attention(q, k, v, mask=mask, key_lengths=key_lengths, **rules)
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 

@@ -26,9 +26,10 @@ class Block(nn.Module):
     def __init__(self, shape: DecoderShape, products: Products, *, causal: bool = True) -> None:
         super().__init__()
         self.post = post_norm(shape)
-        self.norm1 = build_norm(shape)
+        # With post-norm the norms' results are the stream itself.
+        self.norm1 = build_norm(shape, narrow=not self.post)
         self.attention = build_attention(shape, products, causal=causal)
-        self.norm2 = build_norm(shape)
+        self.norm2 = build_norm(shape, narrow=not self.post)
         self.feed_forward = build_feed_forward(shape, products)
         self.dropout = nn.Dropout(shape.dropout)
 
@@ -62,17 +63,18 @@ def build_attention(shape: DecoderShape, products: Products, *, causal: bool = T
         bias=has_biases(shape),
         qkv_bias=shape.qkv_bias,
         qk_norm=shape.norm_eps if shape.qk_norm else None,
+        softcap=shape.softcap,
         dropout=shape.dropout,
         products=products,
         causal=causal,
     )
 
 
-def build_norm(shape: DecoderShape) -> LayerNorm | RMSNorm:
-    """The norm that the flavour has, over the width."""
+def build_norm(shape: DecoderShape, *, narrow: bool = False) -> LayerNorm | RMSNorm:
+    """The norm that the flavour has, over the width; `narrow` where only linear layers read it."""
     if shape.flavour == "llama":
-        return RMSNorm(shape.width, eps=shape.norm_eps)
-    return LayerNorm(shape.width, bias=has_biases(shape), eps=shape.norm_eps)
+        return RMSNorm(shape.width, eps=shape.norm_eps, narrow=narrow)
+    return LayerNorm(shape.width, bias=has_biases(shape), eps=shape.norm_eps, narrow=narrow)
 
 
 def build_final_norm(shape: DecoderShape) -> nn.Module:

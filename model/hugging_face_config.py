@@ -34,6 +34,8 @@ def model_type(shape: DecoderShape) -> ModelType:
     """The layout that says what a decoder is. Raises ValueError, with the setting's name, where there is none."""
     if post_norm(shape) and shape.flavour != "original":
         raise ValueError(f"model.norm is {shape.norm}: the layouts of GPT-2 and Llama normalise before, `pre`")
+    if shape.softcap:
+        raise ValueError(f"model.softcap is {shape.softcap}: the layouts of GPT-2 and Llama bound no scores")
     if shape.flavour == "llama":
         if shape.qkv_bias and shape.qk_norm:
             raise ValueError("model.qkv_bias is True: no layout has biases where model.qk_norm is true")

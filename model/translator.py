@@ -36,9 +36,9 @@ class TargetBlock(nn.Module):
     def __init__(self, shape: TranslatorShape, products: Products) -> None:
         super().__init__()
         self.post = post_norm(shape)
-        self.norm1 = build_norm(shape)
+        self.norm1 = build_norm(shape, narrow=not self.post)
         self.attention = build_attention(shape, products)
-        self.norm2 = build_norm(shape)
+        self.norm2 = build_norm(shape, narrow=not self.post)
         self.cross_attention = CrossAttention(
             width=shape.width,
             heads=shape.heads,
@@ -48,7 +48,7 @@ class TargetBlock(nn.Module):
             dropout=shape.dropout,
             products=products,
         )
-        self.norm3 = build_norm(shape)
+        self.norm3 = build_norm(shape, narrow=not self.post)
         self.feed_forward = build_feed_forward(shape, products)
         self.dropout = nn.Dropout(shape.dropout)
 

@@ -61,6 +61,8 @@ class Model(Section):
     """Biases of self-attention's queries, keys and values, whatever model.bias is, as Qwen2 has them."""
     qk_norm: bool = setting(False, fixed=True)
     """RMSNorm over each head's query and key in self-attention, before rotary positions, as Qwen3 has it."""
+    softcap: float = setting(0.0, at_least=0, fixed=True, since="0.2")
+    """Bound of self-attention's scores, s becomes softcap tanh(s / softcap), as Gemma 2 has it (50); 0: none."""
     norm_eps: float = setting(1e-5, above=0, fixed=True)
     """What norms add to the variance or mean square before its root."""
     gelu: Literal["exact", "tanh"] = setting("exact", fixed=True)
@@ -76,6 +78,10 @@ class Model(Section):
     """Attention and the other hot operations: our Triton kernels, or PyTorch's own; `auto` takes Triton on GPUs.
 
     `triton` without a GPU needs TRITON_INTERPRET=1, which runs kernels in Triton's interpreter: for proofs, very slowly."""
+    attention: Literal["triton", "library", "auto"] = setting("triton", since="0.2")
+    """Whose attention computes plain calls on GPUs, causal or full: our kernel, or what PyTorch has (`library`): cuDNN,
+    FlashAttention-2, and 3 or 4 where installed. `auto`: on Hopper and Blackwell, in 16 bits, whichever a short timing finds
+    faster when the run begins. Windows, lengths, packed documents and dropout are our kernel's, and with train.exact all."""
     linear: Literal["auto", "torch", "onednn"] = setting("auto")
     """Matrix products on CPUs in fp32: PyTorch's own, or oneDNN's. `auto`: whichever is faster for each shape and direction,
     which the first start on a machine measures; with train.exact PyTorch's own."""

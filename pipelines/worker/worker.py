@@ -42,6 +42,7 @@ from raystride.pipelines.strategies.recompute import as_compiled, recompute
 from raystride.pipelines.strategies.strategy import Strategy, whole_shape
 from raystride.pipelines.tasks import Task, build_task
 from raystride.pipelines.tokenizers import Tokenizers
+from raystride.pipelines.train.attention_choice import choose_attention
 from raystride.pipelines.train.checkpoint import Checkpoints, Found
 from raystride.pipelines.train.fingerprint import parameters_sha256
 from raystride.pipelines.train.loop import Ending, Training
@@ -166,7 +167,8 @@ def build_training(
         prefetch=config.data.prefetch,
         device=device,
     )
-    made = {"run": job.run, "bits": choice.bits, "data": manifest.fingerprint, "order": asdict(loader.plan.order)}
+    bits = choice.bits | choose_attention(config, device=device, found=found, rank=rank, world=world, log=log)
+    made = {"run": job.run, "bits": bits, "data": manifest.fingerprint, "order": asdict(loader.plan.order)}
     return Training(
         config=config,
         strategy=strategy,

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,16 @@ def test_its_rows_are_named_once_and_come_in_the_order_of_their_worth(tmp_path: 
     assert min(row.seconds for row in rows) < 60, "a minute leaves figures"
 
 
+def test_all_its_trainings_are_ones_that_settings_allow(tmp_path: Path) -> None:
+    """What would be found out on the GPU only, where minutes are counted."""
+    trainings = [row.measure for row in gpu_rows.rows(tmp_path, 1) if row.name.startswith("lm_")]
+    assert len(trainings) > 8
+    for training in trainings:
+        assert isinstance(training, partial)
+        config, model = training.args
+        replace(config, model=replace(config.model, **model), train=replace(config.train, **training.keywords))
+
+
 def test_its_trainings_run_on_a_processor_too() -> None:
     small = gpu_rows.gpt2_small()
     tiny = replace(
@@ -67,7 +78,7 @@ def test_its_trainings_run_on_a_processor_too() -> None:
         train=replace(small.train, hours=0, steps=2, slots=2, slot_size=2, precision="fp32"),
         tokenizer=replace(small.tokenizer, vocabulary_size=300),
     )
-    found = gpu_rows.train(tiny, "torch", device="cpu")
+    found = gpu_rows.train(tiny, gpu_rows.PYTORCH, device="cpu")
     assert found["steps"] == 2
     assert found["tokens_per_second"] > 0
     assert len(found["parameters_sha256"]) == 64

@@ -35,6 +35,7 @@ FLAVOURS = [
         context=16,
         head_size=8,
         qk_norm=True,
+        softcap=2.0,
         tied=True,
         rope_scaling=(8.0, 1.0, 4.0, 64.0),
     ),

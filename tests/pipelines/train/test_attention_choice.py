@@ -1,0 +1,88 @@
+"""Who computes plain attention: what the settings say, what a run did before, or what a timing found."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from raystride.pipelines.config import Config, Model, Train
+from raystride.pipelines.train.attention_choice import choose_attention, decide, kept, time_attention, why_ours
+from raystride.triton_kernels.attention import attention, attention_reference
+from raystride.triton_kernels.dispatch import kernels_ran, use_kernels, use_library
+
+SMALL = Model(layers=1, heads=4, kv_heads=2, width=64, context=16, attention="auto")
+CONFIG = Config(model=SMALL, train=Train(slot_size=2, precision="bf16"))
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    """Kernels run in the interpreter, where a GPU would run them."""
+    use_kernels("triton")
+    yield
+    use_library(False)
+    use_kernels("auto")
+
+
+def test_on_cpus_there_is_nothing_to_choose() -> None:
+    use_library(True)
+    said: list[str] = []
+    assert choose_attention(CONFIG, device=torch.device("cpu"), found=None, rank=0, world=1, log=said.append) == {}
+    attention(*torch.randn(3, 1, 2, 4, 16).half(), causal=True)
+    assert (kernels_ran()["attention"], said) == ("triton", [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"model": replace(SMALL, attention="triton")}, "the settings say so"),
+        ({"model": replace(SMALL, kernels="torch")}, "the settings say so"),
+        ({"train": replace(CONFIG.train, exact=True, precision="fp32")}, "exact bits"),
+        ({"model": replace(SMALL, dropout=0.1)}, "no call is plain"),
+        ({"train": replace(CONFIG.train, packing="documents")}, "no call is plain"),
+        ({"train": replace(CONFIG.train, precision="fp32")}, "no library is faster here"),
+        ({}, ""),
+        ({"model": replace(SMALL, attention="library"), "train": replace(CONFIG.train, precision="fp32")}, ""),
+    ],
+)
+def test_when_it_is_ours_without_a_timing(changes: dict[str, Any], why: str) -> None:
+    assert why_ours(replace(CONFIG, **changes), "sm_90") == why
+
+
+def test_older_gpus_time_nothing() -> None:
+    assert why_ours(CONFIG, "sm_80") == "no library is faster here"
+
+
+def test_the_library_must_gain_something() -> None:
+    assert decide({"triton": 1.0, "library": 0.5}) == {"attention": "library", "attention_gain": 2.0}
+    assert decide({"triton": 1.0, "library": 0.98}) == {"attention": "triton", "attention_gain": 0.98}
+    assert decide({"triton": 1.0, "library": float("inf")})["attention"] == "triton"
+
+
+def test_a_run_stays_with_its_choice_on_the_same_gpu() -> None:
+    before = {"attention": "library", "attention_gain": 1.3, "gpu": "A", "products": "torch"}
+    assert kept(before, "A") == {"attention": "library", "attention_gain": 1.3}
+    assert kept(before, "B") == kept({"gpu": "A"}, "A") == {}
+
+
+def test_both_are_timed() -> None:
+    seconds = time_attention(CONFIG, torch.device("cpu"))
+    assert seconds.keys() == {"triton", "library"}
+    assert all(0 < each < float("inf") for each in seconds.values())
+    assert seconds["triton"] > 10 * seconds["library"], "an interpreter is not PyTorch: the two were told apart"
+
+
+def test_plain_calls_alone_go_to_the_library() -> None:
+    use_library(True)
+    q, k, v = torch.randn(2, 4, 9, 16).half(), *torch.randn(2, 2, 2, 9, 16).half()
+    for rules in ({}, {"causal": True}, {"causal": True, "scale": 0.3}):
+        assert torch.equal(attention(q, k, v, **rules), attention_reference(q, k, v, **rules))  # type: ignore[arg-type]
+        assert kernels_ran()["attention"] == "library"
+    lengths = torch.tensor([3, 9])
+    for rules in ({"causal": True, "window": 4}, {"key_lengths": lengths}, {"dropout": 0.5}):
+        attention(q, k, v, **rules)  # type: ignore[arg-type]
+        assert kernels_ran()["attention"] == "triton"
+    attention(q[:, :, :5], k, v, causal=True)
+    attention(q.float(), k.float(), v.float(), causal=True)
+    assert kernels_ran()["attention"] == "triton"
