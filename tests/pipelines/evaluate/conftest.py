@@ -42,8 +42,8 @@ def train(config: Config, storage: Path, run: str) -> None:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """A storage with the runs `labels`, `translates`, `writes`, `completes` and `packs`, the last two of pairs, each of 6 steps
-    with checkpoints at 3 and 6."""
+    """A storage with runs of 6 steps, saved at 3 and 6: `labels`, `translates`, `writes`, and of pairs `completes` and
+    `packs`."""
     path = tmp_path_factory.mktemp("finished")
     source = write_rows(path / "train.jsonl", texts())
     write_rows(path / "test.jsonl", texts(60))
