@@ -43,7 +43,7 @@ $(VENV)/.developed: $(VENV)/.installed
 install: $(VENV)/.developed
 
 test: install
-	@echo "running the tests of what a change usually breaks: some nine minutes on two cores; the rest: make test-all"
+	@echo "running the tests of what a change usually breaks: some eight minutes on two cores; the rest: make test-all"
 	@$(PYTEST) -m "not long"
 
 test-all: install
