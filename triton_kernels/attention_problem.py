@@ -74,8 +74,7 @@ def lean(sequences: Sequences, rules: Rules) -> int:
 
 def how_capped(sequences: Sequences, rules: Rules) -> int:
     """0 where scores are not capped, 1 where they are, 2 where something else makes the call lean, too."""
-    others = rules.dropout or rules.window or any(x is not None for x in sequences.tensors)
-    return (1 + bool(others)) if rules.softcap else 0
+    return 1 + bool(lean(sequences, rules._replace(softcap=0.0))) if rules.softcap else 0
 
 
 def rows_readable(x: torch.Tensor) -> torch.Tensor:
