@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from raystride.pipelines.config import Checkpoint, Model, Optimizer, Train, Validation
+from raystride.pipelines.config import Checkpoint, Data, Model, Optimizer, Train, Validation
 from raystride.pipelines.observers.observer import Observer
 from raystride.pipelines.worker.job import Job, WorkerInfo
 from tests.distributed import run_distributed
@@ -54,6 +54,13 @@ def course_job(storage: Path, run: str, **sections: Any) -> Job:
     if not text.exists():
         write_text(storage)
     return make_job(tiny(text, **settings | sections), storage, run)
+
+
+def documents(folder: Path) -> Data:
+    """Short documents, several to a window of `course_job`."""
+    source = folder / "documents.jsonl"
+    source.write_text("".join(f'{{"text": "{number * 7919 % 1000} times"}}\n' for number in range(400)))
+    return Data(source=str(source), kind="json", column="text", validation_fraction=0.2)
 
 
 def changed(job: Job, attempt: str = "a2", **sections: Any) -> Job:

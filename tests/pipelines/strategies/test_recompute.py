@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from raystride.model.transformer import Decoder
-from raystride.pipelines.config import Data, Model, Scaling, Train
+from raystride.pipelines.config import Model, Scaling, Train
 from raystride.pipelines.strategies.recompute import recompute
-from tests.pipelines.strategies.course import Course, course_job, run_course
+from tests.pipelines.strategies.course import Course, course_job, documents, run_course
 
 TRAIN = Train(steps=6, slots=4, slot_size=2, log_every=1)
 DROPOUT = Model(layers=2, heads=2, width=16, context=16, dropout=0.2)
@@ -56,13 +56,12 @@ def test_compiled_it_learns_the_same(folder: Path, linear: str) -> None:
 
 def test_packed_documents_recomputed_and_compiled(folder: Path) -> None:
     """Compiled on CPUs their attention is left out, as its groups are made of lengths."""
-    documents = folder / "documents.jsonl"
-    documents.write_text("".join(f'{{"text": "{number * 7919 % 1000} times"}}\n' for number in range(400)))
 
     def train(run: str, **settings: Any) -> Course:
-        data = Data(source=str(documents), kind="json", column="text", validation_fraction=0.2)
         settings = {"packing": "documents", **settings}
-        return run_course(course_job(folder, run, model=DROPOUT, data=data, train=replace(TRAIN, **settings)), 1)
+        return run_course(
+            course_job(folder, run, model=DROPOUT, data=documents(folder), train=replace(TRAIN, **settings)), 1
+        )
 
     kept = train("packed-kept")
     for way in ("selective", "full"):

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import Checkpoint, Data, Model, Optimizer, Scaling, Train
-from tests.pipelines.strategies.course import SLOTS, STEPS, Course, changed, course_job, run_course
+from raystride.pipelines.config import Checkpoint, Model, Optimizer, Scaling, Train
+from tests.pipelines.strategies.course import SLOTS, STEPS, Course, changed, course_job, documents, run_course
 
 TOLERANCE = 2e-6
 """Relative, of losses and norms over 30 steps in fp32. Sums of some 10^3 gradients in another order differ by up to 10^3
@@ -55,10 +55,7 @@ def test_the_other_flavour_in_shards(folder: Path) -> None:
 
 def test_packed_documents_are_the_same_for_any_number_of_workers(folder: Path) -> None:
     """In fp32 as any course; exact to the bit; and their attention is not that of windows."""
-    source = folder / "documents.jsonl"
-    source.write_text("".join(f'{{"text": "{number * 7919 % 1000} times"}}\n' for number in range(400)))
-    data = Data(source=str(source), kind="json", column="text", validation_fraction=0.2)
-    courses = {}
+    data, courses = documents(folder), {}
     for exact, world in ((False, 1), (False, 2), (True, 1), (True, 2)):
         train = Train(steps=STEPS, slots=SLOTS, slot_size=2, log_every=1, packing="documents", exact=exact)
         courses[exact, world] = run_course(course_job(folder, f"packed-{exact}-{world}", data=data, train=train), world)
