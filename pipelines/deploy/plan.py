@@ -1,0 +1,214 @@
+"""What a run will take of a place, decided before anything is written.
+
+deployment = plan("slurm", Deploy(nodes=2, gpus_per_node=8), find_place("slurm_two_nodes_of_eight"), parsed)
+deployment.workers, deployment.grace_s                     # 16, 180
+"""
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+
+from raystride.pipelines.cluster.cluster import CannotRun
+from raystride.pipelines.cluster.resources import Resources, resolve
+from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config.deploy import Deploy, Place
+from raystride.pipelines.config.parse import Parsed, configured
+from raystride.pipelines.credentials import masked_all
+from raystride.pipelines.launch.preflight import GIB, Check, checks_of_settings, estimate_memory, failing
+
+Kind = Literal["compose", "slurm", "kuberay", "launcher", "sky"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+TEMPLATES = Path(__file__).parents[2] / "deploy"
+FIRST_PLACE = {
+    "compose": "this_machine",
+    "slurm": "slurm",
+    "kuberay": "kubernetes",
+    "launcher": "machines_by_ssh",
+    "sky": "aws",
+}
+"""The place that a kind begins with, where none is named."""
+
+SAVE_MIB_PER_S = 100
+"""What a busy network drive takes of a checkpoint, at the least that we would plan for."""
+LEAST_GRACE_S = 120
+"""Time to save and to close the record, however small the model is."""
+MOST_SHARED_MEMORY_GIB = 64
+"""Ray's object store serves preparation alone; more than this it has no use for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """A run in a place: all that the templates are told."""
+
+    kind: Kind
+    job: str
+    """`train` or `sweep`."""
+    run: str
+    name: str
+    """The run's name as hosts, Kubernetes and Slurm take it."""
+    nodes: int
+    gpus_per_node: int
+    workers: int
+    """Training processes; on CPUs 0 where the run itself finds out how many."""
+    grace_s: int
+    """Seconds that a stop request leaves for saving."""
+    shared_memory_gib: int
+    """Of /dev/shm in each container."""
+    settings: str
+    """YAML of what is not as it is by default, with the run's name and storage."""
+    array: int
+    place: Place
+
+    @property
+    def price_per_hour(self) -> float:
+        """Of all nodes, in the place's currency; 0: not known."""
+        return self.place.price_per_hour * self.nodes
+
+    @property
+    def storage_is_uri(self) -> bool:
+        """Whether runs lie in an object store, and not in a folder."""
+        return "://" in self.place.storage
+
+
+def places() -> dict[str, Path]:
+    """The descriptions that come along, by name."""
+    return {path.stem: path for path in sorted((TEMPLATES / "places").glob("*.yaml"))}
+
+
+def find_place(name: str) -> Place:
+    """A place by its name or file. Raises SettingError, which names the places or what is wrong in the file."""
+    path = places().get(name, Path(name))
+    if not path.is_file():
+        raise SettingError(f"place is {name!r}: there is no such file; places are {', '.join(places())}")
+    return configured(Place, str(path)).settings
+
+
+def plan(kind: Kind, request: Deploy, place: Place, parsed: Parsed[Any]) -> Deployment:
+    """What the run takes of the place.
+
+    `parsed` holds a Config, or for the job `sweep` a SweepConfig. Raises CannotRun, with a line for each reason, where the
+    place cannot satisfy it, and SettingError where settings contradict each other.
+    """
+    config: Config = parsed.settings
+    there = _resources(request, place)
+    config = replace(config, scaling=replace(config.scaling, device="cuda" if request.gpus_per_node else "cpu"))
+    share = resolve(config, there)
+    vocabulary = config.tokenizer.vocabulary_size
+    checks = [*_checks_of_place(kind, request, place, config), *checks_of_settings(config, share, there, vocabulary)]
+    if problems := list(failing(checks)):
+        raise CannotRun("this place cannot run it:\n" + "\n".join(problems))
+    settled = request.gpus_per_node or isinstance(config.scaling.workers, int)
+    # A sweep varies the workers itself.
+    if settled and request.job == "train":
+        config = replace(config, scaling=replace(config.scaling, workers=share.workers))
+    run = config.run or config.default_run(parsed.preset)
+    config = replace(config, run=run, storage=place.storage or config.storage)
+    if place.mlflow_uri:
+        config = replace(config, record=replace(config.record, mlflow_uri=place.mlflow_uri))
+    need = estimate_memory(config, share, vocabulary)
+    saved = (need.parameters + need.optimizer) if need else GIB
+    return Deployment(
+        kind=kind,
+        job=request.job,
+        run=run,
+        name=_host_name(run),
+        nodes=request.nodes,
+        gpus_per_node=request.gpus_per_node,
+        workers=share.workers if settled else 0,
+        grace_s=max(LEAST_GRACE_S, 60 + math.ceil(saved / (SAVE_MIB_PER_S << 20) / 60) * 60),
+        shared_memory_gib=max(1, min(MOST_SHARED_MEMORY_GIB, int(0.3 * place.memory_gib))),
+        settings=_settings(config),
+        array=request.array,
+        place=replace(place, storage=config.storage),
+    )
+
+
+def _resources(request: Deploy, place: Place) -> Resources:
+    """What the preflight will find there."""
+    cpus = float(place.cpus_per_node)
+    return Resources(
+        cpus=cpus * request.nodes,
+        gpus=float(request.gpus_per_node * request.nodes),
+        memory_bytes=place.memory_gib * GIB,
+        gpu_memory_bytes=place.gpu_memory_gib * GIB or None,
+        nodes=request.nodes,
+        node_cpus=(cpus,) * request.nodes,
+        gpu_name=place.gpu or None,
+    )
+
+
+def _checks_of_place(kind: Kind, request: Deploy, place: Place, config: Config) -> Iterator[Check]:
+    """What the place has too little of, and what the run would not find there."""
+    nodes, gpus = request.nodes, request.gpus_per_node
+    yield Check("nodes", nodes <= place.nodes, f"{nodes} asked, {place.nodes} there", f"lower --nodes to {place.nodes}")
+    fewer = f"lower --gpus-per-node to {place.gpus_per_node}, or name another --place"
+    yield Check("GPUs", gpus <= place.gpus_per_node, f"{gpus} a node asked, {place.gpus_per_node} there", fewer)
+    slots, every = config.train.slots, nodes * gpus
+    idle = isinstance(config.scaling.workers, str) and slots < every
+    more = f"give --train.slots {every} (and lower train.slot_size to keep the batch), or fewer GPUs"
+    yield Check("slots", not idle, f"{slots} slots a step leave {every - slots} of {every} GPUs without work", more)
+    yield _check_storage(kind, request, place)
+    yield _check_data(kind, config)
+    if kind == "launcher" and place.cloud.provider == "local":
+        hosts = len(place.cloud.hosts)
+        yield Check("hosts", nodes <= hosts, f"{nodes} nodes asked, {hosts} in cloud.hosts", "name them in the place's file")
+    if kind == "launcher" and place.cloud.provider != "local":
+        known = bool(place.cloud.region and place.cloud.worker_type)
+        what = f"cloud.region {place.cloud.region!r}, cloud.worker_type {place.cloud.worker_type!r}"
+        yield Check("machines", known, what, "name both in the place's file")
+
+
+def _check_storage(kind: Kind, request: Deploy, place: Place) -> Check:
+    found, remote = place.storage, "://" in place.storage
+    if not found:
+        return Check("storage", False, "the place names none", "name a folder or a URI as `storage` in the place's file")
+    remedy = "name a folder that all nodes see and say `shared: true`, or an object store such as s3://bucket/runs"
+    if request.nodes > 1 and not remote and not place.shared:
+        return Check("storage", False, f"{found} is a folder of each of {request.nodes} nodes", remedy)
+    if kind == "kuberay" and not remote and not place.kubernetes.storage_class:
+        return Check("storage", False, f"{found} is a folder, and kubernetes.storage_class is empty", "name either")
+    if kind == "sky" and not remote:
+        return Check("storage", False, f"{found} ends with the machines that SkyPilot starts", "name an object store")
+    absolute = remote or found.startswith(("/", "~"))
+    return Check("storage", absolute, f"{found} is no absolute path, so each node has its own", "write the whole path")
+
+
+def _check_data(kind: Kind, config: Config) -> Check:
+    """Data of this machine is found by jobs that run on it, or that share its disks."""
+    local = [
+        f"data.{name} {value!r}"
+        for name in ("source", "validation_source", "test_source")
+        if isinstance(value := getattr(config.data, name, None), str) and _is_here(value)
+    ]
+    elsewhere = kind != "slurm" and bool(local)
+    remedy = "put it below the place's storage, or into an object store, and give that path"
+    return Check("data", not elsewhere, f"{', '.join(local)} is a file of this machine", remedy)
+
+
+def _is_here(place: str) -> bool:
+    """Whether it is a path whose first part is here: not a URI, the name of a data set, or a path of the place."""
+    return "://" not in place and os.path.exists(os.path.expanduser(place))
+
+
+def _host_name(run: str) -> str:
+    """At most 40 of `a-z0-9-`, as a name of a host begins and ends."""
+    return re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")[:40].rstrip("-") or "run"
+
+
+def _settings(config: Config) -> str:
+    """YAML of the settings that are not as they are by default, in sections."""
+    tree = _changed(asdict(config), asdict(type(config)()))
+    return yaml.safe_dump(masked_all(tree), sort_keys=False, allow_unicode=True, width=120)
+
+
+def _changed(value: Any, default: Any) -> Any:
+    """What of a section differs; another value as it is, tuples as lists."""
+    if isinstance(value, dict) and isinstance(default, dict) and default:
+        return {key: _changed(each, default.get(key)) for key, each in value.items() if each != default.get(key)}
+    return list(value) if isinstance(value, tuple) else value

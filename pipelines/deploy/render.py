@@ -1,0 +1,62 @@
+"""From a deployment to files: Jinja's templates of `deploy/`, and the settings beside them.
+
+written = write(deployment, Path("deploy-mine"), overwrite=False)    # {"job.sbatch": ..., "settings.yaml": ...}
+"""
+
+import json
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+import raystride
+from raystride.pipelines.config import SettingError
+from raystride.pipelines.deploy.plan import TEMPLATES, Deployment
+
+ENDING = ".j2"
+
+
+def rendered(deployment: Deployment) -> dict[str, str]:
+    """Every file of the kind, by its path in the folder; those with the ending `.j2` are filled in, others are as they are.
+
+    A template that comes out empty is no file.
+    """
+    folder = TEMPLATES / deployment.kind
+    environment = Environment(
+        loader=FileSystemLoader(folder),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # noqa: S701 - YAML and shell, not HTML: see the filters
+    )
+    environment.filters |= {"sh": _for_shell, "yaml": json.dumps}
+    values = {**asdict(deployment), "deployment": deployment, "place": deployment.place, "version": raystride.__version__}
+    files = {"settings.yaml": deployment.settings}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_dir() or name == "README.md":
+            continue
+        if path.suffix != ENDING:
+            files[name] = path.read_text()
+        elif (text := environment.get_template(name).render(values)).strip():
+            files[name.removesuffix(ENDING)] = text
+    return files
+
+
+def _for_shell(value: object) -> str:
+    return shlex.quote(str(value))
+
+
+def write(files: dict[str, str], folder: Path, *, overwrite: bool) -> None:
+    """Writes the files. Raises SettingError where one is there that somebody has changed, unless it may be replaced."""
+    changed = [name for name, text in files.items() if (file := folder / name).exists() and file.read_text() != text]
+    if changed and not overwrite:
+        raise SettingError(
+            f"output is {str(folder)!r}: {', '.join(changed)} there would be replaced; give another --output, or "
+            "--overwrite true"
+        )
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)

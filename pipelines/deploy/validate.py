@@ -1,0 +1,64 @@
+"""What was rendered, looked at before anything is written: scripts by bash, YAML by the schemas of who will read it.
+
+validate("slurm", {"job.sbatch": "#!/bin/bash ..."})       # ["job.sbatch: bash -n"]
+"""
+
+import subprocess
+from collections.abc import Callable, Mapping
+from shutil import which
+
+import yaml
+
+from raystride.pipelines.config import SettingError
+from raystride.pipelines.deploy.plan import Kind
+
+Look = Callable[[Mapping[str, str]], list[str]]
+"""Takes the files; returns what was looked at, a line each. Raises InvalidFile."""
+
+
+class InvalidFile(SettingError):
+    """A rendered file that its reader would refuse; names the file and the fault."""
+
+
+def validate(kind: Kind, files: Mapping[str, str]) -> list[str]:
+    """Looks at every file; returns a line for each look. Raises InvalidFile."""
+    looked = []
+    for name, text in files.items():
+        if name.endswith((".yaml", ".yml")):
+            _documents(name, text)
+        elif text.startswith("#!/bin/bash") or text.startswith("#!/usr/bin/env bash"):
+            _bash(name, text)
+            looked.append(f"{name}: bash -n")
+    return [*looked, *_looks().get(kind, lambda _: [])(files)]
+
+
+def _looks() -> dict[Kind, Look]:
+    """What only one kind is asked."""
+    return {"slurm": _sbatch}
+
+
+def _documents(name: str, text: str) -> list[object]:
+    """The YAML documents of a file. Raises InvalidFile."""
+    try:
+        return list(yaml.safe_load_all(text))
+    except yaml.YAMLError as error:
+        raise InvalidFile(f"{name} is no YAML: {error}") from None
+
+
+def _bash(name: str, text: str) -> None:
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise InvalidFile(f"{name} is no script: {done.stderr.strip()}")
+
+
+def _sbatch(files: Mapping[str, str]) -> list[str]:
+    """Slurm's own look, where this machine has Slurm. A queue that is full, or away, says nothing of the file."""
+    if which("sbatch") is None:
+        return ["job.sbatch: not by Slurm, which is not on this machine: sbatch --test-only job.sbatch"]
+    done = subprocess.run(
+        ["sbatch", "--test-only"], input=files["job.sbatch"], capture_output=True, text=True, timeout=60, check=False
+    )
+    said = (done.stderr or done.stdout).strip().splitlines()
+    if done.returncode and any("nvalid" in line for line in said):
+        raise InvalidFile(f"job.sbatch: Slurm says: {'; '.join(said)}")
+    return [f"job.sbatch: sbatch --test-only: {said[-1] if said else 'accepted'}"]
