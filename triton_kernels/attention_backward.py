@@ -270,7 +270,8 @@ def differentiate(
     shared = (*sequences.tensors, *rules.numbers, rules.scale, *strides(q), *strides(k), *strides(v), *strides(grad))
     fit = descriptors_fit(sequences, *(x for x in (q, k, v, grad, dq, dk, dv) if x is not None))
     if dk is not None and dv is not None:
-        chosen = tile("attention_backward_keys", name, size, q.dtype, lean=spare, capped=how_capped(sequences, rules))
+        capped_how, dropped = how_capped(sequences, rules), rules.dropout > 0
+        chosen = tile("attention_backward_keys", name, size, q.dtype, lean=spare, capped=capped_how, dropped=dropped)
         m, n, groups = chosen.block_m, chosen.block_n, k.shape[1]
         blocks, heads = sequences.work(sequences.keys, n, groups)
         # Lean tiles of large heads have too few rows for the instructions that read what descriptors load.

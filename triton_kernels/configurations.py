@@ -10,7 +10,7 @@ bits. `tiles` lists, best guess first, what is worth timing on a device that is 
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -125,6 +125,33 @@ _SINGLE: dict[str, dict[int, Tile]] = {
     "attention_decoding": {64: Tile(16, 32, 4, 2), 128: Tile(16, 32, 4, 1), 256: Tile(16, 16, 8, 1)},
 }
 """fp32."""
+_BEFORE_3_7: dict[tuple[int, int, bool], dict[str, dict[str, dict[int, Tile]]]] = {
+    (0, 0, False): {
+        "attention_backward_keys": {"sm_90": {256: Tile(32, 64, 8, 2, 255)}, "sm_100": {64: Tile(32, 128, 8, 2)}},
+    },
+    (1, 0, False): {
+        "attention_backward_keys": {"sm_90": {128: Tile(16, 128, 8, 2)}, "sm_100": {64: Tile(32, 128, 8, 1)}},
+    },
+    (1, 0, True): {"attention_backward_keys": {"sm_100": {64: Tile(32, 128, 8, 1)}}},
+    (1, 1, False): {"attention_backward_keys": {"sm_100": {64: Tile(16, 128, 8, 2)}}},
+    (1, 2, False): {"attention_backward_keys": {"sm_100": {64: Tile(16, 128, 8, 1)}}},
+    (2, 0, False): {
+        "attention_backward_keys": {"sm_90": {128: Tile(16, 64, 8, 1)}, "sm_100": {64: Tile(16, 128, 8, 1)}},
+    },
+    (2, 0, True): {
+        "attention_backward_keys": {
+            "sm_80": {128: Tile(32, 32, 8, 2)},
+            "sm_90": {64: Tile(16, 128, 8, 2)},
+            "sm_100": {64: Tile(16, 128, 8, 1)},
+        },
+    },
+}
+"""fp16 and bf16 where Triton is older than 3.7, whose compilers need more registers and spill with the tiles above: by what
+`tile` is told of the call (lean, capped, dropped). 255 is the bound that holds anyway; told of it, ptxas finds room."""
+_SINGLE_BEFORE_3_7: dict[str, dict[str, dict[int, Tile]]] = {
+    "attention_backward_queries": {"sm_100": {64: Tile(64, 32, 8, 1)}}
+}
+"""fp32 there, whatever the call."""
 
 _SIZES = (16, 32, 64, 128)
 _CANDIDATES = tuple(Tile(*four) for four in product(_SIZES, _SIZES, (4, 8), (1, 2, 3)))
@@ -148,19 +175,54 @@ _BYTES = 64
 _forced: dict[str, Tile] = {}
 
 
-def tile(kernel: str, architecture: str, head_size: int, dtype: torch.dtype, *, lean: int = 0, capped: int = 0) -> Tile:
+def tile(
+    kernel: str,
+    architecture: str,
+    head_size: int,
+    dtype: torch.dtype,
+    *,
+    lean: int = 0,
+    capped: int = 0,
+    dropped: bool = False,
+) -> Tile:
     """The tile that is shipped, or the one that is forced.
 
     `lean` counts what takes more registers, dropout, a window or a cap, and pointers to sequences of several lengths: less
-    at a time of what streams through the program. `capped`: 1 where scores are bounded, 2 where that is not all.
+    at a time of what streams through the program. `capped`: 1 where scores are bounded, 2 where that is not all. `dropped`:
+    whether there is dropout, whose random numbers dK and dV have the fewest registers for.
     """
-    return _forced[kernel] if kernel in _forced else _shipped(kernel, architecture, head_size, dtype, lean, capped)
+    if kernel in _forced:
+        return _forced[kernel]
+    return _shipped(kernel, architecture, head_size, dtype, lean, capped, dropped, _before_3_7())
+
+
+@cache
+def _before_3_7() -> bool:
+    """Whether kernels are compiled by a Triton older than 3.7; not where there is none."""
+    try:
+        from triton import __version__ as version
+    except ImportError:
+        return False
+    return tuple(int(part) for part in version.split(".")[:2]) < (3, 7)
 
 
 @lru_cache(maxsize=256)
-def _shipped(kernel: str, architecture: str, head_size: int, dtype: torch.dtype, lean: int, capped: int) -> Tile:
+def _shipped(
+    kernel: str,
+    architecture: str,
+    head_size: int,
+    dtype: torch.dtype,
+    lean: int,
+    capped: int,
+    dropped: bool,
+    before_3_7: bool,
+) -> Tile:
     size = next(size for size in (64, 128, 256) if head_size <= size)
     near, single = family(architecture), dtype == torch.float32
+    if before_3_7:
+        corrected = _SINGLE_BEFORE_3_7 if single else _BEFORE_3_7.get((lean, capped, dropped), {})
+        if size in corrected.get(kernel, {}).get(near, {}):
+            return corrected[kernel][near][size]
     chosen = (_SINGLE if single else _HALF[near])[kernel][size]
     if not lean:
         return chosen

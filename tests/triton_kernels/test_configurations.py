@@ -1,8 +1,12 @@
 """The table of tiles: every architecture and head size has one that can run, and alternatives that fit."""
 
+import sys
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+from raystride.triton_kernels import configurations
 from raystride.triton_kernels.attention import LARGEST_HEAD
 from raystride.triton_kernels.configurations import (
     FAMILIES,
@@ -52,6 +56,47 @@ def test_a_lean_tile_streams_less() -> None:
             for kernel in ("attention_forward", "attention_backward_queries", "attention_backward_keys"):
                 plain, lean = (tile(kernel, architecture, head_size, torch.bfloat16, lean=lean) for lean in (False, True))
                 assert lean.block_m * lean.block_n < plain.block_m * plain.block_n or 16 in lean
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """What is known of Triton's version is read again in the test, and after it."""
+    configurations._before_3_7.cache_clear()
+    yield
+    configurations._before_3_7.cache_clear()
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.6.1+git1234", "3.7.0", "3.7.1", "3.10.0", "4.0.0", None])
+def test_tiles_of_their_own_are_for_a_triton_before_3_7(
+    version: str | None, monkeypatch: pytest.MonkeyPatch, forgotten: None
+) -> None:
+    if version:
+        monkeypatch.setattr("triton.__version__", version)
+    else:
+        monkeypatch.setitem(sys.modules, "triton", None)
+    older = version is not None and version.startswith("3.6")
+    half, single, plain = torch.bfloat16, torch.float32, Tile(32, 64, 8, 2)
+    keys, queries = "attention_backward_keys", "attention_backward_queries"
+    assert tile(keys, "sm_90", 256, half) == (plain._replace(registers=255) if older else plain)
+    assert tile(keys, "sm_90", 128, half, lean=1) == (Tile(16, 128, 8, 2) if older else plain)
+    assert tile(keys, "sm_90", 128, half, lean=1, dropped=True) == plain
+    assert tile(queries, "sm_100", 64, single, lean=1) == (Tile(64, 32, 8, 1) if older else Tile(64, 16, 4, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_each_of_them_is_another_tile(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = configurations._BEFORE_3_7
+    if dtype == torch.float32:
+        tables = dict.fromkeys(tables, configurations._SINGLE_BEFORE_3_7)
+    for (lean, capped, dropped), table in tables.items():
+        for kernel, architectures in table.items():
+            for architecture, sizes in architectures.items():
+                for size, chosen in sizes.items():
+                    found = []
+                    for older in (True, False):
+                        monkeypatch.setattr(configurations, "_before_3_7", lambda older=older: older)
+                        found.append(tile(kernel, architecture, size, dtype, lean=lean, capped=capped, dropped=dropped))
+                    assert found[0] == chosen != found[1]
 
 
 def test_unknown_architectures_take_the_nearest_family() -> None:
