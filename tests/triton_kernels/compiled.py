@@ -2,7 +2,7 @@
 
 Run as a process of its own, since a test's own process has kernels that belong to the interpreter:
 
-    python -m tests.triton_kernels.compiled                   # {"launches": [...], "rows": [...]}
+    python -m tests.triton_kernels.compiled                   # {"launches": [...], "launches_3_6": [...], "rows": [...]}
 """
 
 import hashlib
@@ -15,6 +15,7 @@ from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from raystride.triton_kernels.processes import end_with_parent
 
@@ -67,6 +68,17 @@ def _launches() -> list[Any]:
     return [recorded for architecture in ARCHITECTURES for recorded in record(architecture)]
 
 
+def _launches_before_3_7() -> list[Cells]:
+    """What those that are shipped would launch with a Triton older than 3.7: its tiles, warps and stages."""
+    from raystride.triton_kernels.architectures import ARCHITECTURES
+    from raystride.triton_kernels.compile_report import record
+
+    names = {"num_warps": "{} warps", "num_stages": "{} stages", "maxnreg": "{} registers at most"}
+    with mock.patch("raystride.triton_kernels.configurations._before_3_7", return_value=True):
+        found = [recorded for architecture in ARCHITECTURES for recorded in record(architecture, only_shipped=True)]
+    return [[*_describe(one), *(names[key].format(n) for key, n in one.options if key in names)] for one in found]
+
+
 def _describe(recorded: Any) -> Cells:
     """Architecture, kernel, label, and the constants that are block sizes."""
     blocks = [f"{name.removeprefix('BLOCK_').lower()} {value}" for name, value in recorded.constants if "BLOCK" in name]
@@ -82,12 +94,12 @@ def _compile(number: int) -> Cells:
 
 def main() -> None:
     """Prints what would be launched, and the sample as compiled now."""
-    launches = [_describe(recorded) for recorded in _launches()]
+    launches, before_3_7 = [_describe(recorded) for recorded in _launches()], _launches_before_3_7()
     numbers = [number for number in sample(table()) if number < len(launches)]
     # Forked, they have the launches already.
     with ProcessPoolExecutor(os.cpu_count(), get_context("fork"), initializer=end_with_parent) as pool:
         rows = list(pool.map(_compile, numbers))
-    print(json.dumps({"launches": launches, "rows": rows}))
+    print(json.dumps({"launches": launches, "launches_3_6": before_3_7, "rows": rows}))
 
 
 if __name__ == "__main__":
