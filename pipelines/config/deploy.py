@@ -109,7 +109,7 @@ class CloudPlace(Section):
     ssh_key: str = setting("")
     """Private key that opens them; empty: the launcher's own."""
     python: str = setting("")
-    """Folder on each machine whose `bin` holds `raystride` and `ray`; empty: they are on the path, or are installed there."""
+    """Folder on each machine whose `bin` holds `raystride` and `ray`; empty: they are on the path, or installed there."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ config.training()                                         # the Config that ever
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
@@ -99,6 +100,9 @@ class Sweep(Section):
     """Trials at a time when they are not isolated, as far as there are processors for: see scaling.threads."""
     retry: bool = setting(False)
     """When a sweep is started again, measure again what failed, hung or ran out of memory."""
+    share: str = setting("", since="0.3")
+    """`k/n`: measure only every n-th combination of a grid, from the k-th on, counted from 0. So many jobs of one name share
+    a sweep, as a Slurm array's do; the last to end writes the answer. Empty: all of them."""
     timeout_s: float = setting(900.0, above=0)
     """Seconds after which a trial is asked to end, with the windows that it has, and is given up as hung where it does not
     or has none."""
@@ -114,12 +118,26 @@ class Sweep(Section):
             object.__setattr__(self, "stop_bad", "asha" if many else "none")
         for key, choices in self.space.items():
             self._check_choices(key, choices)
+        self._check_share()
         if self.least_windows > self.windows:
             raise self.error("least_windows", f"must be at most sweep.windows, {self.windows}")
         if self.objective == "time_to_loss" and not self.target_loss:
             raise self.error("target_loss", "must be given with sweep.objective time_to_loss")
         if self.objective == "cost" and not self.price_per_hour and not self.cluster:
             raise self.error("price_per_hour", "must be given, or sweep.cluster, with sweep.objective cost")
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Which of how many shares, (0, 1) for all."""
+        number, _, count = (self.share or "0/1").partition("/")
+        return int(number), int(count)
+
+    def _check_share(self) -> None:
+        form = re.fullmatch(r"(\d+)/(\d+)", self.share or "0/1")
+        if form is None or not 0 <= int(form[1]) < int(form[2]):
+            raise self.error("share", "must be k/n with k from 0 to n - 1, such as 0/4")
+        if self.share and self.search != "grid":
+            raise self.error("share", f"needs sweep.search grid, whose combinations are known before; it is {self.search}")
 
     def _combinations(self) -> int:
         """How many are tried at most."""

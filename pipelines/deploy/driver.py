@@ -13,9 +13,9 @@ from raystride.pipelines.config.parse import Parsed, parse
 from raystride.pipelines.config.section import nearest
 from raystride.pipelines.config.sweep import SweepConfig
 from raystride.pipelines.deploy.next_steps import next_steps
-from raystride.pipelines.deploy.plan import FIRST_PLACE, KINDS, Kind, find_place, places, plan
+from raystride.pipelines.deploy.plan import FIRST_PLACE, KINDS, Kind, find_place, known_places, plan
 from raystride.pipelines.deploy.render import rendered, write
-from raystride.pipelines.deploy.validate import validate
+from raystride.pipelines.deploy.validate import look_at_files
 from raystride.pipelines.launch.exit_codes import DONE, guarded
 
 OWN = {item.name for item in fields(Deploy)}
@@ -45,7 +45,7 @@ def _deploy(arguments: list[str]) -> int:
         raise request.error("array", "needs `raystride deploy slurm --job sweep`")
     deployment = plan(kind, request, find_place(request.place or FIRST_PLACE[kind]), parsed)
     files = rendered(deployment)
-    looked_at = validate(kind, files)
+    looked_at = look_at_files(kind, files)
     folder = Path(request.output or f"deploy-{deployment.run}")
     write(files, folder, overwrite=request.overwrite)
     for line in next_steps(deployment, folder, sorted(files), looked_at):
@@ -82,6 +82,6 @@ def _help() -> str:
         "Writes the files with which the run goes there, looks whether they are valid, and says what to type next. All",
         "settings of a training may follow; `raystride deploy slurm --help` lists the flags of this command. Places:",
         "",
-        *(f"  {name:<28} {find_place(name).about}" for name in places()),
+        *(f"  {name:<28} {find_place(name).about}" for name in known_places()),
     ]
     return "\n".join(lines)

@@ -8,9 +8,11 @@ from raystride.pipelines.deploy.plan import Deployment, Kind
 
 COMMANDS: dict[Kind, tuple[str, ...]] = {
     "slurm": ("cd {folder} && sbatch job.sbatch",),
-    "compose": ("cd {folder} && docker compose up --detach --scale worker={nodes} && docker compose run --rm job",),
+    "compose": ("cd {folder} && sh secrets.sh && docker compose up --detach && docker compose run --rm job",),
     "kuberay": ("kubectl apply -k {folder}/overlays/{overlay}",),
-    "launcher": ("cd {folder} && ray up --yes cluster.yaml && ray exec cluster.yaml --no-config-cache 'bash ~/raystride/job.sh'",),
+    "launcher": (
+        "cd {folder} && ray up --yes cluster.yaml && ray exec cluster.yaml --no-config-cache 'bash ~/raystride/job.sh'",
+    ),
     "sky": ("cd {folder} && sky launch --cluster {name} task.yaml",),
 }
 """What to type next, by kind."""

@@ -15,8 +15,9 @@ from typing import Any, Literal, get_args
 import yaml
 
 from raystride.pipelines.cluster.cluster import CannotRun
-from raystride.pipelines.cluster.resources import Resources, resolve
+from raystride.pipelines.cluster.resources import Resources, Share, resolve
 from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config.combinations import SHARDED
 from raystride.pipelines.config.deploy import Deploy, Place
 from raystride.pipelines.config.parse import Parsed, configured
 from raystride.pipelines.credentials import masked_all
@@ -35,9 +36,11 @@ FIRST_PLACE = {
 """The place that a kind begins with, where none is named."""
 
 SAVE_MIB_PER_S = 100
-"""What a busy network drive takes of a checkpoint, at the least that we would plan for."""
+"""What a busy network drive takes of a checkpoint from one node, at the least that we would plan for."""
 LEAST_GRACE_S = 120
 """Time to save and to close the record, however small the model is."""
+LEAST_RUN_S = 600
+"""Of one start on Slurm, below which starting and saving take most of the time."""
 MOST_SHARED_MEMORY_GIB = 64
 """Ray's object store serves preparation alone; more than this it has no use for."""
 
@@ -54,6 +57,12 @@ class Deployment:
     """The run's name as hosts, Kubernetes and Slurm take it."""
     nodes: int
     gpus_per_node: int
+    cpus_per_node: int
+    """With some of a node's GPUs, its share of the processors."""
+    memory_gib: int
+    """Of each node, likewise."""
+    least_nodes: int
+    """With how many the run goes on when others are lost."""
     workers: int
     """Training processes; on CPUs 0 where the run itself finds out how many."""
     grace_s: int
@@ -71,21 +80,26 @@ class Deployment:
         return self.place.price_per_hour * self.nodes
 
     @property
+    def whole_nodes(self) -> bool:
+        """Whether nobody else can use what the run leaves of its nodes."""
+        return self.cpus_per_node == self.place.cpus_per_node
+
+    @property
     def storage_is_uri(self) -> bool:
         """Whether runs lie in an object store, and not in a folder."""
         return "://" in self.place.storage
 
 
-def places() -> dict[str, Path]:
+def known_places() -> dict[str, Path]:
     """The descriptions that come along, by name."""
     return {path.stem: path for path in sorted((TEMPLATES / "places").glob("*.yaml"))}
 
 
 def find_place(name: str) -> Place:
     """A place by its name or file. Raises SettingError, which names the places or what is wrong in the file."""
-    path = places().get(name, Path(name))
+    path = known_places().get(name, Path(name))
     if not path.is_file():
-        raise SettingError(f"place is {name!r}: there is no such file; places are {', '.join(places())}")
+        raise SettingError(f"place is {name!r}: there is no such file; places are {', '.join(known_places())}")
     return configured(Place, str(path)).settings
 
 
@@ -96,7 +110,8 @@ def plan(kind: Kind, request: Deploy, place: Place, parsed: Parsed[Any]) -> Depl
     place cannot satisfy it, and SettingError where settings contradict each other.
     """
     config: Config = parsed.settings
-    there = _resources(request, place)
+    cpus, memory = _of_a_node(request, place)
+    there = _resources(request, place, cpus, memory)
     config = replace(config, scaling=replace(config.scaling, device="cuda" if request.gpus_per_node else "cpu"))
     share = resolve(config, there)
     vocabulary = config.tokenizer.vocabulary_size
@@ -111,8 +126,6 @@ def plan(kind: Kind, request: Deploy, place: Place, parsed: Parsed[Any]) -> Depl
     config = replace(config, run=run, storage=place.storage or config.storage)
     if place.mlflow_uri:
         config = replace(config, record=replace(config.record, mlflow_uri=place.mlflow_uri))
-    need = estimate_memory(config, share, vocabulary)
-    saved = (need.parameters + need.optimizer) if need else GIB
     return Deployment(
         kind=kind,
         job=request.job,
@@ -120,8 +133,11 @@ def plan(kind: Kind, request: Deploy, place: Place, parsed: Parsed[Any]) -> Depl
         name=_host_name(run),
         nodes=request.nodes,
         gpus_per_node=request.gpus_per_node,
+        cpus_per_node=cpus,
+        memory_gib=memory,
+        least_nodes=math.ceil(share.least * request.nodes / share.workers) if share.least else request.nodes,
         workers=share.workers if settled else 0,
-        grace_s=max(LEAST_GRACE_S, 60 + math.ceil(saved / (SAVE_MIB_PER_S << 20) / 60) * 60),
+        grace_s=_grace_s(config, share, request.nodes),
         shared_memory_gib=max(1, min(MOST_SHARED_MEMORY_GIB, int(0.3 * place.memory_gib))),
         settings=_settings(config),
         array=request.array,
@@ -129,16 +145,29 @@ def plan(kind: Kind, request: Deploy, place: Place, parsed: Parsed[Any]) -> Depl
     )
 
 
-def _resources(request: Deploy, place: Place) -> Resources:
+def _grace_s(config: Config, share: Share, nodes: int) -> int:
+    """Seconds, in whole minutes, to save and to close the record; every node writes its part of a checkpoint."""
+    need = estimate_memory(config, share, config.tokenizer.vocabulary_size)
+    copies = share.workers if config.scaling.strategy in SHARDED else 1
+    saved = (need.parameters + need.optimizer) * copies if need else GIB
+    return max(LEAST_GRACE_S, 60 + math.ceil(saved / nodes / (SAVE_MIB_PER_S << 20) / 60) * 60)
+
+
+def _of_a_node(request: Deploy, place: Place) -> tuple[int, int]:
+    """Processors, and GiB of memory, that the run has of a node: all, or those that belong to its GPUs."""
+    part = min(1.0, request.gpus_per_node / place.gpus_per_node) if request.gpus_per_node and place.gpus_per_node else 1.0
+    return max(1, int(place.cpus_per_node * part)), max(1, int(place.memory_gib * part))
+
+
+def _resources(request: Deploy, place: Place, cpus: int, memory_gib: int) -> Resources:
     """What the preflight will find there."""
-    cpus = float(place.cpus_per_node)
     return Resources(
-        cpus=cpus * request.nodes,
+        cpus=float(cpus * request.nodes),
         gpus=float(request.gpus_per_node * request.nodes),
-        memory_bytes=place.memory_gib * GIB,
+        memory_bytes=memory_gib * GIB,
         gpu_memory_bytes=place.gpu_memory_gib * GIB or None,
         nodes=request.nodes,
-        node_cpus=(cpus,) * request.nodes,
+        node_cpus=(float(cpus),) * request.nodes,
         gpu_name=place.gpu or None,
     )
 
@@ -155,6 +184,10 @@ def _checks_of_place(kind: Kind, request: Deploy, place: Place, config: Config) 
     yield Check("slots", not idle, f"{slots} slots a step leave {every - slots} of {every} GPUs without work", more)
     yield _check_storage(kind, request, place)
     yield _check_data(kind, config)
+    if kind == "slurm":
+        limit, least = _seconds(place.slurm.time_limit), LEAST_RUN_S
+        found = f"{place.slurm.time_limit} is too short to start and to save"
+        yield Check("time limit", limit >= least, found, f"give slurm.time_limit at least {least // 60} minutes")
     if kind == "launcher" and place.cloud.provider == "local":
         hosts = len(place.cloud.hosts)
         yield Check("hosts", nodes <= hosts, f"{nodes} nodes asked, {hosts} in cloud.hosts", "name them in the place's file")
@@ -189,6 +222,27 @@ def _check_data(kind: Kind, config: Config) -> Check:
     elsewhere = kind != "slurm" and bool(local)
     remedy = "put it below the place's storage, or into an object store, and give that path"
     return Check("data", not elsewhere, f"{', '.join(local)} is a file of this machine", remedy)
+
+
+def _seconds(limit: str) -> float:
+    """A time as Slurm writes it: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
+
+    Raises SettingError.
+    """
+    form = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
+    if form is None:
+        if limit.lower() in ("infinite", "unlimited"):
+            return math.inf
+        raise SettingError(
+            f"slurm.time_limit is {limit!r}: it must be written as Slurm does, such as 24:00:00 or 2-00:00:00"
+        )
+    days, *rest = form.groups()
+    first, second, third = (int(part or 0) for part in rest)
+    if days is not None:
+        return int(days) * 86400 + first * 3600 + second * 60 + third
+    if rest[2] is not None:
+        return first * 3600 + second * 60 + third
+    return first * 60 + second
 
 
 def _is_here(place: str) -> bool:

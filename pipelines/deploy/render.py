@@ -4,8 +4,8 @@ written = write(deployment, Path("deploy-mine"), overwrite=False)    # {"job.sba
 """
 
 import json
+import re
 import shlex
-from dataclasses import asdict
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -18,9 +18,9 @@ ENDING = ".j2"
 
 
 def rendered(deployment: Deployment) -> dict[str, str]:
-    """Every file of the kind, by its path in the folder; those with the ending `.j2` are filled in, others are as they are.
+    """Every file of the kind, by its path in the folder; what ends in `.j2` is filled in.
 
-    A template that comes out empty is no file.
+    A template that comes out empty is no file. `dot.env` becomes `.env`: wheels leave out files whose names begin with a dot.
     """
     folder = TEMPLATES / deployment.kind
     environment = Environment(
@@ -32,7 +32,8 @@ def rendered(deployment: Deployment) -> dict[str, str]:
         autoescape=False,  # noqa: S701 - YAML and shell, not HTML: see the filters
     )
     environment.filters |= {"sh": _for_shell, "yaml": json.dumps}
-    values = {**asdict(deployment), "deployment": deployment, "place": deployment.place, "version": raystride.__version__}
+    values = {name: getattr(deployment, name) for name in dir(deployment) if not name.startswith("_")}
+    values |= {"version": raystride.__version__}
     files = {"settings.yaml": deployment.settings}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -41,7 +42,7 @@ def rendered(deployment: Deployment) -> dict[str, str]:
         if path.suffix != ENDING:
             files[name] = path.read_text()
         elif (text := environment.get_template(name).render(values)).strip():
-            files[name.removesuffix(ENDING)] = text
+            files[re.sub(r"\bdot\.", ".", name.removesuffix(ENDING))] = text
     return files
 
 

@@ -1,6 +1,6 @@
 """What was rendered, looked at before anything is written: scripts by bash, YAML by the schemas of who will read it.
 
-validate("slurm", {"job.sbatch": "#!/bin/bash ..."})       # ["job.sbatch: bash -n"]
+look_at_files("slurm", {"job.sbatch": "#!/bin/bash ..."})       # ["job.sbatch: bash -n"]
 """
 
 import subprocess
@@ -10,6 +10,7 @@ from shutil import which
 import yaml
 
 from raystride.pipelines.config import SettingError
+from raystride.pipelines.deploy.compose_file import look_at_compose
 from raystride.pipelines.deploy.plan import Kind
 
 Look = Callable[[Mapping[str, str]], list[str]]
@@ -20,13 +21,13 @@ class InvalidFile(SettingError):
     """A rendered file that its reader would refuse; names the file and the fault."""
 
 
-def validate(kind: Kind, files: Mapping[str, str]) -> list[str]:
+def look_at_files(kind: Kind, files: Mapping[str, str]) -> list[str]:
     """Looks at every file; returns a line for each look. Raises InvalidFile."""
     looked = []
     for name, text in files.items():
         if name.endswith((".yaml", ".yml")):
             _documents(name, text)
-        elif text.startswith("#!/bin/bash") or text.startswith("#!/usr/bin/env bash"):
+        elif text.startswith(("#!/bin/bash", "#!/usr/bin/env bash")):
             _bash(name, text)
             looked.append(f"{name}: bash -n")
     return [*looked, *_looks().get(kind, lambda _: [])(files)]
@@ -34,7 +35,7 @@ def validate(kind: Kind, files: Mapping[str, str]) -> list[str]:
 
 def _looks() -> dict[Kind, Look]:
     """What only one kind is asked."""
-    return {"slurm": _sbatch}
+    return {"compose": look_at_compose, "slurm": _sbatch}
 
 
 def _documents(name: str, text: str) -> list[object]:

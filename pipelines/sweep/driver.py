@@ -6,7 +6,7 @@ Nothing is lost: every trial that ended is a file in the sweep's folder, with it
 same command again measures only what is missing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from shlex import quote
@@ -66,12 +66,18 @@ def run_trials(base: SweepConfig, storage: Folder, screen: Screen) -> Answer:
     if folder.exists("journal"):
         raise SettingError(f"run is {base.run!r}: it is the name of a training; give the sweep another one, by --run")
     screen.line(f"sweep {base.run} in {storage}")
+    if base.sweep.share:
+        _measure_share(base, storage, candidates, described, screen)
+        known = _known(base, folder, candidates)
+        if left := len(candidates) - len(known):
+            screen.line(f"share {base.sweep.share} is measured; the job that measures the last of the {left} others answers")
+            return answer(base, list(known.values()), described)
     with Ownership.take(folder, new_attempt()):
-        folder.put("config.yaml", to_yaml(base))
+        folder.put("config.yaml", to_yaml(replace(base, sweep=replace(base.sweep, share=""))))
         tracking = Tracking(folder, base, storage)
         try:
-            if base.sweep.retry:
-                _forget_failures(folder)
+            if base.sweep.retry and not base.sweep.share:
+                _forget_failures(folder, results(folder))
             _measure_missing(base, storage, candidates, described, tracking, screen)
             return _conclude(base, folder, candidates, described, tracking, screen)
         except BaseException as error:
@@ -79,19 +85,38 @@ def run_trials(base: SweepConfig, storage: Folder, screen: Screen) -> Answer:
             raise
 
 
+def _measure_share(
+    base: SweepConfig,
+    storage: Folder,
+    candidates: Sequence[Candidate],
+    described: ClusterDescription | None,
+    screen: Screen,
+) -> None:
+    """Measures what is missing of this job's share; MLflow is told by the job that answers."""
+    number, count = base.sweep.part
+    folder = storage / str(base.run)
+    with Ownership.take(folder / "shares" / f"{number}-of-{count}", new_attempt()):
+        mine = candidates[number::count]
+        if base.sweep.retry:
+            _forget_failures(folder, _known(base, folder, mine))
+        _measure_missing(base, storage, mine, described, None, screen)
+
+
 def _measure_missing(
     base: SweepConfig,
     storage: Folder,
     candidates: Sequence[Candidate],
     described: ClusterDescription | None,
-    tracking: Tracking,
+    tracking: Tracking | None,
     screen: Screen,
 ) -> None:
     folder = storage / str(base.run)
     known = _known(base, folder, candidates)
     missing = [candidate for candidate in candidates if candidate.key not in known]
     left = len(missing) if candidates else base.sweep.trials - len(known)
-    if left <= 0 and not undecided(list(known.values()), base):
+    # What a share does not tell apart is measured once more by the job that answers, which knows all.
+    decides = tracking is not None
+    if left <= 0 and not (decides and undecided(list(known.values()), base)):
         return
     _each_kind(base, missing, lambda config: check_data(config, storage, build_task(config)))
     told = metadata_of(str(base.run), str(storage), base.record.mlflow)
@@ -103,7 +128,7 @@ def _measure_missing(
             on_end = partial(_on_end, folder, tracking, board)
             if left > 0:
                 measure(plan, missing, list(known.values()), left, on_end)
-            while further := undecided(list(_known(base, folder, candidates).values()), base):
+            while decides and (further := undecided(list(_known(base, folder, candidates).values()), base)):
                 names = "; ".join(each.label for each in further)
                 board.more(len(further), f"another seed for what the loss does not tell apart: {names}")
                 measure(plan, further, [], len(further), on_end)
@@ -156,8 +181,8 @@ def _each_kind(base: SweepConfig, candidates: Sequence[Candidate], job: Callable
         raise faults[0]
 
 
-def _forget_failures(folder: Folder) -> None:
-    for result in results(folder).values():
+def _forget_failures(folder: Folder, found: Mapping[str, Result]) -> None:
+    for result in found.values():
         if result.status in WITHOUT_FIGURES:
             forget(folder, result.key)
 
@@ -176,9 +201,9 @@ def _known(base: SweepConfig, folder: Folder, candidates: Sequence[Candidate]) -
     }
 
 
-def _on_end(folder: Folder, tracking: Tracking, board: Board, result: Result) -> None:
+def _on_end(folder: Folder, tracking: Tracking | None, board: Board, result: Result) -> None:
     """Between two trials: tells people and MLflow of the one that ended."""
-    board.ended(_logged(folder, tracking, result, number=len(keys(folder))))
+    board.ended(_logged(folder, tracking, result, number=len(keys(folder))) if tracking else result)
 
 
 def _logged(folder: Folder, tracking: Tracking, result: Result, number: int) -> Result:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from raystride.pipelines.config import SettingError
 from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.config.sweep import SweepConfig
 from raystride.pipelines.files import Folder
@@ -58,3 +59,30 @@ def test_results_of_another_space_or_of_other_settings_are_not_its_own(tmp_path:
     for result in (own, _measured(Candidate(base, {"train.slot_size": 2})), _measured(Candidate(longer, settings))):
         keep_result(folder, result)
     assert _known(base, folder, candidates_of(base)) == {own.key: own}
+
+
+def test_a_share_answers_where_no_other_has_anything_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = at(tmp_path, share="0/2")
+    every = candidates_of(base)
+    folder = Folder(str(tmp_path)) / "s"
+    for candidate in every[0::2]:
+        keep_result(folder, _measured(candidate))
+    assert run_sweep(Parsed(replace(base, run="s"), "s")) == 0
+    assert "share 0/2 is measured" in capsys.readouterr().out
+    assert not folder.exists("summary.json")
+    for candidate in every[1::2]:
+        keep_result(folder, _measured(candidate))
+    assert run_sweep(Parsed(replace(base, run="s"), "s")) == 0
+    assert folder.read_json("summary.json")["unfinished"] == 0
+    assert "share: ''" in folder.read("config.yaml").decode()
+
+
+@pytest.mark.parametrize("share", ["2/2", "1", "-1/2", "a/b"])
+def test_a_share_that_is_none_is_refused(tmp_path: Path, share: str) -> None:
+    with pytest.raises(SettingError, match=f"sweep.share is '{share}': it must be k/n"):
+        at(tmp_path, share=share)
+
+
+def test_shares_are_of_a_grid(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"needs sweep\.search grid"):
+        at(tmp_path, share="0/2", search="optuna")

@@ -1,0 +1,119 @@
+"""A real Slurm on this machine: a controller, and a daemon on each of some hosts; see `hosts`.
+
+with Slurm(tmp_path, nodes=3) as slurm:
+    job = slurm.submit(folder)                        # sbatch job.sbatch; raises where Slurm refuses it
+    slurm.wait(job, "COMPLETED")
+"""
+
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+from tests.deploy.hosts import Hosts, unable
+
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={controller}({here})
+SlurmctldPort={port}
+SlurmdPort=17001
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+ReturnToService=2
+SlurmdParameters=config_overrides
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmdSpoolDir={folder}/spool.%n
+StateSaveLocation={folder}/state
+SlurmdLogFile={folder}/slurmd.%n.log
+SlurmctldLogFile={folder}/slurmctld.log
+SwitchType=switch/none
+MpiDefault=none
+{nodes}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+WAIT_S = 240
+
+
+def no_slurm() -> str:
+    """Why there can be no Slurm here; empty where there can."""
+    return unable("slurmctld", "slurmd", "sbatch", "munged")
+
+
+class Slurm(contextlib.AbstractContextManager["Slurm"]):
+    """Nodes `h1` and on with four processors each, as Slurm believes."""
+
+    def __init__(self, folder: Path, nodes: int) -> None:
+        self.folder, self.hosts, self._count = folder, Hosts(folder, nodes), nodes
+        self._running = contextlib.ExitStack()
+        self._environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            hosts = stack.enter_context(self.hosts)
+            nodes = [f"NodeName={host.name} NodeAddr={host.address} CPUs=4" for host in hosts.all]
+            values = {"folder": self.folder, "here": hosts.here, "port": 17100, "nodes": "\n".join(nodes)}
+            (self.folder / "slurm.conf").write_text(CONFIGURATION.format(controller=os.uname().nodename, **values))
+            (self.folder / "state").mkdir()
+            key = self.folder / "munge.key"
+            key.touch(mode=0o400)
+            key.write_bytes(os.urandom(128))
+            named = {name: self.folder / f"munge.{name}" for name in ("sock", "pid", "log", "seed")}
+            self._start(
+                stack, "munged", "--force", "--foreground", f"--key-file={key}", f"--socket={named['sock']}",
+                f"--pid-file={named['pid']}", f"--log-file={named['log']}", f"--seed-file={named['seed']}",
+            )  # fmt: skip
+            until(named["sock"].exists, "munged")
+            self._start(stack, "slurmctld", "-D")
+            for host in hosts.all:
+                (self.folder / f"spool.{host.name}").mkdir()
+                command = host.command(["env", "HOME=/tmp/home", "slurmd", "-D", "-N", host.name])
+                self._start(stack, *command)
+            until(lambda: self.ask("sinfo", "--noheader", "--format=%T %D").split() == ["idle", str(self._count)], "slurmd")
+            self._running = stack.pop_all()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._running.close()
+
+    def _start(self, stack: contextlib.ExitStack, *command: str) -> None:
+        log = (self.folder / "daemons.log").open("ab")
+        process = subprocess.Popen(command, env=self._environment, stdout=log, stderr=log, start_new_session=True)
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+
+    def ask(self, *command: str, folder: Path | None = None) -> str:
+        """What one of Slurm's commands prints; raises where it fails."""
+        done = subprocess.run(command, env=self._environment, cwd=folder, capture_output=True, text=True, timeout=60)
+        assert not done.returncode, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def submit(self, folder: Path, *options: str) -> str:
+        """`sbatch job.sbatch` in that folder; the job's number."""
+        return self.ask("sbatch", "--parsable", *options, "job.sbatch", folder=folder).strip()
+
+    def field(self, job: str, name: str) -> str:
+        """One of what `scontrol show job` says."""
+        said = self.ask("scontrol", "--oneliner", "show", "job", job)
+        return dict(part.split("=", 1) for part in said.split() if "=" in part)[name]
+
+    def wait(self, job: str, *states: str) -> str:
+        """Until the job is in one of these states; that one."""
+        until(lambda: self.field(job, "JobState") in states, f"job {job} {states}", lambda: self.field(job, "JobState"))
+        return self.field(job, "JobState")
+
+
+def until(true: Callable[[], bool], what: str, told: Callable[[], object] = lambda: "") -> None:
+    """Waits for it; fails after minutes, with what there was instead."""
+    deadline = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < deadline, f"{what} did not come: {told()}"
+        time.sleep(0.3)

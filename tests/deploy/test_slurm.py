@@ -1,0 +1,124 @@
+"""What `raystride deploy slurm` writes, on a real Slurm of three hosts: what ends a job, and how it goes on."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from raystride.ray_jobs import deploy, train
+from tests.deploy.slurm import Slurm, no_slurm, until
+from tests.tiny import write_text
+
+pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(no_slurm()), reason=f"no Slurm here: {no_slurm()}")]
+MUCH = 1_000_000
+"""Steps that no test waits for."""
+ROOT = Path(__file__).resolve().parents[2]
+TINY = {
+    "data": {"kind": "text", "validation": "tail", "validation_fraction": 0.1},
+    "tokenizer": {"kind": "bytes"},
+    "model": {"layers": 2, "heads": 2, "width": 16, "context": 16, "dropout": 0.1},
+    "optimizer": {"schedule": "constant", "learning_rate": 1e-3, "warmup_steps": 2},
+    "train": {"slots": 4, "slot_size": 2, "exact": True, "log_every": 5},
+    "validation": {"every": 0},
+    "checkpoint": {"every": 200},
+    "record": {"mlflow": False},
+    "sample": {"tokens": 0},
+}
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with Slurm(tmp_path_factory.mktemp("slurm"), nodes=3) as running:
+        yield running
+
+
+def _written(slurm: Slurm, run: str, steps: int, nodes: int = 2, **place: object) -> Path:
+    """The folder that `raystride deploy slurm` writes for a tiny training on so many nodes, a worker each."""
+    folder = slurm.folder
+    text = folder / "text.txt" if (folder / "text.txt").exists() else write_text(folder)
+    options = {"activate": f"export PATH={ROOT / '.venv' / 'bin'}:$PATH", "extra": ["--oversubscribe"], "time_limit": "30"}
+    described = {"nodes": 3, "cpus_per_node": 1, "memory_gib": 4, "storage": str(folder / "runs"), "shared": True}
+    (folder / "place.yaml").write_text(yaml.safe_dump(described | {"slurm": options | place}))
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(TINY))
+    written = folder / f"job-{run}"
+    flags = f"--nodes {nodes} --place {folder / 'place.yaml'} --output {written} --config {folder / 'tiny.yaml'} --run {run}"
+    flags += f" --data.source {text} --train.steps {steps} --scaling.workers {nodes}"
+    assert deploy.main(["slurm", *flags.split()]) == 0
+    return written
+
+
+def _log(written: Path) -> str:
+    return "".join(path.read_text(errors="replace") for path in sorted(written.glob("*.log"))).replace("\r", "\n")
+
+
+def _reached(written: Path) -> int:
+    return max(map(int, re.findall(r"step ([\d,]+)/", _log(written).replace(",", ""))), default=0)
+
+
+def _summary(slurm: Slurm, run: str) -> dict[str, object]:
+    found: dict[str, object] = json.loads((slurm.folder / "runs" / run / "summary.json").read_text())
+    return found
+
+
+def test_a_job_saves_at_its_time_limit_and_goes_on_elsewhere_to_the_same_bits(slurm: Slurm) -> None:
+    written = _written(slurm, "limited", MUCH)
+    job = slurm.submit(written)
+    until(lambda: _reached(written) > 0, "the first step", lambda: _log(written))
+    before = slurm.field(job, "NodeList")
+    slurm.ask("scontrol", "update", f"JobId={job}", "TimeLimit=4")  # of which the last three minutes are for saving
+    until(lambda: slurm.field(job, "Restarts") == "1", "the second start", lambda: _log(written))
+    slurm.wait(job, "PENDING")
+    assert _summary(slurm, "limited")["status"] == "stopped"
+    saved = int(_summary(slurm, "limited")["steps"])  # type: ignore[call-overload]
+    assert f"saved at step {saved}, before the time limit; queued again" in _log(written)
+    # A node is taken out of service, and the run is to end a little later.
+    slurm.ask("scontrol", "update", "NodeName=h2", "State=DRAIN", "Reason=test")
+    settings = yaml.safe_load((written / "settings.yaml").read_text())
+    settings["train"]["steps"] = saved + 50
+    (written / "settings.yaml").write_text(yaml.safe_dump(settings))
+    slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now", "TimeLimit=30")
+    slurm.wait(job, "COMPLETED")
+    assert (before, slurm.field(job, "NodeList")) == ("h[1-2]", "h[1,3]")
+    slurm.ask("scontrol", "update", "NodeName=h2", "State=RESUME")
+    # The same settings without Slurm, Ray or interruption.
+    undisturbed = slurm.folder / "undisturbed.yaml"
+    settings["scaling"] = {"workers": 1}
+    undisturbed.write_text(yaml.safe_dump(settings))
+    storage = str(slurm.folder / "alone")
+    assert train.main(["--config", str(undisturbed), "--launch", "inline", "--storage", storage]) == 0
+    alone = json.loads((slurm.folder / "alone" / "limited" / "summary.json").read_text())
+    assert alone["parameters_sha256"] == _summary(slurm, "limited")["parameters_sha256"]
+
+
+def test_two_jobs_on_the_same_nodes_do_not_meet_and_a_cancelled_one_saves(slurm: Slurm) -> None:
+    one, two = (_written(slurm, run, MUCH) for run in ("one", "two"))
+    jobs = [slurm.submit(written, "--nodelist=h1,h2") for written in (one, two)]
+    until(lambda: min(map(_reached, (one, two))) > 0, "the first steps", lambda: _log(one) + _log(two))
+    slurm.ask("scancel", jobs[0])
+    slurm.wait(jobs[0], "CANCELLED")
+    until(lambda: _summary(slurm, "one")["status"] == "stopped", "the save", lambda: _log(one))
+    assert int(_summary(slurm, "one")["steps"]) > 0  # type: ignore[call-overload]
+    after = _reached(two)
+    until(lambda: _reached(two) > after, "a step of the other job", lambda: _log(two))
+    slurm.ask("scancel", "--batch", "--signal=TERM", jobs[1])
+    slurm.wait(jobs[1], "FAILED")
+    assert "saved, asked by SIGTERM" in _log(two)
+    for host in slurm.hosts.all:
+        assert "raylet" not in host.run("ps", "-e", "-o", "comm").stdout
+        assert "rs-" not in host.run("ls", "/tmp").stdout
+
+
+def test_a_start_that_fails_names_node_and_cause_and_is_no_success(slurm: Slurm) -> None:
+    broken, written = slurm.hosts[2], _written(slurm, "broken", 10)
+    broken.run("mount", "-o", "remount,ro", "/tmp")
+    try:
+        job = slurm.submit(written, "--nodelist=h1,h3")
+        slurm.wait(job, "FAILED")
+    finally:
+        broken.run("mount", "-o", "remount,rw", "/tmp")
+    assert slurm.field(job, "ExitCode") == "3:0"
+    assert "no Ray on h3" in _log(written)
+    assert "Read-only file system" in _log(written)

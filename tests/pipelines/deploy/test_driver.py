@@ -1,0 +1,85 @@
+"""The command `raystride deploy`: what it writes, what it says next, and its exit codes."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from raystride.ray_jobs.deploy import main
+
+WHOLE = "slurm --config lm_124m --nodes 4 --gpus-per-node 8"
+
+
+def _deploy(line: str, folder: Path) -> int:
+    return main([*line.split(), "--output", str(folder)])
+
+
+def test_files_are_written_looked_at_and_followed_by_what_to_type(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _deploy(WHOLE, tmp_path / "job") == 0
+    said = capsys.readouterr().out
+    assert "looked   job.sbatch: bash -n" in said
+    assert f"next     cd {tmp_path / 'job'} && sbatch job.sbatch" in said
+    script = (tmp_path / "job" / "job.sbatch").read_text()
+    for line in ("--nodes=4", "--gpus-per-node=8", "--partition=gpu", "--signal=B:USR1@180", "--requeue", "--exclusive"):
+        assert f"#SBATCH {line}\n" in script
+    assert yaml.safe_load((tmp_path / "job" / "settings.yaml").read_text())["scaling"]["workers"] == 32
+
+
+def test_a_place_that_is_too_small_is_exit_code_3_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _deploy(WHOLE.replace("--nodes 4", "--nodes 65 --train.slots 520"), tmp_path / "job") == 3
+    assert "nodes: 65 asked, 64 there\n  lower --nodes to 64" in capsys.readouterr().err
+    assert not (tmp_path / "job").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("slurn", "there is no kind 'slurn' of deployment; did you mean slurm?"),
+        ("slurm --nodes 0", "nodes is 0: it must be at least 1"),
+        ("slurm --config lm_124m --train.stepz 3", "there is no setting --train.stepz; did you mean train.steps?"),
+        ("slurm --config lm_python --array 2", "array is 2: it needs `raystride deploy slurm --job sweep`"),
+        ("slurm --config lm_python --place moon", "place is 'moon'"),
+    ],
+)
+def test_what_is_written_wrong_is_named(line: str, cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _deploy(line, tmp_path / "job") == 2
+    assert cause in capsys.readouterr().err
+    assert not (tmp_path / "job").exists()
+
+
+def test_what_somebody_has_changed_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _deploy(WHOLE, tmp_path) == _deploy(WHOLE, tmp_path) == 0
+    (tmp_path / "job.sbatch").write_text("#!/bin/bash\nmine\n")
+    assert _deploy(WHOLE, tmp_path) == 2
+    assert "job.sbatch there would be replaced" in capsys.readouterr().err
+    assert "mine" in (tmp_path / "job.sbatch").read_text()
+    assert _deploy(f"{WHOLE} --overwrite true", tmp_path) == 0
+    assert "mine" not in (tmp_path / "job.sbatch").read_text()
+
+
+def test_names_reach_the_shell_as_they_are(tmp_path: Path) -> None:
+    strange = 'it\'s $(touch gone) "x"'
+    written = tmp_path / "job"
+    assert main([*WHOLE.split(), "--output", str(written), "--run", strange]) == 0
+    commands = [line for line in (written / "job.sbatch").read_text().splitlines() if "--run-folder" in line]
+    echo = commands[0].rstrip("\\").replace("--run-folder", "printf %s")
+    done = subprocess.run(["bash", "-c", echo], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == f"/shared/raystride/runs/{strange}"
+    assert not (tmp_path / "gone").exists()
+
+
+def test_an_array_of_jobs_shares_a_sweep(tmp_path: Path) -> None:
+    assert _deploy("slurm --job sweep --array 4 --config sweep_scaling --nodes 1", tmp_path) == 0
+    script = (tmp_path / "job.sbatch").read_text()
+    assert "#SBATCH --array=0-3\n" in script
+    assert '-- sweep --config settings.yaml --sweep.share "$SLURM_ARRAY_TASK_ID/4"' in script
+
+
+def test_help_lists_places_and_needs_no_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "slurm_two_nodes_of_eight" in capsys.readouterr().out

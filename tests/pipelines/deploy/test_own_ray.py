@@ -1,0 +1,72 @@
+"""A Ray of one's own: Ray's words where it does not start, and an end that touches no other."""
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raystride.pipelines.cluster.cluster import CannotRun
+from raystride.pipelines.deploy.own_ray import MARK, OwnRay, address_towards, end_all, free_ports, signals_blocked
+
+TOKEN = {"RAY_AUTH_MODE": "disabled"}
+
+
+def _processes(ray: OwnRay) -> list[psutil.Process]:
+    return [each for each in psutil.process_iter() if str(ray.folder) in _environment(each).get(MARK, "")]
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return dict(process.environ())
+    except psutil.Error:
+        return {}
+
+
+def test_a_start_that_fails_says_why_in_rays_words_and_leaves_nothing() -> None:
+    before = set(Path("/tmp").glob("rs-*"))
+    with (
+        pytest.raises(CannotRun, match=r"(?s)`ray start` ended with exit code 1 on .*must be nonnegative"),
+        OwnRay.head(address_towards("127.0.0.1"), cpus=-5, environment=TOKEN),
+    ):
+        pass
+    assert set(Path("/tmp").glob("rs-*")) <= before
+
+
+@pytest.mark.long
+def test_two_of_them_do_not_meet_and_survive_what_a_batch_system_sends_to_all() -> None:
+    host = address_towards("127.0.0.1")
+    with OwnRay.head(host, cpus=1, environment=TOKEN) as one:
+        with OwnRay.head(host, cpus=1, environment=TOKEN) as two:
+            assert one.address != two.address
+            for process in _processes(one):
+                process.send_signal(signal.SIGTERM)
+            ray.init(address=one.address, log_to_driver=False)
+            ray.shutdown()
+            assert one.alive()
+            assert two.alive()
+        assert one.alive()
+        assert not _processes(two)
+        assert not two.folder.exists()
+    assert not _processes(one)
+
+
+def test_signals_are_held_back_from_what_is_started_and_not_from_this_process() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with signals_blocked():
+        assert {signal.SIGTERM, signal.SIGUSR1} <= signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
+def test_nothing_is_ended_that_has_another_mark(tmp_path: Path) -> None:
+    end_all(tmp_path)
+    assert psutil.pid_exists(os.getpid())
+
+
+@given(st.integers(1, 20))
+def test_free_ports_are_different_ones(count: int) -> None:
+    assert len(set(free_ports(count))) == count
