@@ -47,7 +47,7 @@ def compose_schema() -> dict[str, Any] | None:
 
 
 def _by_schema(schema: Mapping[str, Any], tree: Any) -> Iterator[str]:
-    validator = jsonschema.Draft7Validator(schema)
+    validator = jsonschema.validators.validator_for(schema)(schema)
     for error in validator.iter_errors(tree):
         nearest = jsonschema.exceptions.best_match([error])
         yield f"{'.'.join(str(part) for part in nearest.absolute_path)}: {nearest.message}"

@@ -20,7 +20,7 @@ ENDING = ".j2"
 def rendered(deployment: Deployment) -> dict[str, str]:
     """Every file of the kind, by its path in the folder; what ends in `.j2` is filled in.
 
-    A template that comes out empty is no file. `dot.env` becomes `.env`: wheels leave out files whose names begin with a dot.
+    A template that comes out empty is no file. `dot.env` becomes `.env`: wheels leave out hidden files.
     """
     folder = TEMPLATES / deployment.kind
     environment = Environment(

@@ -1,0 +1,251 @@
+"""Images and compose files: what is written is valid, and on a machine with podman it is built and run, and loses a node."""
+
+import json
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from raystride.pipelines.config import SettingError
+from raystride.pipelines.deploy.compose_file import compose_schema, look_at_compose
+from raystride.pipelines.deploy.driver import run_deploy
+from tests.deploy.containers import Engine, missing, pip_settings
+from tests.ray_jobs.jobs import ROOT
+
+BESIDES_TORCH = 1.5e9
+"""Bytes that an image for CPUs may have besides PyTorch."""
+SETTINGS = {
+    "task": "images",
+    "data": {"source": "digits", "validation_fraction": 0.2},
+    "model": {"channels": [16, 32, 64], "hidden": [512, 128]},
+    "train": {"steps": 60, "slots": 4, "slot_size": 64, "exact": True},
+    "checkpoint": {"every": 5},
+    "validation": {"every": 60},
+    "run": "digits",
+}
+ELASTIC = {"scaling": {"workers": 2, "least_workers": 1}, "launch": {"restarts": 3}}
+GPUS = {"nodes": 4, "gpus_per_node": 8, "cpus_per_node": 64, "memory_gib": 512, "storage": "/storage/runs", "shared": True}
+
+
+def _write(folder: Path, *flags: str) -> dict[str, str]:
+    """The files that `raystride deploy compose` writes."""
+    assert run_deploy(["compose", *flags, "--output", str(folder)]) == 0
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.skipif(shutil.which("hadolint", path=str(Path(sys.executable).parent)) is None, reason="no hadolint here")
+def test_the_dockerfile_keeps_to_hadolint() -> None:
+    program = Path(sys.executable).parent / "hadolint"
+    done = subprocess.run([program, ROOT / "deploy" / "Dockerfile"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_compose_files_are_valid(tmp_path: Path, nodes: int, gpus: int) -> None:
+    (tmp_path / "place.yaml").write_text(yaml.safe_dump(GPUS))
+    place = ["--place", str(tmp_path / "place.yaml"), "--gpus-per-node", str(gpus)] if gpus else []
+    files = _write(tmp_path / "out", "--config", "lm_python", "--train.slots", "8", "--nodes", str(nodes), *place)
+    assert compose_schema() is not None
+    tree = yaml.safe_load(files["compose.yaml"])
+    workers = [service for name, service in tree["services"].items() if name.startswith("worker")]
+    assert sum(worker.get("scale", 1) for worker in workers) == nodes
+    taken = [worker["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for worker in workers if gpus]
+    assert len({gpu for ids in taken for gpu in ids}) == nodes * gpus
+    done = subprocess.run(
+        [sys.executable, "-m", "podman_compose", "config"], cwd=tmp_path / "out", capture_output=True, text=True
+    )
+    assert done.returncode == 0 or "podman" in done.stderr.splitlines()[-1], done.stderr
+
+
+def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+    files = _write(tmp_path, "--config", "lm_python")
+
+    def refused(old: str, new: str) -> str:
+        assert old in files["compose.yaml"]
+        with pytest.raises(SettingError) as caught:
+            look_at_compose(files | {"compose.yaml": files["compose.yaml"].replace(old, new, 1)})
+        return str(caught.value)
+
+    assert "memory_limit" in refused("mem_limit:", "memory_limit:")
+    assert "open to all" in refused('ports: ["127.0.0.1:', 'ports: ["')
+    assert "no service 'heads'" in refused("depends_on: [head]", "depends_on: [heads]")
+    assert "belongs into a file" in refused(
+        "POSTGRES_PASSWORD_FILE: /run/secrets/database_password", "POSTGRES_PASSWORD: no"
+    )
+    assert "no 'place' in volumes" in refused('"storage:/storage"', '"place:/storage"')
+
+
+def test_secrets_are_drawn_once_into_a_folder_that_is_mine(tmp_path: Path) -> None:
+    _write(tmp_path, "--config", "lm_python")
+    subprocess.run(["sh", "secrets.sh"], cwd=tmp_path, check=True)
+    drawn = {path.name: path.read_text() for path in (tmp_path / "secrets").iterdir()}
+    assert [len(drawn[name]) for name in ("database_password", "ray_token")] == [64, 64]
+    assert len(set(drawn.values())) == 2
+    assert stat.S_IMODE((tmp_path / "secrets").stat().st_mode) == 0o700
+    subprocess.run(["sh", "secrets.sh"], cwd=tmp_path, check=True)
+    assert {path.name: path.read_text() for path in (tmp_path / "secrets").iterdir()} == drawn
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    """podman and buildah; what the tests make is gone afterwards, but for Debian and PostgreSQL, which are kept."""
+    if absent := missing():
+        pytest.skip(f"not here: {absent}; .ci/tools brings them")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raystride-tests" / "containers"
+    engine = Engine(cache)
+    engine.clear()
+    try:
+        yield engine
+    finally:
+        engine.clear()
+        assert engine.left() == []
+
+
+@pytest.fixture(scope="module")
+def image(engine: Engine) -> str:
+    """The image for CPUs."""
+    return engine.raystride()
+
+
+@pytest.mark.long
+def test_the_image_is_lean_and_its_user_is_not_root(engine: Engine, image: str) -> None:
+    def inside(script: str) -> str:
+        return engine.run("podman", "run", "--rm", "--network", "none", "--entrypoint", "sh", image, "-c", script).strip()
+
+    about = json.loads(engine.run("podman", "inspect", image))[0]
+    torch = int(inside("du -sb /opt/raystride/lib/python3*/site-packages/torch | cut -f1"))
+    print(f"{about['Size'] / 1e6:.0f} MB, {torch / 1e6:.0f} MB of them PyTorch")
+    assert about["Size"] - torch < BESIDES_TORCH
+    assert about["User"] == "10001:10001"
+    assert about["Healthcheck"]["Test"] == ["CMD", "ray", "health-check"]
+    assert about["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
+    assert inside("id -u; command -v gcc cc clang g++ || true; ls /checkout /wheel 2> /dev/null || true") == "10001"
+    settings, _ = pip_settings()
+    told = {line.partition(" = ")[2] for line in settings.splitlines()[1:] if line.startswith(("find", "index", "extra"))}
+    words = "\n".join([*(word for value in told for word in value.split()), "BEGIN PRIVATE KEY PLACEHOLDER"])
+    found = inside(
+        f"find /opt/raystride /etc /home /tmp /var /root -type f -size -512k -exec grep -lF '{words}' {{}} + || true"
+    )
+    assert found == ""
+    assert not [word for word in words.splitlines() if word in json.dumps(about)]
+
+
+class Cluster:
+    """A rendered folder that is brought up."""
+
+    def __init__(self, engine: Engine, folder: Path, image: str) -> None:
+        self.engine, self.folder = engine, folder
+        self.project = yaml.safe_load((folder / "compose.yaml").read_text())["name"]
+        ports = {"DASHBOARD_PORT": str(_free_port()), "MLFLOW_PORT": str(_free_port())}
+        engine.variables |= {"RAYSTRIDE_IMAGE": image, "POSTGRES_IMAGE": engine.database(), **ports}
+
+    def compose(self, *words: str, limit_s: float = 300) -> str:
+        return self.engine.run("podman-compose", *words, cwd=self.folder, limit_s=limit_s)
+
+    def job(self, *words: str) -> subprocess.Popen[str]:
+        """Starts a job; its exit code is that of the job."""
+        command = ["podman-compose", "--profile", "job", "run", "--rm", "job", *words]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+        return subprocess.Popen(command, cwd=self.folder, env=self.engine.variables, text=True, **pipes)  # type: ignore[call-overload, no-any-return]
+
+    def container(self, service: str) -> str:
+        return f"{self.project}_{service}"
+
+    def storage(self) -> Path:
+        """The volume that runs lie on, as this machine sees it."""
+        volume = f"{self.project}_storage"
+        return Path(self.engine.run("podman", "volume", "inspect", volume, "--format", "{{.Mountpoint}}").strip())
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+@pytest.fixture
+def cluster(engine: Engine, image: str, tmp_path: Path) -> Iterator[Cluster]:
+    """Head, two workers, MLflow and PostgreSQL, brought up; taken down in the end, with its volumes."""
+    (tmp_path / "settings.yaml").write_text(yaml.safe_dump(SETTINGS | ELASTIC))
+    _write(tmp_path / "out", "--config", str(tmp_path / "settings.yaml"), "--nodes", "2")
+    subprocess.run(["sh", "secrets.sh"], cwd=tmp_path / "out", check=True)
+    cluster = Cluster(engine, tmp_path / "out", image)
+    try:
+        cluster.compose("up", "--detach")
+        yield cluster
+    finally:
+        engine.clear()
+
+
+def _wait_for(file: Path, job: subprocess.Popen[str]) -> None:
+    for _ in range(1200):
+        if file.exists():
+            return
+        assert job.poll() is None, job.communicate()[0]
+        time.sleep(0.1)
+    raise AssertionError(f"{file} did not come")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_run_in_containers_survives_the_loss_of_one(engine: Engine, image: str, cluster: Cluster, tmp_path: Path) -> None:
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    alone.chmod(0o777)
+    (alone / "settings.yaml").write_text(yaml.safe_dump(SETTINGS))
+    flags = ["--config", "/alone/settings.yaml", "--storage", "/alone", "--launch", "inline", "--record.mlflow", "false"]
+    engine.run("podman", "run", "--rm", "--network", "none", "--volume", f"{alone}:/alone", image, "train", *flags)
+    undisturbed = json.loads((alone / "digits" / "summary.json").read_text())
+
+    job = cluster.job("check", "--config", "settings.yaml")
+    said = job.communicate(timeout=400)[0]
+    assert job.returncode == 0, said
+    assert "2 node" in said or "FAIL" not in said
+
+    run = cluster.storage() / "runs" / "digits"
+    job = cluster.job()
+    _wait_for(run / "checkpoints" / "step-00000005", job)
+    engine.run("podman", "kill", cluster.container("worker_2"))
+    said = job.communicate(timeout=400)[0]
+    assert job.returncode == 0, said
+    summary = json.loads((run / "summary.json").read_text())
+    print(said)
+    assert (summary["status"], summary["steps"]) == ("finished", 60)
+    assert summary["parameters_sha256"] == undisturbed["parameters_sha256"]
+    assert len(list((run / "attempts").iterdir())) >= 1
+    _look_at_mlflow(cluster, summary)
+    _look_for_secrets(engine, cluster)
+
+
+def _look_at_mlflow(cluster: Cluster, summary: dict[str, object]) -> None:
+    """The run's metrics are in PostgreSQL, and a file of it on the server's volume."""
+    script = (
+        "import mlflow; mlflow.set_tracking_uri('http://mlflow:5000');"
+        f"run = mlflow.get_run('{summary['mlflow_run_id']}');"
+        "print(run.info.status, run.info.artifact_uri, sorted(run.data.metrics)[:3])"
+    )
+    said = cluster.engine.run("podman", "exec", cluster.container("head_1"), "python", "-c", script)
+    assert said.startswith("FINISHED mlflow-artifacts:"), said
+    asked = "SELECT count(*) FROM metrics"
+    query = f"psql postgresql://mlflow:$(cat /run/secrets/database_password)@127.0.0.1/mlflow -Atc '{asked}'"
+    assert int(cluster.engine.run("podman", "exec", cluster.container("database_1"), "sh", "-c", query)) > 0
+
+
+def _look_for_secrets(engine: Engine, cluster: Cluster) -> None:
+    """Neither in what podman says of the containers, nor in a command line, nor in what they printed."""
+    secrets = [path.read_text() for path in (cluster.folder / "secrets").iterdir()]
+    names = engine.run("podman", "ps", "--all", "--format", "{{.Names}}").split()
+    assert len(names) >= 5
+    told = [engine.run("podman", "inspect", *names), *(engine.run("podman", "logs", name, check=False) for name in names)]
+    told.append(subprocess.run(["ps", "-eww", "-o", "args"], capture_output=True, text=True, check=True).stdout)
+    told += [path.read_text() for path in cluster.folder.iterdir() if path.is_file()]
+    assert not [secret for secret in secrets for each in told if secret in each]
