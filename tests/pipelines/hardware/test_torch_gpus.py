@@ -57,6 +57,16 @@ def test_each_cause_names_what_to_install() -> None:
     assert "update the NVIDIA driver" in problem_with(old, 1)
 
 
+def test_a_driver_says_which_build_it_needs() -> None:
+    old = {"version": "2.13.0", "built_for": "13.0", "said": "", "count": 0, "driver": "570.86.15"}
+    said = problem_with(old, 8)
+    assert "update the NVIDIA driver, which is 570.86.15, to 580 or newer" in said
+    assert "torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126" in said
+    for_cpus = {"version": "2.13.0+cpu", "built_for": None, "said": "", "count": 0}
+    assert problem_with(for_cpus | {"driver": "580.95"}, 1).endswith("torch==2.13.0 (docs/gpus.md)")
+    assert "whl/cu126" in problem_with(for_cpus | {"driver": "550.1"}, 1)
+
+
 @pytest.mark.parametrize("visible", ["", "-1"])
 def test_hidden_gpus_are_no_problem(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
