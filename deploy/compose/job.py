@@ -29,7 +29,7 @@ def workers() -> int:
     request = urllib.request.Request(address, headers={"Authorization": f"Bearer {token}"})  # noqa: S310
     try:
         with urllib.request.urlopen(request, timeout=5) as answer:  # noqa: S310
-            nodes = json.load(answer)["data"]["summary"]
+            nodes: list[dict[str, dict[str, str]]] = json.load(answer)["data"]["summary"]
     except urllib.error.HTTPError as error:
         if error.code < 500:
             raise

@@ -30,7 +30,8 @@ def look_at_files(kind: Kind, files: Mapping[str, str]) -> list[str]:
         elif text.startswith(("#!/bin/bash", "#!/usr/bin/env bash")):
             _bash(name, text)
             looked.append(f"{name}: bash -n")
-    return [*looked, *_looks().get(kind, lambda _: [])(files)]
+    look = _looks().get(kind)
+    return [*looked, *(look(files) if look else [])]
 
 
 def _looks() -> dict[Kind, Look]:
