@@ -33,9 +33,8 @@ from raystride.triton_kernels.swiglu import swiglu, swiglu_reference
 from tests.triton_kernels.guard import guarded
 from tests.triton_kernels.layouts import ANY_LAYOUT, LAYOUTS, laid, packed_again
 
-
 EXPANDED_ROW = 2**-23 * 4 / 1e-5**0.5
-"""An expanded row of equal numbers, at most four, has no variance: a rounding of its mean is divided by the root of epsilon."""
+"""A row of equal numbers, four at most, has no variance: a rounding of its mean is divided by the root of epsilon."""
 
 
 class Operation(NamedTuple):
