@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +16,7 @@ from tests.tiny import write_text
 pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(no_slurm()), reason=f"no Slurm here: {no_slurm()}")]
 MUCH = 1_000_000
 """Steps that no test waits for."""
-ROOT = Path(__file__).resolve().parents[2]
-TINY = {
+TINY: dict[str, dict[str, object]] = {
     "data": {"kind": "text", "validation": "tail", "validation_fraction": 0.1},
     "tokenizer": {"kind": "bytes"},
     "model": {"layers": 2, "heads": 2, "width": 16, "context": 16, "dropout": 0.1},
@@ -35,13 +35,19 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield running
 
 
-def _written(slurm: Slurm, run: str, steps: int, nodes: int = 2, **place: object) -> Path:
+def _place(slurm: Slurm) -> dict[str, object]:
+    """Three nodes, of which jobs take one processor each and leave the others to others."""
+    activate = f"export PATH={Path(sys.executable).parent}:$PATH"
+    options = {"activate": activate, "extra": ["--oversubscribe"], "time_limit": "30"}
+    storage = str(slurm.folder / "runs")
+    return {"nodes": 3, "cpus_per_node": 1, "memory_gib": 4, "storage": storage, "shared": True, "slurm": options}
+
+
+def _written(slurm: Slurm, run: str, steps: int, nodes: int = 2) -> Path:
     """The folder that `raystride deploy slurm` writes for a tiny training on so many nodes, a worker each."""
     folder = slurm.folder
     text = folder / "text.txt" if (folder / "text.txt").exists() else write_text(folder)
-    options = {"activate": f"export PATH={ROOT / '.venv' / 'bin'}:$PATH", "extra": ["--oversubscribe"], "time_limit": "30"}
-    described = {"nodes": 3, "cpus_per_node": 1, "memory_gib": 4, "storage": str(folder / "runs"), "shared": True}
-    (folder / "place.yaml").write_text(yaml.safe_dump(described | {"slurm": options | place}))
+    (folder / "place.yaml").write_text(yaml.safe_dump(_place(slurm)))
     (folder / "tiny.yaml").write_text(yaml.safe_dump(TINY))
     written = folder / f"job-{run}"
     flags = f"--nodes {nodes} --place {folder / 'place.yaml'} --output {written} --config {folder / 'tiny.yaml'} --run {run}"
@@ -122,3 +128,22 @@ def test_a_start_that_fails_names_node_and_cause_and_is_no_success(slurm: Slurm)
     assert slurm.field(job, "ExitCode") == "3:0"
     assert "no Ray on h3" in _log(written)
     assert "Read-only file system" in _log(written)
+
+
+def test_the_jobs_of_an_array_measure_one_sweep_between_them(slurm: Slurm) -> None:
+    text = slurm.folder / "text.txt" if (slurm.folder / "text.txt").exists() else write_text(slurm.folder)
+    sweep = {"space": {"train.slot_size": [2, 4]}, "warmup_steps": 2, "window_steps": 2, "windows": 2, "least_windows": 1}
+    settings = TINY | {"data": TINY["data"] | {"source": str(text)}, "sweep": sweep, "scaling": {"workers": 1}}
+    (slurm.folder / "sweep.yaml").write_text(yaml.safe_dump(settings))
+    place = slurm.folder / "place.yaml"
+    place.write_text(yaml.safe_dump(_place(slurm)))
+    written = slurm.folder / "job-array"
+    flags = f"--job sweep --array 2 --place {place} --output {written} --config {slurm.folder / 'sweep.yaml'} --run grid"
+    assert deploy.main(["slurm", *flags.split()]) == 0
+    job = slurm.submit(written)
+    for element in (f"{job}_0", f"{job}_1"):
+        slurm.wait(element, "COMPLETED")
+    summary = json.loads((slurm.folder / "runs" / "grid" / "summary.json").read_text())
+    assert summary["unfinished"] == 0
+    assert len(list((slurm.folder / "runs" / "grid" / "trials").iterdir())) == 2
+    assert _log(written).count("is measured; the job that measures the last") == 1
