@@ -9,6 +9,7 @@ its environment by which it is found. What a batch system does to all processes 
 and SIGUSR1 are blocked, so that Ray still stands while the training saves.
 """
 
+import ctypes
 import os
 import shutil
 import signal
@@ -31,6 +32,8 @@ MARK = "RAYSTRIDE_OWN_RAY"
 """Variable that names the folder of the Ray that a process belongs to."""
 START_S = 120.0
 """Seconds in which `ray start` must have answered: on a full disk of a network it imports for a minute."""
+_SUBREAPER = 36
+"""PR_SET_CHILD_SUBREAPER."""
 END_S = 10.0
 """Seconds that processes have to end before they are killed."""
 
@@ -75,6 +78,7 @@ class OwnRay:
         command += [f"--dashboard-agent-listen-port={free_ports(1)[0]}"]
         variables = {**os.environ, **QUIET, **environment, MARK: str(folder)}
         # A file, and no pipe, which the processes that stay would hold open.
+        _adopt_orphans()
         try:
             with (folder / "start.log").open("w+") as log, signals_blocked():
                 done = subprocess.run(command, env=variables, stdout=log, stderr=log, timeout=START_S, check=False)
@@ -94,6 +98,11 @@ class OwnRay:
     def alive(self) -> bool:
         """Whether this node's raylet still runs."""
         return any(process.name() == "raylet" for process in _of(self.folder))
+
+
+def _adopt_orphans() -> None:
+    """What `ray start` leaves stays below this process, for batch systems that go by parents where they end a job (prctl(2))."""
+    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
 
 
 def _said(folder: Path) -> str:

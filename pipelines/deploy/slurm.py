@@ -131,7 +131,7 @@ def run_job(command: Sequence[str], *, wait_s: float, least_nodes: int, requeues
     if code not in (INTERRUPTED, TERMINATED):
         return code
     if stop.reason != "the time limit":
-        _say(f"saved, asked by {stop.reason}: submit it again, and it goes on")
+        _say(f"ended by {stop.reason or 'a signal'}: submit it again, and it goes on from what was saved")
         return code
     return _queue_again(allocation, requeues, run_folder, step, code)
 
@@ -222,7 +222,7 @@ def _others(allocation: Allocation, address: str, environment: Mapping[str, str]
     if not others:
         yield _Nodes(None, ())
         return
-    command = ["srun", "--overlap", f"--nodes={len(others)}", f"--ntasks={len(others)}", "--ntasks-per-node=1"]
+    command = ["srun", "--overlap", "--mpi=none", f"--nodes={len(others)}", f"--ntasks={len(others)}", "--ntasks-per-node=1"]
     # A node that is lost ends neither the job step nor the tasks of the others: an elastic run goes on.
     command += [f"--nodelist={','.join(others)}", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--label", "--unbuffered"]
     command += [f"--cpus-per-task={os.environ['SLURM_CPUS_PER_TASK']}"] if "SLURM_CPUS_PER_TASK" in os.environ else []

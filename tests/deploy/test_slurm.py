@@ -111,7 +111,7 @@ def test_two_jobs_on_the_same_nodes_do_not_meet_and_a_cancelled_one_saves(slurm:
     until(lambda: _reached(two) > after, "a step of the other job", lambda: _log(two))
     slurm.ask("scancel", "--batch", "--signal=TERM", jobs[1])
     slurm.wait(jobs[1], "FAILED")
-    assert "saved, asked by SIGTERM" in _log(two)
+    assert "ended by SIGTERM" in _log(two)
     for host in slurm.hosts.all:
         assert "raylet" not in host.run("ps", "-e", "-o", "comm").stdout
         assert "rs-" not in host.run("ls", "/tmp").stdout
