@@ -76,6 +76,14 @@ class KubernetesPlace(Section):
     """Put the workers on nodes that may be taken away, and tolerate their taint."""
     secret: str = setting("")
     """Secret whose keys become environment variables, such as AWS_ACCESS_KEY_ID; empty: none."""
+    role: str = setting("")
+    """Role that the account stands for: `arn:aws:iam::...` on EKS, an account of Google's on GKE; empty: none."""
+    node_labels: tuple[str, ...] = setting(())
+    """Labels that nodes for workers have, `key=value`, such as `cloud.google.com/gke-accelerator=nvidia-h100-80gb`."""
+    retries: int = setting(10, at_least=0)
+    """Times that a failed job starts again, on a new Ray cluster, and goes on by the run's name."""
+    database_image: str = setting("docker.io/library/postgres:17")
+    """PostgreSQL for MLflow, where `mlflow_uri` names no server."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +117,9 @@ class CloudPlace(Section):
     ssh_key: str = setting("")
     """Private key that opens them; empty: the launcher's own."""
     python: str = setting("")
-    """Folder on each machine whose `bin` holds `raystride` and `ray`; empty: they are on the path, or installed there."""
+    """Folder on each machine whose `bin` holds `raystride` and `ray`; empty: they are installed there."""
+    role: str = setting("")
+    """Who the machines are to the cloud: AWS's instance profile, or an account of Google's; empty: the launcher's own."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,13 +9,27 @@ from raystride.pipelines.deploy.plan import Deployment, Kind
 COMMANDS: dict[Kind, tuple[str, ...]] = {
     "slurm": ("cd {folder} && sbatch job.sbatch",),
     "compose": ("cd {folder} && sh secrets.sh && docker compose up --detach && docker compose run --rm job",),
-    "kuberay": ("kubectl apply -k {folder}/overlays/{overlay}",),
-    "launcher": (
-        "cd {folder} && ray up --yes cluster.yaml && ray exec cluster.yaml --no-config-cache 'bash ~/raystride/job.sh'",
+    "kuberay": (
+        "kubectl create namespace {namespace}        # once, and the next two",
+        "{secret}",
+        "kubectl apply -k {folder}/once",
+        "kubectl apply -k {folder}/overlays/{overlay}",
+        "kubectl --namespace {namespace} get rayjob {name} --watch",
     ),
-    "sky": ("cd {folder} && sky launch --cluster {name} task.yaml",),
+    "launcher": (
+        "ray get-auth-token --generate > /dev/null",
+        "cd {folder} && ray up --yes cluster.yaml && ray exec cluster.yaml 'bash ~/raystride/job/job.sh'",
+        "cd {folder} && ray down --yes cluster.yaml        # when it is done",
+    ),
+    "sky": (
+        "export RAY_AUTH_TOKEN=$(openssl rand -hex 32)",
+        "cd {folder} && sky jobs launch --secret RAY_AUTH_TOKEN task.yaml",
+    ),
 }
 """What to type next, by kind."""
+_MADE = "kubectl --namespace {namespace} create secret generic mlflow-database"
+DATABASE_KEY = _MADE + ' --from-literal=password="$(openssl rand -hex 32)"'
+"""On Kubernetes, where MLflow is deployed along: its database's password, which no file holds."""
 
 
 def next_steps(deployment: Deployment, folder: Path, files: Sequence[str], looked_at: Sequence[str]) -> list[str]:
@@ -24,11 +38,14 @@ def next_steps(deployment: Deployment, folder: Path, files: Sequence[str], looke
     workers = f"{told.workers} workers" if told.workers else "as many workers as are fastest"
     size = f"{told.nodes} node(s), {told.gpus_per_node} GPU(s) each, {workers}; {told.grace_s} s to save"
     price = f"; {told.price_per_hour:g} an hour" if told.price_per_hour else ""
-    overlay = ("spot" if place.kubernetes.spot else "gpu") if told.gpus_per_node else "cpu"
+    overlay = "spot" if place.kubernetes.spot else "gpu" if told.gpus_per_node else "cpu"
     values = {"folder": quote(str(folder)), "nodes": told.nodes, "name": told.name, "overlay": overlay}
+    values["namespace"] = place.kubernetes.namespace
+    values["secret"] = "" if place.mlflow_uri else DATABASE_KEY.format(**values)
+    commands = [command.format(**values) for command in COMMANDS[told.kind]]
     return [
         *(f"looked   {line}" for line in looked_at),
         f"run      {told.run} in {place.storage}: {size}{price}",
         f"results  {folder}: {', '.join(files)}",
-        *(f"next     {command.format(**values)}" for command in COMMANDS[told.kind]),
+        *(f"next     {command}" for command in commands if command),
     ]

@@ -35,6 +35,8 @@ FIRST_PLACE = {
 }
 """The place that a kind begins with, where none is named."""
 
+MLFLOW_BESIDE = {"kuberay": "http://mlflow:5000"}
+"""The tracking server that a kind deploys along, where the place names none."""
 SAVE_MIB_PER_S = 100
 """What a busy network drive takes of a checkpoint from one node, at the least that we would plan for."""
 LEAST_GRACE_S = 120
@@ -124,8 +126,8 @@ def plan(kind: Kind, request: Deploy, place: Place, parsed: Parsed[Any]) -> Depl
         config = replace(config, scaling=replace(config.scaling, workers=share.workers))
     run = config.run or config.default_run(parsed.preset)
     config = replace(config, run=run, storage=place.storage or config.storage)
-    if place.mlflow_uri:
-        config = replace(config, record=replace(config.record, mlflow_uri=place.mlflow_uri))
+    if server := place.mlflow_uri or MLFLOW_BESIDE.get(kind):
+        config = replace(config, record=replace(config.record, mlflow_uri=server))
     return Deployment(
         kind=kind,
         job=request.job,
@@ -251,8 +253,9 @@ def _is_here(place: str) -> bool:
 
 
 def _host_name(run: str) -> str:
-    """At most 40 of `a-z0-9-`, as a name of a host begins and ends."""
-    return re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")[:40].rstrip("-") or "run"
+    """At most 40 of `a-z0-9-`, as a name of a host ends, and as one of Kubernetes' services begins: with a letter."""
+    name = re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-") or "run"
+    return (name if name[0].isalpha() else f"run-{name}")[:40].rstrip("-")
 
 
 def _settings(config: Config) -> str:

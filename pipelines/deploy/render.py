@@ -6,6 +6,7 @@ written = write(deployment, Path("deploy-mine"), overwrite=False)    # {"job.sba
 import json
 import re
 import shlex
+from importlib.metadata import version
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -15,6 +16,8 @@ from raystride.pipelines.config import SettingError
 from raystride.pipelines.deploy.plan import TEMPLATES, Deployment
 
 ENDING = ".j2"
+SETTINGS = {"kuberay": "base/settings.yaml"}
+"""Where the settings go, where that is not `settings.yaml`: kustomize reads nothing above its own folder."""
 
 
 def rendered(deployment: Deployment) -> dict[str, str]:
@@ -33,8 +36,8 @@ def rendered(deployment: Deployment) -> dict[str, str]:
     )
     environment.filters |= {"sh": _for_shell, "yaml": json.dumps}
     values = {name: getattr(deployment, name) for name in dir(deployment) if not name.startswith("_")}
-    values |= {"version": raystride.__version__}
-    files = {"settings.yaml": deployment.settings}
+    values |= {"version": raystride.__version__, "ray_version": version("ray")}
+    files = {SETTINGS.get(deployment.kind, "settings.yaml"): deployment.settings}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_dir() or name == "README.md":

@@ -10,7 +10,9 @@ from shutil import which
 import yaml
 
 from raystride.pipelines.config import SettingError
+from raystride.pipelines.deploy.clouds import look_at_launcher, look_at_sky
 from raystride.pipelines.deploy.compose_file import look_at_compose
+from raystride.pipelines.deploy.kuberay import look_at_kuberay
 from raystride.pipelines.deploy.plan import Kind
 
 Look = Callable[[Mapping[str, str]], list[str]]
@@ -36,7 +38,13 @@ def look_at_files(kind: Kind, files: Mapping[str, str]) -> list[str]:
 
 def _looks() -> dict[Kind, Look]:
     """What only one kind is asked."""
-    return {"compose": look_at_compose, "slurm": _sbatch}
+    return {
+        "compose": look_at_compose,
+        "slurm": _sbatch,
+        "kuberay": look_at_kuberay,
+        "launcher": look_at_launcher,
+        "sky": look_at_sky,
+    }
 
 
 def _documents(name: str, text: str) -> list[object]:

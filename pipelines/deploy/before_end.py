@@ -1,0 +1,72 @@
+"""On Kubernetes, before a pod of Ray ends: the training is asked to save, and waited for.
+
+    python -m raystride.pipelines.deploy.before_end --head --seconds 120
+
+On the head it stops the jobs that run there, which save, and waits for their end. On a worker it waits until no process
+works for Ray any more: whoever deletes a cluster ends all its pods at once, and the workers are needed for saving. A worker
+that goes alone, because its node is taken away, trains on for as long.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import psutil
+
+DASHBOARD = "http://127.0.0.1:8265"
+LOOK_S = 1.0
+WORKING = "ray::"
+"""How names of processes begin in which Ray runs code, or would."""
+IDLE = "ray::IDLE"
+
+
+def stop_jobs(address: str, seconds: float) -> bool:
+    """Asks all jobs of a cluster to stop; whether they have ended within these seconds."""
+    from ray.job_submission import JobSubmissionClient
+
+    client = JobSubmissionClient(address)
+
+    def running() -> list[str]:
+        return [job.submission_id for job in client.list_jobs() if job.submission_id and not job.status.is_terminal()]
+
+    deadline = time.monotonic() + seconds
+    for job in running():
+        client.stop_job(job)
+    return _until(lambda: not running(), deadline)
+
+
+def wait_for_workers(seconds: float) -> bool:
+    """Waits for the end of all that works for Ray here; whether it came within these seconds."""
+    return _until(lambda: not _working(), time.monotonic() + seconds)
+
+
+def _working() -> list[str]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # ended meanwhile
+            title = " ".join(process.cmdline()[:1])
+            if title.startswith(WORKING) and not title.startswith(IDLE):
+                found.append(title)
+    return found
+
+
+def _until(true: Callable[[], bool], deadline: float) -> bool:
+    while not true():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(LOOK_S)
+    return True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; exit code 1 where something still runs."""
+    parser = argparse.ArgumentParser(prog="python -m raystride.pipelines.deploy.before_end", description=__doc__)
+    parser.add_argument("--head", action="store_true", help="this is the cluster's head: stop its jobs")
+    parser.add_argument("--seconds", type=float, required=True, help="how long to wait at most")
+    given = parser.parse_args(arguments)
+    return 0 if (stop_jobs(DASHBOARD, given.seconds) if given.head else wait_for_workers(given.seconds)) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,78 @@
+"""Schemas of other programs' files, and what in a file they would refuse or silently drop.
+
+schema_faults(kuberay_schema("RayJob"), tree)          # ["spec: there is no field 'entrypont'; did you mean entrypoint?"]
+
+Where they come from, and under which licence, is in their files in `deploy/schemas`.
+"""
+
+import difflib
+import json
+import lzma
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+
+from raystride.pipelines.deploy.plan import TEMPLATES
+
+Schema = Mapping[str, Any]
+SCHEMAS = TEMPLATES / "schemas"
+
+
+@cache
+def kuberay_schema(kind: str) -> Schema:
+    """Of `RayJob` or `RayCluster`: KubeRay's own, in which nothing is allowed that it does not name."""
+    every = json.loads(lzma.decompress((SCHEMAS / "kuberay-v1.7.0.json.xz").read_bytes()))
+    schema: Schema = _closed(every[kind])
+    return schema
+
+
+@cache
+def sky_schema(part: str) -> Schema:
+    """Of SkyPilot's `task`, or of the `resources` in it."""
+    schema: Schema = json.loads((SCHEMAS / "sky-task.json").read_text())[part]
+    return schema
+
+
+@cache
+def launcher_schema() -> Schema:
+    """Of the cluster launcher's file, as the Ray that is installed here has it."""
+    spec = find_spec("ray")
+    assert spec is not None
+    assert spec.origin is not None
+    schema: Schema = json.loads((Path(spec.origin).parent / "autoscaler" / "ray-schema.json").read_text())
+    return schema
+
+
+def _closed(schema: Any) -> Any:
+    """The schema with every object that names its fields closed to others, which an API server drops in silence."""
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: _closed(each) for key, each in schema.items()}
+    if isinstance(schema.get("properties"), dict):
+        closed["properties"] = {name: _closed(each) for name, each in schema["properties"].items()}
+        if schema.get("type") == "object" and not schema.get("x-kubernetes-preserve-unknown-fields"):
+            closed.setdefault("additionalProperties", False)
+    return closed
+
+
+def schema_faults(schema: Schema, tree: Any) -> list[str]:
+    """What is wrong with it, a line each with its place; a name that nobody knows with the nearest that there is."""
+    return sorted(_faults(schema, tree))
+
+
+def _faults(schema: Schema, tree: Any) -> Iterator[str]:
+    for error in jsonschema.validators.validator_for(schema, jsonschema.Draft7Validator)(schema).iter_errors(tree):
+        place = ".".join(str(part) for part in error.absolute_path) or "the file"
+        if error.validator != "additionalProperties" or not isinstance(error.schema, dict):
+            yield f"{place}: {error.message}"
+            continue
+        known = error.schema.get("properties", {})
+        for name in sorted(set(error.instance) - set(known)):
+            meant = difflib.get_close_matches(name, known, 1)
+            yield f"{place}: there is no field {name!r}" + (f"; did you mean {meant[0]}?" if meant else "")
