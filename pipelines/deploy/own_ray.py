@@ -101,7 +101,7 @@ class OwnRay:
 
 
 def _adopt_orphans() -> None:
-    """What `ray start` leaves stays below this process, for batch systems that go by parents where they end a job (prctl(2))."""
+    """What `ray start` leaves stays below this process, for batch systems that end a job by parents (prctl(2))."""
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
 
 

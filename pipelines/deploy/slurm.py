@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
@@ -162,13 +162,13 @@ def _on_ray(allocation: Allocation, command: Sequence[str], stop: StopRequest, w
     others = allocation.nodes[1:]
     host = address_towards(allocation.addresses[1 if others else 0])
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    with OwnRay.head(host, cpus=allocation.cpus, environment=environment) as ray:
+    with ExitStack() as stack:
+        ray = stack.enter_context(OwnRay.head(host, cpus=allocation.cpus, environment=environment))
         _say(f"Ray's head is {ray.address}")
-        with _others(allocation, ray.address, environment) as nodes:
+        if others:
+            nodes = stack.enter_context(_joining(others, ray.address, environment))
             nodes.wait(wait_s, least - 1, stop)
-            if stop.reason:
-                return TERMINATED
-            return _run(command, ray.address, environment, stop)
+        return TERMINATED if stop.reason else _run(command, ray.address, environment, stop)
 
 
 def _run(command: Sequence[str], address: str, environment: Mapping[str, str], stop: StopRequest) -> int:
@@ -184,15 +184,15 @@ def _run(command: Sequence[str], address: str, environment: Mapping[str, str], s
 class _Nodes:
     """The other nodes, each of which one task of an `srun` has join."""
 
-    def __init__(self, process: "subprocess.Popen[str] | None", expected: Sequence[str]) -> None:
+    def __init__(self, process: "subprocess.Popen[str]", expected: Sequence[str]) -> None:
         self._process, self._expected = process, set(expected)
         self._joined: set[str] = set()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
-        assert self._process is None or self._process.stdout is not None
-        for line in self._process.stdout or () if self._process else ():
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
             if JOINED in line:
                 self._joined.add(line.rstrip().rsplit(" ", 1)[1])
             elif line.partition(":")[2].strip():  # after srun's label
@@ -202,7 +202,7 @@ class _Nodes:
         """Until all have joined, or the limit has passed and the least have. Raises CannotRun, naming those that are not."""
         deadline = time.monotonic() + limit_s
         while self._joined != self._expected and time.monotonic() < deadline and not stop.reason:
-            if self._process is not None and self._process.poll() is not None:
+            if self._process.poll() is not None:
                 self._reader.join(timeout=LOOK_S)
                 break
             time.sleep(LOOK_S / 10)
@@ -216,12 +216,8 @@ class _Nodes:
 
 
 @contextmanager
-def _others(allocation: Allocation, address: str, environment: Mapping[str, str]) -> Iterator[_Nodes]:
+def _joining(others: Sequence[str], address: str, environment: Mapping[str, str]) -> Iterator[_Nodes]:
     """A node of Ray on each of the other nodes for the block."""
-    others = allocation.nodes[1:]
-    if not others:
-        yield _Nodes(None, ())
-        return
     command = ["srun", "--overlap", "--mpi=none", f"--nodes={len(others)}", f"--ntasks={len(others)}", "--ntasks-per-node=1"]
     # A node that is lost ends neither the job step nor the tasks of the others: an elastic run goes on.
     command += [f"--nodelist={','.join(others)}", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--label", "--unbuffered"]
