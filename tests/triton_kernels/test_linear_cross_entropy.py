@@ -99,7 +99,7 @@ def test_under_autocast_it_multiplies_in_the_lower_precision() -> None:
 
 @pytest.mark.parametrize("wrong", [-1, 20, 2**40])
 def test_a_target_that_is_no_word_makes_the_loss_no_number(wrong: int) -> None:
-    x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(20, 8)
+    x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
     targets = torch.tensor([3, -100, 5, wrong, -100, 19])
     with guarded():
         loss, counted = linear_cross_entropy(x, weight, targets)
@@ -108,6 +108,8 @@ def test_a_target_that_is_no_word_makes_the_loss_no_number(wrong: int) -> None:
     assert counted == 4
     assert x.grad is not None
     assert x.grad.isnan().all(1).tolist() == [False, False, False, True, False, False], "the row of that token alone"
+    assert weight.grad is not None
+    assert weight.grad.isnan().all(), "every word had a share in that token's loss"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
