@@ -54,7 +54,7 @@ set -eu
 export PATH=$(echo /usr/lib/postgresql/*/bin):$PATH
 data=/var/lib/postgresql/data/db
 if [ ! -s $data/PG_VERSION ]; then
-    initdb -D $data --username="$POSTGRES_USER" --pwfile="$POSTGRES_PASSWORD_FILE" --auth=scram-sha-256 --no-sync
+    initdb -D $data --username="$POSTGRES_USER" --pwfile="$POSTGRES_PASSWORD_FILE" --auth=scram-sha-256 -E UTF8 --no-sync
     echo "host all all all scram-sha-256" >> $data/pg_hba.conf
     echo "CREATE DATABASE $POSTGRES_DB" | postgres --single -D $data postgres
 fi

@@ -26,12 +26,14 @@ SETTINGS = {
     "task": "images",
     "data": {"source": "digits", "validation_fraction": 0.2},
     "model": {"channels": [16, 32, 64], "hidden": [512, 128]},
-    "train": {"steps": 60, "slots": 4, "slot_size": 64, "exact": True},
+    "train": {"steps": 60, "slots": 4, "slot_size": 256, "exact": True},
     "checkpoint": {"every": 5},
     "validation": {"every": 60},
     "run": "digits",
 }
 ELASTIC = {"scaling": {"workers": 2, "least_workers": 1}, "launch": {"restarts": 3}}
+SMALL = {"nodes": 2, "cpus_per_node": 1, "memory_gib": 3, "storage": "/storage/runs", "shared": True}
+"""Of each container one processor, so that no two workers of a run are in one."""
 GPUS = {"nodes": 4, "gpus_per_node": 8, "cpus_per_node": 64, "memory_gib": 512, "storage": "/storage/runs", "shared": True}
 
 
@@ -176,7 +178,9 @@ def _free_port() -> int:
 def cluster(engine: Engine, image: str, tmp_path: Path) -> Iterator[Cluster]:
     """Head, two workers, MLflow and PostgreSQL, brought up; taken down in the end, with its volumes."""
     (tmp_path / "settings.yaml").write_text(yaml.safe_dump(SETTINGS | ELASTIC))
-    _write(tmp_path / "out", "--config", str(tmp_path / "settings.yaml"), "--nodes", "2")
+    (tmp_path / "place.yaml").write_text(yaml.safe_dump(SMALL))
+    place = ("--place", str(tmp_path / "place.yaml"))
+    _write(tmp_path / "out", "--config", str(tmp_path / "settings.yaml"), "--nodes", "2", *place)
     subprocess.run(["sh", "secrets.sh"], cwd=tmp_path / "out", check=True)
     cluster = Cluster(engine, tmp_path / "out", image)
     try:
@@ -209,7 +213,6 @@ def test_a_run_in_containers_survives_the_loss_of_one(engine: Engine, image: str
     job = cluster.job("check", "--config", "settings.yaml")
     said = job.communicate(timeout=400)[0]
     assert job.returncode == 0, said
-    assert "2 node" in said or "FAIL" not in said
 
     run = cluster.storage() / "runs" / "digits"
     job = cluster.job()
@@ -221,7 +224,7 @@ def test_a_run_in_containers_survives_the_loss_of_one(engine: Engine, image: str
     print(said)
     assert (summary["status"], summary["steps"]) == ("finished", 60)
     assert summary["parameters_sha256"] == undisturbed["parameters_sha256"]
-    assert len(list((run / "attempts").iterdir())) >= 1
+    assert (summary["workers"], summary["resumed_from"] >= 5) == (1, True)
     _look_at_mlflow(cluster, summary)
     _look_for_secrets(engine, cluster)
 
