@@ -18,8 +18,8 @@ COMMANDS: dict[Kind, tuple[str, ...]] = {
     ),
     "launcher": (
         "ray get-auth-token --generate > /dev/null",
-        "cd {folder} && ray up --yes cluster.yaml && ray exec cluster.yaml 'bash ~/raystride/job/job.sh'",
-        "cd {folder} && ray down --yes cluster.yaml        # when it is done",
+        "cd {folder} && ray up --yes cluster.yaml && ray exec cluster.yaml 'bash ~/raystride-job/job.sh'",
+        "cd {folder} && {stop}ray down --yes cluster.yaml        # when it is done",
     ),
     "sky": (
         "export RAY_AUTH_TOKEN=$(openssl rand -hex 32)",
@@ -40,6 +40,7 @@ def next_steps(deployment: Deployment, folder: Path, files: Sequence[str], looke
     price = f"; {told.price_per_hour:g} an hour" if told.price_per_hour else ""
     overlay = "spot" if place.kubernetes.spot else "gpu" if told.gpus_per_node else "cpu"
     values = {"folder": quote(str(folder)), "nodes": told.nodes, "name": told.name, "overlay": overlay}
+    values["stop"] = "ray exec cluster.yaml 'bash ~/raystride-job/stop.sh'; " if place.cloud.provider == "local" else ""
     values["namespace"] = place.kubernetes.namespace
     values["secret"] = "" if place.mlflow_uri else DATABASE_KEY.format(**values)
     commands = [command.format(**values) for command in COMMANDS[told.kind]]

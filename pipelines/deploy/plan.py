@@ -185,7 +185,7 @@ def _checks_of_place(kind: Kind, request: Deploy, place: Place, config: Config) 
     more = f"give --train.slots {every} (and lower train.slot_size to keep the batch), or fewer GPUs"
     yield Check("slots", not idle, f"{slots} slots a step leave {every - slots} of {every} GPUs without work", more)
     yield _check_storage(kind, request, place)
-    yield _check_data(kind, config)
+    yield _check_data(kind, place, config)
     if kind == "slurm":
         limit, least = _seconds(place.slurm.time_limit), LEAST_RUN_S
         found = f"{place.slurm.time_limit} is too short to start and to save"
@@ -214,12 +214,14 @@ def _check_storage(kind: Kind, request: Deploy, place: Place) -> Check:
     return Check("storage", absolute, f"{found} is no absolute path, so each node has its own", "write the whole path")
 
 
-def _check_data(kind: Kind, config: Config) -> Check:
-    """Data of this machine is found by jobs that run on it, or that share its disks."""
+def _check_data(kind: Kind, place: Place, config: Config) -> Check:
+    """Data of this machine is found by jobs that run on it, or that share its disks, and below the storage by all."""
     local = [
         f"data.{name} {value!r}"
         for name in ("source", "validation_source", "test_source")
-        if isinstance(value := getattr(config.data, name, None), str) and _is_here(value)
+        if isinstance(value := getattr(config.data, name, None), str)
+        and _is_here(value)
+        and not value.startswith(f"{place.storage.rstrip('/')}/")
     ]
     elsewhere = kind != "slurm" and bool(local)
     remedy = "put it below the place's storage, or into an object store, and give that path"

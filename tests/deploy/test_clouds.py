@@ -1,0 +1,119 @@
+"""What `raystride deploy launcher` and `sky` write is what Ray's launcher and SkyPilot know, whatever the place."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from raystride.pipelines.deploy.clouds import look_at_launcher, look_at_sky
+from raystride.pipelines.deploy.validate import look_at_files
+from raystride.ray_jobs import deploy
+from tests.deploy.rendering import rendered_for
+
+SSH: dict[str, Any] = {"place": "machines_by_ssh", "cloud": {"hosts": ("10.0.0.1", "10.0.0.2", "10.0.0.3")}}
+LAUNCHED: dict[str, dict[str, Any]] = {
+    "aws": {"place": "aws", "gpus": 8},
+    "aws spot": {"place": "aws", "cloud": {"spot": True, "role": "runs", "machine_image": "ami-1", "zone": "us-east-1a"}},
+    "gcp": {"place": "gcp", "gpus": 8},
+    "gcp spot": {"place": "gcp", "cloud": {"spot": True, "role": "a@b.iam.gserviceaccount.com"}},
+    "ssh": SSH,
+    "ssh with GPUs": {**SSH, "gpus": 8},
+    "ssh, Raystride there": {**SSH, "cloud": {**SSH["cloud"], "python": "/shared/it's here/venv"}},
+    "one machine by ssh": {**SSH, "nodes": 1},
+}
+SKY: dict[str, dict[str, Any]] = {
+    "gpu": {"place": "aws", "gpus": 8},
+    "cpu": {"place": "gcp", "cloud": {"worker_type": ""}},
+    "spot": {"place": "aws", "gpus": 8, "cloud": {"spot": True, "zone": "us-east-1a", "machine_image": "ami-1"}},
+}
+
+
+@pytest.mark.parametrize("case", LAUNCHED)
+def test_rays_launcher_takes_it(case: str) -> None:
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    files = rendered_for("launcher", **LAUNCHED[case])
+    assert "cluster.yaml: the schema of Ray" in look_at_files("launcher", files)[-1]
+    config = prepare_config(yaml.safe_load(files["cluster.yaml"]))
+    validate_config(config)
+    assert config["max_workers"] == LAUNCHED[case].get("nodes", 2) - ("ssh" in case)
+
+
+def test_a_cloud_has_a_head_that_computes_nothing_and_workers_that_may_be_spot() -> None:
+    tree = yaml.safe_load(rendered_for("launcher", **LAUNCHED["aws spot"])["cluster.yaml"])
+    head, worker = (tree["available_node_types"][name] for name in ("head", "worker"))
+    assert head["resources"] == {"CPU": 0, "GPU": 0}
+    assert (worker["min_workers"], worker["max_workers"], worker["resources"]) == (2, 2, {"CPU": 192})
+    assert worker["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
+    assert "InstanceMarketOptions" not in head["node_config"]
+    assert worker["node_config"]["IamInstanceProfile"] == {"Name": "runs"}
+    gcp = yaml.safe_load(rendered_for("launcher", **LAUNCHED["gcp spot"])["cluster.yaml"])
+    assert {"preemptible": True} in gcp["available_node_types"]["worker"]["node_config"]["scheduling"]
+
+
+def test_a_launchers_misspelt_field_and_a_missing_type_are_caught() -> None:
+    files = rendered_for("launcher", **LAUNCHED["aws"])
+    tree = yaml.safe_load(files["cluster.yaml"])
+    with pytest.raises(ValueError, match="no field 'setup_comands'; did you mean setup_commands"):
+        look_at_launcher({"cluster.yaml": yaml.safe_dump({**tree, "setup_comands": []})})
+    with pytest.raises(ValueError, match="head_node_type: there is no 'haed'"):
+        look_at_launcher({"cluster.yaml": yaml.safe_dump({**tree, "head_node_type": "haed"})})
+
+
+@pytest.mark.parametrize("case", SKY)
+def test_skypilot_takes_it(case: str) -> None:
+    files = rendered_for("sky", **SKY[case])
+    assert look_at_files("sky", files)[-1] == "task.yaml: SkyPilot 0.14.1's schema"
+    tree = yaml.safe_load(files["task.yaml"])
+    assert tree["num_nodes"] == 2
+    assert tree["resources"].get("accelerators") == ("H100:8" if SKY[case].get("gpus") else None)
+    assert tree["resources"]["use_spot"] == (case == "spot")
+    assert tree["secrets"] == {"RAY_AUTH_TOKEN": None}
+
+
+def test_a_tasks_misspelt_field_and_a_secret_with_a_value_are_caught() -> None:
+    tree = yaml.safe_load(rendered_for("sky", **SKY["gpu"])["task.yaml"])
+    with pytest.raises(ValueError, match="no field 'num_node'; did you mean num_nodes"):
+        look_at_sky({"task.yaml": yaml.safe_dump({**tree, "num_node": 3})})
+    with pytest.raises(ValueError, match="no field 'use_spots'"):
+        look_at_sky({"task.yaml": yaml.safe_dump({**tree, "resources": {"use_spots": True}})})
+    with pytest.raises(ValueError, match="RAY_AUTH_TOKEN has a value"):
+        look_at_sky({"task.yaml": yaml.safe_dump({**tree, "secrets": {"RAY_AUTH_TOKEN": "x"}})})
+
+
+def test_nodes_of_a_task_start_the_head_or_join_it(tmp_path: Path) -> None:
+    """The script with commands that say how they are called, in the place of Ray, Python and Raystride."""
+    files = rendered_for("sky", **SKY["gpu"])
+    (tmp_path / "node.sh").write_text(files["node.sh"])
+    programs = tmp_path / "raystride-venv" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("ray", "python", "raystride", "pkill"):
+        (programs / name).write_text(f'#!/bin/sh\necho "{name} $*"\n[ "$1" != health-check ]\n')
+        (programs / name).chmod(0o755)
+    said = []
+    for rank in (0, 1):
+        variables = {"SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "PATH": "/usr/bin:/bin"}
+        variables |= {"HOME": str(tmp_path), "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
+        done = subprocess.run(["bash", "node.sh"], cwd=tmp_path, env=variables, capture_output=True, text=True, check=True)
+        said.append(done.stdout)
+    assert "ray start --head --port=6479" in said[0]
+    assert "--node-ip-address=10.0.0.1" in said[0]
+    assert "raystride train --config settings.yaml" in said[0]
+    assert "ray start --address=10.0.0.1:6479 --node-ip-address=10.0.0.2" in said[1]
+    assert "raystride train" not in said[1]
+
+
+def test_too_few_machines_by_ssh_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--config", "lm_124m", "--nodes", "4", "--gpus-per-node", "8", "--output", str(tmp_path / "out")]
+    assert deploy.main(["launcher", *flags]) == 3
+    assert "4 nodes asked, 0 in cloud.hosts" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("kind", "place"), [("kuberay", ""), ("sky", ""), ("launcher", "aws"), ("launcher", "gcp")])
+def test_the_places_that_come_along_take_the_run_of_the_readme(kind: str, place: str, tmp_path: Path) -> None:
+    flags = ["--config", "lm_124m", "--nodes", "4", "--gpus-per-node", "8", "--output", str(tmp_path / "out")]
+    assert deploy.main([kind, *flags, *(["--place", place] if place else [])]) == 0
+    assert (tmp_path / "out").is_dir()

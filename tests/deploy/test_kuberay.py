@@ -1,0 +1,190 @@
+"""What `raystride deploy kuberay` writes is what Kubernetes and KubeRay know, whatever the place."""
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import celpy
+import kubernetes_validate
+import pytest
+import yaml
+
+from raystride.pipelines.deploy.kuberay import look_at_kuberay, pods_of
+from raystride.pipelines.deploy.overlays import Document, built, folders_of
+from raystride.pipelines.deploy.render import write
+from raystride.pipelines.deploy.schemas import kuberay_schema, schema_faults
+from raystride.ray_jobs import deploy
+from tests.deploy.rendering import entry_point, ray_object, rendered_for
+
+CASES: dict[str, dict[str, Any]] = {
+    "cpu": {"nodes": 2},
+    "one node": {"nodes": 1, "run": "124m"},
+    "gpu": {"nodes": 4, "gpus": 8},
+    "some gpus": {"nodes": 4, "gpus": 2, "kubernetes": {"node_labels": ("pool=h100", "zone=a")}},
+    "spot": {"nodes": 4, "gpus": 8, "kubernetes": {"spot": True}},
+    "bucket": {"storage": "s3://bucket/runs", "kubernetes": {"role": "arn:aws:iam::1:role/runs", "secret": "aws-keys"}},
+    "queue": {"nodes": 4, "gpus": 8, "kubernetes": {"queue": "team"}},
+    "own server": {"mlflow_uri": "https://mlflow.example", "kubernetes": {"namespace": "ml", "retries": 0}},
+}
+WITH_OLD_SELF = {"self == oldSelf"}
+"""Rules of the schemas that compare with the object before, which a file alone has not: fields that may not change."""
+
+
+@pytest.fixture(params=CASES)
+def files(request: pytest.FixtureRequest) -> dict[str, str]:
+    return rendered_for("kuberay", "kubernetes", **CASES[request.param])
+
+
+def _documents(files: dict[str, str]) -> list[Document]:
+    return [each for folder in folders_of(files) for each in built(files, folder)]
+
+
+def _rules(schema: Any, value: Any) -> Iterator[tuple[str, Any]]:
+    """The CEL rules that hold of what is there, each with the value that it is about."""
+    for rule in schema.get("x-kubernetes-validations", ()):
+        yield rule["rule"], value
+    if isinstance(value, dict):
+        for name, each in value.items():
+            inner = schema.get("properties", {}).get(name) or schema.get("additionalProperties") or {}
+            yield from _rules(inner, each) if isinstance(inner, dict) else ()
+    elif isinstance(value, list):
+        for each in value:
+            yield from _rules(schema.get("items", {}), each)
+
+
+def _broken(document: Document) -> list[str]:
+    environment = celpy.Environment()
+    found = []
+    for rule, value in _rules(kuberay_schema(document["kind"]), document):
+        if rule not in WITH_OLD_SELF:
+            program = environment.program(environment.compile(rule))
+            if not program.evaluate({"self": celpy.json_to_cel(value)}):
+                found.append(rule)
+    return found
+
+
+def test_kuberay_takes_it(files: dict[str, str]) -> None:
+    assert len(look_at_kuberay(files)) == len(folders_of(files)) == 5
+    for document in _documents(files):
+        if document["kind"] in ("RayJob", "RayCluster"):
+            assert not _broken(document)
+
+
+def test_kubernetes_takes_the_rest(files: dict[str, str]) -> None:
+    others = [each for each in _documents(files) if each["kind"] not in ("RayJob", "RayCluster")]
+    assert {"NetworkPolicy", "PodDisruptionBudget", "ServiceAccount", "ConfigMap"} <= {each["kind"] for each in others}
+    for document in others:
+        kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_every_object_lies_in_the_namespace(files: dict[str, str]) -> None:
+    (one,) = {each["metadata"]["namespace"] for each in _documents(files)}
+    assert one in ("raystride", "ml")
+
+
+def test_no_secret_stands_in_a_file(files: dict[str, str]) -> None:
+    for document in _documents(files):
+        assert document["kind"] != "Secret"
+        for _, template in pods_of(document):
+            for container in template["spec"]["containers"]:
+                named = [each["name"] for each in container.get("env", ()) if "value" in each]
+                assert not [name for name in named if name.endswith(("PASSWORD", "TOKEN", "KEY", "SECRET"))]
+
+
+def test_every_pod_of_ray_is_behind_the_policy_and_has_time_to_save(files: dict[str, str]) -> None:
+    (overlay,) = [name for name in ("overlays/cpu", "overlays/gpu") if f"{name}/kustomization.yaml" in files]
+    documents = built(files, overlay)
+    (policy,) = [each["spec"] for each in documents if each["kind"] == "NetworkPolicy"]
+    (label,) = policy["podSelector"]["matchLabels"].items()
+    assert policy["policyTypes"] == ["Ingress"]
+    assert [list(peer) for rule in policy["ingress"] for peer in rule["from"]] == [
+        ["podSelector"],
+        ["namespaceSelector", "podSelector"],
+    ]
+    job = ray_object(files, overlay)
+    grace = int(yaml.safe_load(job["spec"]["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"])
+    for _, template in pods_of(job):
+        assert label in template["metadata"]["labels"].items()
+        assert template["spec"]["terminationGracePeriodSeconds"] > grace >= 120
+        command = template["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+        assert command[-2:] == ["--seconds", str(grace)]
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_kubectl_builds_the_same(tmp_path: Path) -> None:
+    files = rendered_for("kuberay", "kubernetes", nodes=4, gpus=8)
+    write(files, tmp_path, overwrite=False)
+    for folder in folders_of(files):
+        done = subprocess.run(["kubectl", "kustomize", folder], cwd=tmp_path, capture_output=True, text=True)
+        if "invalid Kustomization" in done.stderr or "allowKindChange" in done.stderr or "unknown field" in done.stderr:
+            pytest.skip("kubectl is older than 1.21, and its kustomize than this form of patches")
+        assert not done.returncode, done.stderr
+        theirs = {(each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(done.stdout)}
+        assert theirs == {(each["kind"], each["metadata"]["name"]): each for each in built(files, folder)}
+
+
+def test_the_job_is_the_command_of_the_run() -> None:
+    command, contents = entry_point(rendered_for("kuberay", "kubernetes", nodes=4, gpus=8))
+    assert command == ["raystride", "train", "--config", "/etc/raystride/settings.yaml"]
+    settings = yaml.safe_load(contents["/etc/raystride/settings.yaml"])
+    assert (settings["run"], settings["storage"], settings["scaling"]["workers"]) == ("mine", "/runs", 32)
+    assert settings["record"]["mlflow_uri"] == "http://mlflow:5000"
+
+
+def test_gpus_and_spot_are_on_top_of_the_base() -> None:
+    files = rendered_for("kuberay", "kubernetes", **CASES["some gpus"])
+    (base, gpu, spot) = (
+        ray_object(files, folder)["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]
+        for folder in ("base", "overlays/gpu", "overlays/spot")
+    )
+    assert "nvidia.com/gpu" not in base["containers"][0]["resources"]["limits"]
+    assert gpu["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "2"
+    assert gpu["containers"][0]["resources"]["limits"]["cpu"] == "45", "a quarter of the node"
+    assert [each["key"] for each in gpu["tolerations"]] == ["nvidia.com/gpu"]
+    assert {"cloud.google.com/gke-spot", "nvidia.com/gpu"} <= {each["key"] for each in spot["tolerations"]}
+    assert spot["nodeSelector"] == {"pool": "h100", "zone": "a"}
+    standing = ray_object(files, "overlays/standing")
+    assert standing["kind"] == "RayCluster"
+    assert standing["spec"]["workerGroupSpecs"][0]["template"]["spec"] == gpu
+
+
+def test_a_queue_gets_what_kueue_asks_for() -> None:
+    job = ray_object(rendered_for("kuberay", "kubernetes", **CASES["queue"]), "overlays/gpu")
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+    assert job["spec"]["suspend"]
+    assert job["spec"]["shutdownAfterJobFinishes"]
+    assert not job["spec"]["rayClusterSpec"]["enableInTreeAutoscaling"]
+
+
+def test_a_bucket_needs_no_volume_but_a_role_and_keys_by_reference() -> None:
+    documents = _documents(files := rendered_for("kuberay", "kubernetes", **CASES["bucket"]))
+    assert "raystride-runs" not in {each["metadata"]["name"] for each in documents}
+    (account,) = [each for each in documents if each["kind"] == "ServiceAccount"]
+    assert account["metadata"]["annotations"] == {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/runs"}
+    for _, template in pods_of(ray_object(files, "overlays/cpu")):
+        assert template["spec"]["containers"][0]["envFrom"] == [{"secretRef": {"name": "aws-keys"}}]
+
+
+def test_what_kuberay_would_drop_or_refuse_is_caught() -> None:
+    job = ray_object(rendered_for("kuberay", "kubernetes"), "overlays/cpu")
+    misspelt = {**job, "spec": {**job["spec"], "backofLimit": 3}}
+    assert schema_faults(kuberay_schema("RayJob"), misspelt) == [
+        "spec: there is no field 'backofLimit'; did you mean backoffLimit?"
+    ]
+    deep = yaml.safe_load(yaml.safe_dump(job))
+    deep["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["resorces"] = {}
+    assert "containers.0: there is no field 'resorces'" in schema_faults(kuberay_schema("RayJob"), deep)[0]
+    both = {"onSuccess": {"policy": "DeleteSelf"}, "onFailure": {"policy": "DeleteSelf"}, "deletionRules": []}
+    assert len(_broken({**job, "spec": {**job["spec"], "deletionStrategy": both}})) == 1
+
+
+def test_a_place_that_cannot_run_it_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "place.yaml"
+    place.write_text("nodes: 4\nstorage: /runs\nshared: true\ngpus_per_node: 8\n")
+    flags = ["--config", "lm_124m", "--nodes", "2", "--place", str(place), "--output", str(tmp_path / "out")]
+    assert deploy.main(["kuberay", *flags]) == 3
+    assert "kubernetes.storage_class is empty" in capsys.readouterr().err
+    assert deploy.main(["kuberay", *flags, "--nodes", "9"]) == 3
+    assert not (tmp_path / "out").exists()

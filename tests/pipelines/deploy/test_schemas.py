@@ -1,0 +1,28 @@
+"""Schemas of others, and what in a file they refuse."""
+
+from raystride.pipelines.deploy.schemas import kuberay_schema, launcher_schema, schema_faults, sky_schema
+
+
+def test_an_unknown_name_is_told_with_its_place_and_the_nearest() -> None:
+    tree = {"spec": {"rayClusterSpec": {"headGroupSpec": {"template": {}, "rayStartParam": {}}}}}
+    assert schema_faults(kuberay_schema("RayJob"), tree) == [
+        "spec.rayClusterSpec.headGroupSpec: there is no field 'rayStartParam'; did you mean rayStartParams?"
+    ]
+    assert schema_faults(sky_schema("task"), {"zzz": 1}) == ["the file: there is no field 'zzz'"]
+
+
+def test_a_wrong_kind_of_value_is_told_with_its_place() -> None:
+    (fault,) = schema_faults(kuberay_schema("RayCluster"), {"spec": {"headGroupSpec": {"template": {}}, "suspend": "yes"}})
+    assert fault == "spec.suspend: 'yes' is not of type 'boolean'"
+
+
+def test_maps_of_names_that_nobody_lists_stay_open() -> None:
+    labels = {"metadata": {"labels": {"anything": "x"}, "name": "x"}}
+    template = {**labels, "spec": {"containers": [{"name": "x", "resources": {"limits": {"nvidia.com/gpu": 8}}}]}}
+    tree = {**labels, "spec": {"headGroupSpec": {"template": template, "rayStartParams": {"num-cpus": "0"}}}}
+    assert not schema_faults(kuberay_schema("RayCluster"), tree)
+
+
+def test_the_launchers_schema_is_that_of_the_ray_that_is_here() -> None:
+    assert "head_start_ray_commands" in launcher_schema()["properties"]
+    assert not schema_faults(launcher_schema(), {"cluster_name": "x", "provider": {"type": "local"}})
