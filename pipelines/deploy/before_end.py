@@ -17,8 +17,9 @@ import psutil
 DASHBOARD = "http://127.0.0.1:8265"
 LOOK_S = 1.0
 WORKING = "ray::"
-"""How names of processes begin in which Ray runs code, or would."""
-IDLE = "ray::IDLE"
+"""How names of processes begin in which Ray runs code."""
+RESTING = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
+"""Those that every node has, whatever runs there."""
 
 
 def stop_jobs(address: str, seconds: float) -> bool:
@@ -46,7 +47,7 @@ def _working() -> list[str]:
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # ended meanwhile
             title = " ".join(process.cmdline()[:1])
-            if title.startswith(WORKING) and not title.startswith(IDLE):
+            if title.startswith(WORKING) and not title.startswith(RESTING):
                 found.append(title)
     return found
 
@@ -64,8 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m raystride.pipelines.deploy.before_end", description=__doc__)
     parser.add_argument("--head", action="store_true", help="this is the cluster's head: stop its jobs")
     parser.add_argument("--seconds", type=float, required=True, help="how long to wait at most")
+    parser.add_argument("--address", default=DASHBOARD, help="of the head's dashboard")
     given = parser.parse_args(arguments)
-    return 0 if (stop_jobs(DASHBOARD, given.seconds) if given.head else wait_for_workers(given.seconds)) else 1
+    return 0 if (stop_jobs(given.address, given.seconds) if given.head else wait_for_workers(given.seconds)) else 1
 
 
 if __name__ == "__main__":

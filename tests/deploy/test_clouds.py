@@ -117,3 +117,16 @@ def test_the_places_that_come_along_take_the_run_of_the_readme(kind: str, place:
     flags = ["--config", "lm_124m", "--nodes", "4", "--gpus-per-node", "8", "--output", str(tmp_path / "out")]
     assert deploy.main([kind, *flags, *(["--place", place] if place else [])]) == 0
     assert (tmp_path / "out").is_dir()
+
+
+def test_data_of_this_machine_is_refused_but_for_what_lies_below_the_storage(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    place = {"nodes": 2, "storage": str(tmp_path / "runs"), "shared": True, "cloud": {"hosts": ["a", "b"]}}
+    (tmp_path / "place.yaml").write_text(yaml.safe_dump(place))
+    codes = []
+    for folder in (tmp_path, tmp_path / "runs"):
+        (folder / "text.txt").write_text("x")
+        flags = ["--config", "lm_python", "--nodes", "2", "--place", str(tmp_path / "place.yaml")]
+        flags += ["--output", str(tmp_path / "out"), "--data.source", str(folder / "text.txt")]
+        codes.append(deploy.main(["launcher", *flags]))
+    assert codes == [3, 0]

@@ -1,0 +1,96 @@
+"""Before a pod of Ray ends: jobs save, and workers wait for it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import psutil
+import pytest
+
+from raystride.pipelines.deploy import before_end
+from raystride.pipelines.deploy.own_ray import free_ports
+from tests.tiny import write_text
+
+
+def test_a_worker_waits_for_what_works_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(before_end, "LOOK_S", 0.05)
+    program = "exec -a ray::RayTrainWorker sleep 0.5"
+    resting = [subprocess.Popen(["bash", "-c", f"exec -a {name} sleep 60"]) for name in before_end.RESTING]
+    working = subprocess.Popen(["bash", "-c", program])
+    ours = [psutil.Process(each.pid) for each in (*resting, working)]
+    monkeypatch.setattr(before_end.psutil, "process_iter", lambda: ours)
+    try:
+        time.sleep(0.1)
+        assert not before_end.wait_for_workers(0.1)
+        started = time.monotonic()
+        assert before_end.wait_for_workers(30)
+        assert time.monotonic() - started < 20
+    finally:
+        for process in (*resting, working):
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.long
+def test_the_head_has_a_job_save_before_it_ends(tmp_path: Path) -> None:
+    folder = tempfile.mkdtemp(prefix="rs-", dir="/tmp")  # short: Ray's sockets lie below it
+    port, dashboard, agent = free_ports(3)
+    address = f"http://127.0.0.1:{dashboard}"
+    # Another process reads them: Ray looks once, when it is first imported.
+    environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+    environment["PATH"] = f"{sys.prefix}/bin:{environment['PATH']}"
+    options = f"--head --block --port={port} --dashboard-port={dashboard} --dashboard-agent-listen-port={agent}"
+    options += f" --num-cpus=2 --temp-dir={folder} --disable-usage-stats"
+    with (tmp_path / "ray.log").open("w") as log:
+        head = subprocess.Popen(["ray", "start", *options.split()], env=environment, stdout=log, stderr=log)
+
+    def asked(path: str, **body: object) -> Any:
+        request = Request(f"{address}/api/jobs/{path}", headers={"Authorization": f"Bearer {'0' * 64}"})
+        if body:
+            request.data = json.dumps(body).encode()
+        with urlopen(request, timeout=30) as answer:
+            return json.load(answer)
+
+    try:
+        _until(lambda: asked("") == [], head)
+        flags = f"--data.source {write_text(tmp_path)} --train.steps 1000000 --run mine --storage {tmp_path}"
+        flags += " --scaling.workers 1 --train.slots 4 --train.slot_size 2 --data.validation tail --validation.every 0"
+        flags += " --record.mlflow false --model.layers 1 --model.width 16 --model.heads 2"
+        command = f"raystride train --config lm_characters {flags}"
+        job = asked("", entrypoint=command, runtime_env={"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}})["submission_id"]
+
+        def stepped() -> bool:
+            said = asked(f"{job}/logs")["logs"]
+            assert asked(job)["status"] in ("PENDING", "RUNNING"), said
+            return "step " in said
+
+        _until(stepped, head)
+        ending = f"-m raystride.pipelines.deploy.before_end --head --seconds 100 --address {address}"
+        subprocess.run([sys.executable, *ending.split()], env=environment, check=True, timeout=150)
+        assert asked(job)["status"] == "STOPPED"
+        assert '"status": "stopped"' in (tmp_path / "mine" / "summary.json").read_text()
+    finally:
+        head.terminate()
+        head.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _until(true: Callable[[], bool], head: "subprocess.Popen[bytes]") -> None:
+    """Waits for it for as long as the head runs."""
+    deadline = time.monotonic() + 200
+    while True:
+        with suppress(OSError):
+            if true():
+                return
+        assert head.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
