@@ -1,8 +1,9 @@
 """What `raystride deploy kuberay` writes, looked at: by KubeRay's schema, and for what no schema says.
 
-look_at_kuberay(files)          # ["overlays/gpu: RayJob by KubeRay v1.7.0's schema", ...]
+look_at_kuberay(files)          # ["overlays/gpu: RayJob by the fields that KubeRay v1.7.0 names", ...]
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ RAY = ("RayJob", "RayCluster")
 def look_at_kuberay(files: Mapping[str, str]) -> list[str]:
     """Every folder that can be applied; a line for each. Raises SettingError, with the place and the fault."""
     looked = []
+    source = "the cluster's own schema" if "RAYSTRIDE_CRDS" in os.environ else "the fields that KubeRay v1.7.0 names"
     shared = built(files, SHARED)
     for folder in folders_of(files):
         documents = built(files, folder)
@@ -30,7 +32,7 @@ def look_at_kuberay(files: Mapping[str, str]) -> list[str]:
         ]
         if wrong := [*wrong, *_by_sense([*shared, *documents] if folder != SHARED else documents)]:
             raise SettingError(f"{folder} cannot work: " + "; ".join(wrong))
-        by = f"{', '.join(kinds)} by KubeRay v1.7.0's schema" if kinds else "no object of KubeRay's"
+        by = f"{', '.join(kinds)} by {source}" if kinds else "no object of KubeRay's"
         looked.append(f"{folder}: {by}; what it names is there, every pod keeps to `restricted`")
     return looked
 

@@ -2,12 +2,12 @@
 
 schema_faults(kuberay_schema("RayJob"), tree)          # ["spec: there is no field 'entrypont'; did you mean entrypoint?"]
 
-Where they come from, and under which licence, is in their files in `deploy/schemas`.
+Where they come from, and under which licence, is in `deploy/schemas/README.md`.
 """
 
 import difflib
 import json
-import lzma
+import os
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
@@ -15,19 +15,52 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import yaml
 
+from raystride.pipelines.config import SettingError
 from raystride.pipelines.deploy.plan import TEMPLATES
 
 Schema = Mapping[str, Any]
 SCHEMAS = TEMPLATES / "schemas"
 
 
-@cache
 def kuberay_schema(kind: str) -> Schema:
-    """Of `RayJob` or `RayCluster`: KubeRay's own, in which nothing is allowed that it does not name."""
-    every = json.loads(lzma.decompress((SCHEMAS / "kuberay-v1.7.0.json.xz").read_bytes()))
-    schema: Schema = _closed(every[kind])
-    return schema
+    """Of `RayJob` or `RayCluster`, in which nothing is allowed that it does not name: that of the cluster, from the file of
+    custom resource definitions that $RAYSTRIDE_CRDS names, else ours of the fields that we set.
+
+    Raises SettingError where that file has none.
+    """
+    return _of_definitions(crds, kind) if (crds := os.environ.get("RAYSTRIDE_CRDS")) else _of_table(kind)
+
+
+@cache
+def _of_table(kind: str) -> Schema:
+    return _typed(yaml.safe_load((SCHEMAS / "kuberay.yaml").read_text())[kind])
+
+
+def _typed(entry: Any) -> Schema:
+    """An entry of the table as a schema."""
+    if isinstance(entry, dict):
+        inner = {name: _typed(each) for name, each in entry.items()}
+        return {"type": "object", "properties": inner, "additionalProperties": False}
+    if isinstance(entry, list):
+        return {"type": "array", "items": _typed(entry[0])}
+    return {"type": {"map": "object", "quantity": ["string", "integer"]}.get(entry, entry)}
+
+
+@cache
+def _of_definitions(file: str, kind: str) -> Schema:
+    try:
+        documents = list(yaml.safe_load_all(Path(file).read_text()))
+    except (OSError, yaml.YAMLError) as error:
+        raise SettingError(f"RAYSTRIDE_CRDS is {file!r}, which cannot be read: {error}") from None
+    definitions = [each for document in documents if document for each in document.get("items", [document])]
+    for definition in definitions:
+        if definition.get("spec", {}).get("names", {}).get("kind") == kind:
+            versions = {each["name"]: each["schema"]["openAPIV3Schema"] for each in definition["spec"]["versions"]}
+            schema: Schema = _closed(versions["v1"])
+            return schema
+    raise SettingError(f"RAYSTRIDE_CRDS is {file!r}, in which there is no definition of {kind}")
 
 
 @cache

@@ -1,5 +1,10 @@
 """Schemas of others, and what in a file they refuse."""
 
+from pathlib import Path
+
+import pytest
+
+from raystride.pipelines.config import SettingError
 from raystride.pipelines.deploy.schemas import kuberay_schema, launcher_schema, schema_faults, sky_schema
 
 
@@ -17,7 +22,7 @@ def test_a_wrong_kind_of_value_is_told_with_its_place() -> None:
 
 
 def test_maps_of_names_that_nobody_lists_stay_open() -> None:
-    labels = {"metadata": {"labels": {"anything": "x"}, "name": "x"}}
+    labels = {"metadata": {"labels": {"anything": "x"}}}
     template = {**labels, "spec": {"containers": [{"name": "x", "resources": {"limits": {"nvidia.com/gpu": 8}}}]}}
     tree = {**labels, "spec": {"headGroupSpec": {"template": template, "rayStartParams": {"num-cpus": "0"}}}}
     assert not schema_faults(kuberay_schema("RayCluster"), tree)
@@ -26,3 +31,26 @@ def test_maps_of_names_that_nobody_lists_stay_open() -> None:
 def test_the_launchers_schema_is_that_of_the_ray_that_is_here() -> None:
     assert "head_start_ray_commands" in launcher_schema()["properties"]
     assert not schema_faults(launcher_schema(), {"cluster_name": "x", "provider": {"type": "local"}})
+
+
+DEFINITION = """
+spec:
+  names: {kind: RayJob}
+  versions:
+    - name: v1
+      schema:
+        openAPIV3Schema: {type: object, properties: {spec: {type: object, properties: {entrypoint: {type: string}}}}}
+"""
+
+
+def test_the_clusters_own_definitions_go_before_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    crds = tmp_path / "crds.yaml"
+    crds.write_text(DEFINITION)
+    monkeypatch.setenv("RAYSTRIDE_CRDS", str(crds))
+    assert not schema_faults(kuberay_schema("RayJob"), {"spec": {"entrypoint": "x"}})
+    assert "there is no field 'backoffLimit'" in schema_faults(kuberay_schema("RayJob"), {"spec": {"backoffLimit": 1}})[0]
+    with pytest.raises(SettingError, match="no definition of RayCluster"):
+        kuberay_schema("RayCluster")
+    monkeypatch.setenv("RAYSTRIDE_CRDS", str(tmp_path / "none.yaml"))
+    with pytest.raises(SettingError, match="cannot be read"):
+        kuberay_schema("RayJob")
