@@ -50,7 +50,8 @@ def test_a_cloud_has_a_head_that_computes_nothing_and_workers_that_may_be_spot()
     assert "InstanceMarketOptions" not in head["node_config"]
     assert worker["node_config"]["IamInstanceProfile"] == {"Name": "runs"}
     gcp = yaml.safe_load(rendered_for("launcher", **LAUNCHED["gcp spot"])["cluster.yaml"])
-    assert {"preemptible": True} in gcp["available_node_types"]["worker"]["node_config"]["scheduling"]
+    (scheduling,) = gcp["available_node_types"]["worker"]["node_config"]["scheduling"]
+    assert scheduling["preemptible"]
 
 
 def test_a_launchers_misspelt_field_and_a_missing_type_are_caught() -> None:

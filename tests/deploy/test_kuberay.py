@@ -77,6 +77,13 @@ def test_the_rules_of_the_clusters_own_definitions_hold(files: dict[str, str]) -
             assert not _broken(document)
 
 
+@pytest.mark.skipif("RAYSTRIDE_CRDS" not in os.environ, reason="RAYSTRIDE_CRDS names no custom resource definitions")
+def test_a_rule_that_is_broken_is_found() -> None:
+    job = ray_object(rendered_for("kuberay", "kubernetes"), "overlays/cpu")
+    both = {"onSuccess": {"policy": "DeleteSelf"}, "onFailure": {"policy": "DeleteSelf"}, "deletionRules": []}
+    assert len(_broken({**job, "spec": {**job["spec"], "deletionStrategy": both}})) == 1
+
+
 def test_kubernetes_takes_the_pods_of_ray(files: dict[str, str]) -> None:
     for document in _documents(files):
         if document["kind"] in ("RayJob", "RayCluster"):
