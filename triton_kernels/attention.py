@@ -213,9 +213,12 @@ def why_refused(
         return "queries, keys and values of several dtypes"
     if softcap and (dropout or lengths):
         return f"capped scores with {'dropout' if dropout else 'key lengths'}, which would spill registers"
-    single_and_wide = q.dtype == torch.float32 and q.shape[-1] > 128
-    if (dropout or window or softcap) and single_and_wide and family(architecture(q.device)) in ("sm_80", "sm_86"):
+    single, near = q.dtype == torch.float32, family(architecture(q.device))
+    older = near in ("sm_80", "sm_86")
+    if (dropout or window or softcap) and single and q.shape[-1] > 128 and older:
         return f"dropout, a window or a cap in fp32 with head size {q.shape[-1]}, which would spill registers"
+    if dropout and window and single and q.shape[-1] > (64 if older else 128) and near != "gfx942":
+        return f"dropout under a window in fp32 with head size {q.shape[-1]}, which would spill registers"
     return "a scale that is not positive" if scale is not None and scale <= 0 else ""
 
 

@@ -10,6 +10,8 @@ queries. The scores are computed twice for it, seven products where atomic sums 
     differentiate(grad, q, k, v, o, lse, dq, dk, dv, Sequences(4, 1024, 1024), Rules(scale=0.125, causal=True))
 """
 
+from typing import Any
+
 import torch
 
 from raystride.triton_kernels.attention_forward import lse_strides
@@ -37,10 +39,11 @@ from raystride.triton_kernels.attention_problem import (
     handed_over,
     how_capped,
     lean,
+    mixed,
     side_by_side,
     strides,
 )
-from raystride.triton_kernels.configurations import tile
+from raystride.triton_kernels.configurations import FAMILIES, family, tile
 from raystride.triton_kernels.language import jit, jit_varying, tl
 from raystride.triton_kernels.launch import architecture, launch
 
@@ -265,17 +268,17 @@ def differentiate(
     """Fills dq, and dk and dv, laid out as q, k and v, where they are asked for."""
     delta = torch.empty_like(lse)
     _delta(grad, o, delta, sequences)
-    name, size, spare = architecture(q.device), q.shape[-1], lean(sequences, rules)
+    name, size = architecture(q.device), q.shape[-1]
+    told: Any = {"lean": lean(sequences, rules), "capped": how_capped(sequences, rules), "mixed": mixed(sequences, rules)}
     group = q.shape[1] // k.shape[1]
     shared = (*sequences.tensors, *rules.numbers, rules.scale, *strides(q), *strides(k), *strides(v), *strides(grad))
     fit = descriptors_fit(sequences, *(x for x in (q, k, v, grad, dq, dk, dv) if x is not None))
     if dk is not None and dv is not None:
-        capped_how, dropped = how_capped(sequences, rules), rules.dropout > 0
-        chosen = tile("attention_backward_keys", name, size, q.dtype, lean=spare, capped=capped_how, dropped=dropped)
+        chosen = tile("attention_backward_keys", name, size, q.dtype, dropped=rules.dropout > 0, **told)
         m, n, groups = chosen.block_m, chosen.block_n, k.shape[1]
         blocks, heads = sequences.work(sequences.keys, n, groups)
-        # Lean tiles of large heads have too few rows for the instructions that read what descriptors load.
-        by = fit and not (spare and size > 128)
+        # Lean tiles of larger heads may have too few rows for the instructions that read what descriptors load.
+        by = fit and not (told["lean"] and size > 64 and n < FAMILIES[family(name)].least_rows)
         launch(
             _attention_backward_keys_kernel, (blocks * heads,),
             handed_over(q, m, by), handed_over(k, n, by), handed_over(v, n, by), handed_over(grad, m, by), lse, delta,
@@ -285,7 +288,7 @@ def differentiate(
             **constants(chosen, q, rules, by),
         )  # fmt: skip
     if dq is not None:
-        chosen = tile("attention_backward_queries", name, size, q.dtype, lean=spare, capped=how_capped(sequences, rules))
+        chosen = tile("attention_backward_queries", name, size, q.dtype, **told)
         m, n = chosen.block_m, chosen.block_n
         blocks, heads = sequences.work(sequences.queries, m, q.shape[1])
         launch(

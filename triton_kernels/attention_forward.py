@@ -31,6 +31,7 @@ from raystride.triton_kernels.attention_problem import (
     handed_over,
     how_capped,
     lean,
+    mixed,
     side_by_side,
     strides,
 )
@@ -137,6 +138,7 @@ def attend(
         q.dtype,
         lean=lean(sequences, rules),
         capped=how_capped(sequences, rules),
+        mixed=mixed(sequences, rules),
     )
     m, n, heads, group = chosen.block_m, chosen.block_n, q.shape[1], q.shape[1] // k.shape[1]
     blocks, all_heads = sequences.work(sequences.queries, m, heads)

@@ -77,6 +77,20 @@ def how_capped(sequences: Sequences, rules: Rules) -> int:
     return 1 + bool(lean(sequences, rules._replace(softcap=0.0))) if rules.softcap else 0
 
 
+def mixed(sequences: Sequences, rules: Rules) -> str:
+    """What of a call takes more registers together than `lean` tells, as `configurations` names it; empty for most calls.
+
+    Full calls, without a causal mask, have fewer loops, from which ptxas concludes that half the registers suffice.
+    """
+    if rules.dropout and rules.window:
+        return "dropout and window"
+    if sequences.packed and (rules.dropout or rules.window):
+        return "packed and dropout" if rules.dropout else "packed, window and cap" if rules.softcap else "packed and window"
+    if rules.causal or not lean(sequences, rules):
+        return ""
+    return "full and packed" if sequences.packed else "full"
+
+
 def rows_readable(x: torch.Tensor) -> torch.Tensor:
     """x, copied only where its last dimension is not contiguous, or where rows that could begin at 16 bytes do not.
 

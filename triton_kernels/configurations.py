@@ -118,6 +118,40 @@ _CAPPED: dict[int, dict[str, dict[str, dict[int, Tile]]]] = {
     },
 }
 """For capped scores, alone (1) or with what else makes a call lean (2), where the others spill a few bytes."""
+_LEANEST = {size: Tile(16, 4096 // size, 8, 1) for size in (64, 128, 256)}
+"""dK and dV of 4096 numbers each, and as few queries as a product takes."""
+_MIXED: dict[str, dict[str, dict[str, dict[int, Tile]]]] = {
+    "dropout and window": {
+        "attention_forward": {
+            "sm_80": {64: Tile(128, 32, 8, 3), 128: Tile(128, 16, 8, 3)},
+            "sm_90": {256: Tile(128, 16, 8, 2)},
+        },
+        "attention_backward_keys": dict.fromkeys(("sm_80", "sm_86", "sm_90"), _LEANEST)
+        | {"sm_100": {64: Tile(16, 128, 8, 1)}},
+        "attention_backward_queries": {"sm_80": {256: Tile(32, 16, 8, 1, 255)}},
+    },
+    "packed and dropout": {"attention_backward_keys": {"sm_90": {64: Tile(16, 128, 8, 2), 128: Tile(32, 32, 8, 1)}}},
+    "packed and window": {"attention_forward": {"sm_90": {256: Tile(128, 16, 8, 2)}}},
+    "packed, window and cap": {
+        "attention_forward": {"sm_100": {64: Tile(64, 32, 4, 3)}},
+        "attention_backward_keys": {"sm_80": {128: Tile(16, 32, 8, 1)}},
+    },
+}
+"""fp16 and bf16 with any Triton, for what `attention_problem.mixed` names, where the tables before and after this spill."""
+_BOUND = {
+    ("full", "attention_backward_keys", "sm_80", 128),
+    ("full", "attention_backward_keys", "sm_90", 256),
+    ("full", "attention_backward_keys", "sm_100", 64),
+    ("full", "attention_backward_keys", "sm_100", 128),
+    ("full", "attention_backward_queries", "sm_80", 256),
+    ("full", "attention_backward_queries", "sm_100", 64),
+    ("full and packed", "attention_forward", "sm_100", 64),
+    ("full and packed", "attention_backward_keys", "sm_80", 128),
+    ("full and packed", "attention_backward_keys", "sm_100", 128),
+    ("packed and dropout", "attention_backward_queries", "sm_100", 128),
+    ("dropout and window", "attention_backward_queries", "sm_100", 64),
+}
+"""Where a few bytes spill at 128 registers, where ptxas stops unless it is told of 255. Same blocks, same bits."""
 _SINGLE: dict[str, dict[int, Tile]] = {
     "attention_forward": {64: Tile(64, 16, 4, 1), 128: Tile(64, 16, 4, 1), 256: Tile(32, 16, 8, 1)},
     "attention_backward_keys": {64: Tile(16, 32, 8, 1), 128: Tile(16, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
@@ -127,23 +161,24 @@ _SINGLE: dict[str, dict[int, Tile]] = {
 """fp32."""
 _BEFORE_3_7: dict[tuple[int, int, bool], dict[str, dict[str, dict[int, Tile]]]] = {
     (0, 0, False): {
-        "attention_backward_keys": {"sm_90": {256: Tile(32, 64, 8, 2, 255)}, "sm_100": {64: Tile(32, 128, 8, 2)}},
+        "attention_backward_keys": {"sm_90": {256: Tile(32, 64, 8, 2, 255)}, "sm_100": {64: Tile(32, 128, 8, 2)}}
     },
-    (1, 0, False): {
-        "attention_backward_keys": {"sm_90": {128: Tile(16, 128, 8, 2)}, "sm_100": {64: Tile(32, 128, 8, 1)}},
-    },
+    (1, 0, False): {"attention_backward_keys": {"sm_90": {128: Tile(16, 128, 8, 2)}, "sm_100": {64: Tile(32, 128, 8, 1)}}},
     (1, 0, True): {"attention_backward_keys": {"sm_100": {64: Tile(32, 128, 8, 1)}}},
     (1, 1, False): {"attention_backward_keys": {"sm_100": {64: Tile(16, 128, 8, 2)}}},
     (1, 2, False): {"attention_backward_keys": {"sm_100": {64: Tile(16, 128, 8, 1)}}},
-    (2, 0, False): {
-        "attention_backward_keys": {"sm_90": {128: Tile(16, 64, 8, 1)}, "sm_100": {64: Tile(16, 128, 8, 1)}},
-    },
+    (2, 0, False): {"attention_backward_keys": {"sm_90": {128: Tile(16, 64, 8, 1)}, "sm_100": {64: Tile(16, 128, 8, 1)}}},
     (2, 0, True): {
         "attention_backward_keys": {
             "sm_80": {128: Tile(32, 32, 8, 2)},
             "sm_90": {64: Tile(16, 128, 8, 2)},
             "sm_100": {64: Tile(16, 128, 8, 1)},
         },
+    },
+    (2, 2, False): {
+        "attention_forward": {"sm_90": {256: Tile(128, 16, 8, 2)}},
+        "attention_backward_keys": {"sm_90": {128: Tile(16, 64, 8, 1)}, "sm_100": {64: Tile(16, 128, 8, 1)}},
+        "attention_backward_queries": {"sm_100": {128: Tile(64, 32, 8, 2, 255)}},
     },
 }
 """fp16 and bf16 where Triton is older than 3.7, whose compilers need more registers and spill with the tiles above: by what
@@ -184,16 +219,25 @@ def tile(
     lean: int = 0,
     capped: int = 0,
     dropped: bool = False,
+    mixed: str = "",
 ) -> Tile:
     """The tile that is shipped, or the one that is forced.
 
     `lean` counts what takes more registers, dropout, a window or a cap, and pointers to sequences of several lengths: less
     at a time of what streams through the program. `capped`: 1 where scores are bounded, 2 where that is not all. `dropped`:
-    whether there is dropout, whose random numbers dK and dV have the fewest registers for.
+    whether there is dropout, whose random numbers dK and dV have the fewest registers for. `mixed`: what comes together,
+    as in `_MIXED` and `_BOUND`.
     """
     if kernel in _forced:
         return _forced[kernel]
-    return _shipped(kernel, architecture, head_size, dtype, lean, capped, dropped, _before_3_7())
+    chosen = _shipped(kernel, architecture, head_size, dtype, lean, capped, dropped, mixed, _before_3_7())
+    bound = (mixed, kernel, family(architecture), _padded(head_size)) in _BOUND and dtype != torch.float32
+    return chosen._replace(registers=255) if bound else chosen
+
+
+def _padded(head_size: int) -> int:
+    """The head size whose tiles it takes."""
+    return next(size for size in (64, 128, 256) if head_size <= size)
 
 
 @cache
@@ -215,10 +259,13 @@ def _shipped(
     lean: int,
     capped: int,
     dropped: bool,
+    mixed: str,
     before_3_7: bool,
 ) -> Tile:
-    size = next(size for size in (64, 128, 256) if head_size <= size)
-    near, single = family(architecture), dtype == torch.float32
+    size, near, single = _padded(head_size), family(architecture), dtype == torch.float32
+    together = {} if single else _MIXED.get(mixed, {}).get(kernel, {}).get(near, {})
+    if size in together:
+        return together[size]
     if before_3_7:
         corrected = _SINGLE_BEFORE_3_7 if single else _BEFORE_3_7.get((lean, capped, dropped), {})
         if size in corrected.get(kernel, {}).get(near, {}):
@@ -237,7 +284,8 @@ def _shipped(
     if single and (kernel, near, size) == ("attention_backward_queries", "sm_90", 128):
         return half._replace(warps=4)
     if single and kernel == "attention_forward":
-        return Tile(32, 16, 8, 1) if near == "sm_100" and size == 128 else half._replace(warps=8)
+        fewer = near == "sm_100" or mixed == "dropout and window"
+        return Tile(32, 16, 8, 1) if fewer and size == 128 else half._replace(warps=8)
     return known.get(size) or half
 
 

@@ -83,10 +83,11 @@ def _attention(device: torch.device) -> Iterator[Specimen]:
             yield Specimen("attention", f"fp32 D {size} {what}", single)
         both = _both_ways(partial(attention, causal=True), _heads(size), torch.float16, device)
         yield Specimen("attention", f"fp16 D {size} causal", both)
-    yield Specimen("attention", "bf16 D 128 packed", partial(_packed, half, device))
+    yield Specimen("attention", "bf16 D 128 packed", partial(_packed, 128, {"causal": True}, device))
     # One query with gradients goes to the same kernels as many.
     one_query = _both_ways(attention, [(2, 8, 1, 128), *_heads(128)[1:]], half, device)
     yield Specimen("attention", "bf16 D 128, one query", one_query)
+    yield from _mixed(device)
     for size in (64, 128):
         for kernel in KERNELS:
             for one in tiles(kernel, architecture(device), size, half)[1:]:
@@ -122,6 +123,34 @@ def _rules(device: torch.device) -> dict[str, dict[str, Any]]:
     }
 
 
+def _mixed(device: torch.device) -> Iterator[Specimen]:
+    """Calls with more than one rule, or one without a causal mask, of the head sizes whose tiles are their own."""
+    rules, half = _rules(device), torch.bfloat16
+    every: tuple[int, ...] = _HEAD_SIZES
+    few, largest = every[:2], every[2:]
+    both = rules["dropout"] | rules["window"]
+    for what, together, full, sizes in (
+        ("dropout and window", both, False, every),
+        ("dropout, window and key lengths", both | rules["key lengths"], False, every),
+        ("full, key lengths", rules["key lengths"], True, few),
+        ("full, softcap", rules["softcap"], True, (every[0], *largest)),
+        ("full, dropout", rules["dropout"], True, few),
+    ):
+        for size in sizes:
+            call = partial(attention, causal=not full, **together)
+            yield Specimen("attention", f"bf16 D {size} {what}", _both_ways(call, _heads(size), half, device))
+    for what, together, full, sizes in (
+        ("packed and dropout", rules["dropout"], False, few),
+        ("packed and window", rules["window"], False, largest),
+        ("packed, window and softcap", rules["window and softcap"], False, every),
+        ("packed, dropout and window", both, False, largest),
+        ("full, packed", {}, True, few),
+    ):
+        for size in sizes:
+            packed = partial(_packed, size, {"causal": not full, **together}, device)
+            yield Specimen("attention", f"bf16 D {size} {what}", packed)
+
+
 def _seed(device: torch.device) -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int64, device=device)
 
@@ -132,12 +161,12 @@ def _decoding(size: int, dtype: torch.dtype, device: torch.device) -> None:
         attention(torch.empty(4, 8, 1, size, dtype=dtype, device=device), cache, cache, causal=True)
 
 
-def _packed(dtype: torch.dtype, device: torch.device) -> None:
+def _packed(size: int, rules: dict[str, Any], device: torch.device) -> None:
     offsets = torch.arange(0, 4097, 512, dtype=torch.int32, device=device)
     _both_ways(
-        lambda q, k, v: attention_packed(q, k, v, offsets, offsets, causal=True),
-        [(4096, 8, 128), (4096, 4, 128), (4096, 4, 128)],
-        dtype,
+        lambda q, k, v: attention_packed(q, k, v, offsets, offsets, **rules),
+        [(4096, 8, size), (4096, 4, size), (4096, 4, size)],
+        torch.bfloat16,
         device,
     )()
 

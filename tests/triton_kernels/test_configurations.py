@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from raystride.triton_kernels import configurations
-from raystride.triton_kernels.attention import LARGEST_HEAD
+from raystride.triton_kernels.attention import LARGEST_HEAD, why_refused
+from raystride.triton_kernels.attention_problem import Rules, Sequences, mixed
 from raystride.triton_kernels.configurations import (
     FAMILIES,
     KERNELS,
@@ -20,6 +21,7 @@ from raystride.triton_kernels.configurations import (
     tile,
     tiles,
 )
+from raystride.triton_kernels.launch import assumed_architecture
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -97,6 +99,59 @@ def test_each_of_them_is_another_tile(dtype: torch.dtype, monkeypatch: pytest.Mo
                         monkeypatch.setattr(configurations, "_before_3_7", lambda older=older: older)
                         found.append(tile(kernel, architecture, size, dtype, lean=lean, capped=capped, dropped=dropped))
                     assert found[0] == chosen != found[1]
+
+
+@pytest.mark.parametrize("older", [True, False], ids=["3.6", "3.7"])
+def test_what_comes_together_has_tiles_of_its_own(older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configurations, "_before_3_7", lambda: older)
+    for name, table in configurations._MIXED.items():
+        known = {
+            "lean": 1 if name == "dropout and window" else 2,
+            "capped": 2 if "cap" in name else 0,
+            "dropped": "dropout" in name,
+        }
+        for kernel, architectures in table.items():
+            for architecture, sizes in architectures.items():
+                for size, chosen in sizes.items():
+                    assert tile(kernel, architecture, size, torch.bfloat16, **known, mixed=name) == chosen
+                    before = tile(kernel, architecture, size, torch.bfloat16, **known)
+                    # The older Triton's table, and that of sm_86, may have the same.
+                    assert chosen.block_m * chosen.block_n <= before.block_m * before.block_n
+                    assert older or chosen != before or architecture == "sm_86"
+
+
+def test_some_calls_are_told_of_the_registers_there_are_and_keep_their_blocks() -> None:
+    for name, kernel, architecture, size in configurations._BOUND:
+        plain, told = (tile(kernel, architecture, size, torch.bfloat16, lean=1, mixed=what) for what in ("", name))
+        assert told == plain._replace(registers=255) != plain
+        assert tile(kernel, architecture, size, torch.float32, lean=1, mixed=name).registers == 0
+
+
+def test_what_comes_together_is_named() -> None:
+    offsets = torch.tensor([0, 8])
+    plain, packed = Sequences(1, 8, 8), Sequences(1, 8, 8, None, offsets, offsets)
+    lengths = Sequences(1, 8, 8, torch.tensor([8]))
+    both = Rules(1.0, causal=True, window=4, dropout=0.1)
+    assert {mixed(each, both) for each in (plain, lengths, packed)} == {"dropout and window"}
+    assert mixed(packed, both._replace(window=0)) == "packed and dropout"
+    assert mixed(packed, both._replace(dropout=0.0)) == "packed and window"
+    assert mixed(packed, both._replace(dropout=0.0, softcap=5.0)) == "packed, window and cap"
+    assert mixed(lengths, Rules(1.0)) == mixed(plain, Rules(1.0, softcap=5.0)) == "full"
+    assert mixed(packed, Rules(1.0)) == mixed(packed, Rules(1.0, softcap=5.0)) == "full and packed"
+    assert mixed(plain, Rules(1.0)) == mixed(lengths, both._replace(dropout=0.0)) == mixed(packed, Rules(1.0, True)) == ""
+    assert set(configurations._MIXED) == {
+        mixed(packed, both._replace(window=window, dropout=dropout, softcap=softcap))
+        for window, dropout, softcap in ((4, 0.1, 0.0), (0, 0.1, 0.0), (4, 0.0, 0.0), (4, 0.0, 5.0))
+    }
+
+
+@pytest.mark.parametrize(("architecture", "largest"), [("sm_80", 64), ("sm_86", 64), ("sm_90", 128), ("sm_100", 128)])
+def test_dropout_under_a_window_in_fp32_is_refused_where_no_tile_is_small_enough(architecture: str, largest: int) -> None:
+    with assumed_architecture(architecture):
+        for size, dtype in ((largest, torch.float32), (largest + 1, torch.float32), (256, torch.bfloat16)):
+            q = torch.empty(1, 1, 1, size, dtype=dtype)
+            why = why_refused(q, q, q, window=4, dropout=0.1)
+            assert bool(why) == (dtype == torch.float32 and size > largest)
 
 
 def test_unknown_architectures_take_the_nearest_family() -> None:
