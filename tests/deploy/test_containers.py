@@ -50,7 +50,7 @@ def test_the_dockerfile_keeps_to_hadolint() -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 4])
+@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("gpus", [0, 2])
 def test_compose_files_are_valid(tmp_path: Path, nodes: int, gpus: int) -> None:
     (tmp_path / "place.yaml").write_text(yaml.safe_dump(GPUS))

@@ -33,7 +33,11 @@ WITH_OLD_SELF = {"self == oldSelf"}
 """Rules of the schemas that compare with the object before, which a file alone has not: fields that may not change."""
 
 
-@pytest.fixture(params=CASES)
+USUAL = ("gpu", "bucket")
+"""The cases that `make test` looks at."""
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[] if name in USUAL else pytest.mark.long) for name in CASES])
 def files(request: pytest.FixtureRequest) -> dict[str, str]:
     return rendered_for("kuberay", "kubernetes", **CASES[request.param])
 

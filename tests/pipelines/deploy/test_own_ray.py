@@ -27,6 +27,7 @@ def _environment(process: psutil.Process) -> dict[str, str]:
         return {}
 
 
+@pytest.mark.long
 def test_a_start_that_fails_says_why_in_rays_words_and_leaves_nothing() -> None:
     before = set(Path("/tmp").glob("rs-*"))
     with (

@@ -40,7 +40,7 @@ def test_some_of_a_nodes_gpus_take_their_share_of_the_rest() -> None:
 
 
 @pytest.mark.parametrize("preset", presets())
-@pytest.mark.parametrize("gpus", [0, 8])
+@pytest.mark.parametrize("gpus", [0, pytest.param(8, marks=pytest.mark.long)])
 def test_what_is_written_are_the_settings_of_the_same_run(preset: str, gpus: int) -> None:
     """Read again, they give the run the name, and the fixed settings, that it would have had here."""
     if preset == "sweep_scaling":
