@@ -14,7 +14,7 @@ from typing import Any
 
 LIMIT_S = 120
 LEAST_DRIVER = {"11": 450, "12": 525, "13": 580}
-"""Driver that programs built for this CUDA need at least (NVIDIA, CUDA Compatibility, minor version compatibility, table 1)."""
+"""Driver that programs for this CUDA need at least (NVIDIA, CUDA Compatibility, minor version compatibility, table 1)."""
 OLDER_INDEX = "https://download.pytorch.org/whl/cu126"
 """PyTorch's own index of builds for CUDA 12.6."""
 _HIDDEN = ("", "-1", "NoDevFiles")
