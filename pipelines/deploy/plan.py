@@ -21,6 +21,8 @@ from raystride.pipelines.config.combinations import SHARDED
 from raystride.pipelines.config.deploy import Deploy, Place
 from raystride.pipelines.config.parse import Parsed, configured
 from raystride.pipelines.credentials import masked_all
+from raystride.pipelines.files import absolute
+from raystride.pipelines.launch.place import settled
 from raystride.pipelines.launch.preflight import GIB, Check, checks_of_settings, estimate_memory, failing
 
 Kind = Literal["compose", "slurm", "kuberay", "launcher", "sky"]
@@ -39,10 +41,11 @@ MLFLOW_BESIDE = {"kuberay": "http://mlflow:5000"}
 """The tracking server that a kind deploys along, where the place names none."""
 SAVE_MIB_PER_S = 100
 """What a busy network drive takes of a checkpoint from one node, at the least that we would plan for."""
+DATA_PLACES = ("source", "validation_source", "test_source", "target_source")
 LEAST_GRACE_S = 120
 """Time to save and to close the record, however small the model is."""
-LEAST_RUN_S = 600
-"""Of one start on Slurm, below which starting and saving take most of the time."""
+LEAST_RUN_S = 480
+"""Of one start on Slurm besides saving, below which it comes to few steps."""
 MOST_SHARED_MEMORY_GIB = 64
 """Ray's object store serves preparation alone; more than this it has no use for."""
 
@@ -111,20 +114,22 @@ def plan(kind: Kind, request: Deploy, place: Place, parsed: Parsed[Any]) -> Depl
     `parsed` holds a Config, or for the job `sweep` a SweepConfig. Raises CannotRun, with a line for each reason, where the
     place cannot satisfy it, and SettingError where settings contradict each other.
     """
-    config: Config = parsed.settings
+    named: Config = parsed.settings
+    run = named.run or named.default_run(parsed.preset)
+    config = _with_whole_paths(named)
     cpus, memory = _of_a_node(request, place)
     there = _resources(request, place, cpus, memory)
     config = replace(config, scaling=replace(config.scaling, device="cuda" if request.gpus_per_node else "cpu"))
     share = resolve(config, there)
-    vocabulary = config.tokenizer.vocabulary_size
-    checks = [*_checks_of_place(kind, request, place, config), *checks_of_settings(config, share, there, vocabulary)]
+    grace_s = _grace_s(config, share, request.nodes)
+    checks = list(_checks_of_place(kind, request, place, config, grace_s))
+    checks += checks_of_settings(config, share, there, config.tokenizer.vocabulary_size)
     if problems := list(failing(checks)):
         raise CannotRun("this place cannot run it:\n" + "\n".join(problems))
     settled = request.gpus_per_node or isinstance(config.scaling.workers, int)
     # A sweep varies the workers itself.
     if settled and request.job == "train":
         config = replace(config, scaling=replace(config.scaling, workers=share.workers))
-    run = config.run or config.default_run(parsed.preset)
     config = replace(config, run=run, storage=place.storage or config.storage)
     if server := place.mlflow_uri or MLFLOW_BESIDE.get(kind):
         config = replace(config, record=replace(config.record, mlflow_uri=server))
@@ -139,7 +144,7 @@ def plan(kind: Kind, request: Deploy, place: Place, parsed: Parsed[Any]) -> Depl
         memory_gib=memory,
         least_nodes=math.ceil(share.least * request.nodes / share.workers) if share.least else request.nodes,
         workers=share.workers if settled else 0,
-        grace_s=_grace_s(config, share, request.nodes),
+        grace_s=grace_s,
         shared_memory_gib=max(1, min(MOST_SHARED_MEMORY_GIB, int(0.3 * place.memory_gib))),
         settings=_settings(config),
         array=request.array,
@@ -174,7 +179,7 @@ def _resources(request: Deploy, place: Place, cpus: int, memory_gib: int) -> Res
     )
 
 
-def _checks_of_place(kind: Kind, request: Deploy, place: Place, config: Config) -> Iterator[Check]:
+def _checks_of_place(kind: Kind, request: Deploy, place: Place, config: Config, grace_s: int) -> Iterator[Check]:
     """What the place has too little of, and what the run would not find there."""
     nodes, gpus = request.nodes, request.gpus_per_node
     yield Check("nodes", nodes <= place.nodes, f"{nodes} asked, {place.nodes} there", f"lower --nodes to {place.nodes}")
@@ -187,9 +192,9 @@ def _checks_of_place(kind: Kind, request: Deploy, place: Place, config: Config) 
     yield _check_storage(kind, request, place)
     yield _check_data(kind, place, config)
     if kind == "slurm":
-        limit, least = _seconds(place.slurm.time_limit), LEAST_RUN_S
-        found = f"{place.slurm.time_limit} is too short to start and to save"
-        yield Check("time limit", limit >= least, found, f"give slurm.time_limit at least {least // 60} minutes")
+        limit, least = _seconds(place.slurm.time_limit), LEAST_RUN_S + grace_s
+        found = f"{place.slurm.time_limit} is too short to start and, {grace_s} s before its end, to save"
+        yield Check("time limit", limit >= least, found, f"give slurm.time_limit at least {math.ceil(least / 60)} minutes")
     if kind == "launcher" and place.cloud.provider == "local":
         hosts = len(place.cloud.hosts)
         yield Check("hosts", nodes <= hosts, f"{nodes} nodes asked, {hosts} in cloud.hosts", "name them in the place's file")
@@ -215,14 +220,12 @@ def _check_storage(kind: Kind, request: Deploy, place: Place) -> Check:
 
 
 def _check_data(kind: Kind, place: Place, config: Config) -> Check:
-    """Data of this machine is found by jobs that run on it, or that share its disks, and below the storage by all."""
-    local = [
-        f"data.{name} {value!r}"
-        for name in ("source", "validation_source", "test_source")
-        if isinstance(value := getattr(config.data, name, None), str)
-        and _is_here(value)
-        and not value.startswith(f"{place.storage.rstrip('/')}/")
-    ]
+    """Files of this machine are found by jobs that run on it, or that share its disks, and below the storage by all."""
+    found = {f"data.{name}": getattr(config.data, name) for name in DATA_PLACES}
+    found |= {"tokenizer.file": config.tokenizer.file, "model.init_from": config.model.init_from}
+    found |= {f"plugins[{number}]": file for number, file in enumerate(config.plugins)}
+    below = f"{place.storage.rstrip('/')}/"
+    local = [f"{name} {path!r}" for name, path in found.items() if path and _is_here(path) and not path.startswith(below)]
     elsewhere = kind != "slurm" and bool(local)
     remedy = "put it below the place's storage, or into an object store, and give that path"
     return Check("data", not elsewhere, f"{', '.join(local)} is a file of this machine", remedy)
@@ -247,6 +250,14 @@ def _seconds(limit: str) -> float:
     if rest[2] is not None:
         return first * 3600 + second * 60 + third
     return first * 60 + second
+
+
+def _with_whole_paths(config: Config) -> Config:
+    """The settings with whole paths of files that are here: jobs work in folders of their own."""
+    config, start = settled(config), config.model.init_from
+    plugins = tuple(absolute(file) if file.endswith(".py") and _is_here(file) else file for file in config.plugins)
+    model = replace(config.model, init_from=absolute(start)) if start and _is_here(start) else config.model
+    return replace(config, model=model, plugins=plugins)
 
 
 def _is_here(place: str) -> bool:

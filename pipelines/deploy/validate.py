@@ -16,15 +16,11 @@ from raystride.pipelines.deploy.kuberay import look_at_kuberay
 from raystride.pipelines.deploy.plan import Kind
 
 Look = Callable[[Mapping[str, str]], list[str]]
-"""Takes the files; returns what was looked at, a line each. Raises InvalidFile."""
-
-
-class InvalidFile(SettingError):
-    """A rendered file that its reader would refuse; names the file and the fault."""
+"""Takes the files; returns what was looked at, a line each. Raises SettingError."""
 
 
 def look_at_files(kind: Kind, files: Mapping[str, str]) -> list[str]:
-    """Looks at every file; returns a line for each look. Raises InvalidFile."""
+    """Looks at every file; returns a line for each look. Raises SettingError."""
     looked = []
     for name, text in files.items():
         if name.endswith((".yaml", ".yml")):
@@ -32,33 +28,21 @@ def look_at_files(kind: Kind, files: Mapping[str, str]) -> list[str]:
         elif text.startswith(("#!/bin/bash", "#!/usr/bin/env bash")):
             _bash(name, text)
             looked.append(f"{name}: bash -n")
-    look = _looks().get(kind)
-    return [*looked, *(look(files) if look else [])]
-
-
-def _looks() -> dict[Kind, Look]:
-    """What only one kind is asked."""
-    return {
-        "compose": look_at_compose,
-        "slurm": _sbatch,
-        "kuberay": look_at_kuberay,
-        "launcher": look_at_launcher,
-        "sky": look_at_sky,
-    }
+    return [*looked, *LOOKS[kind](files)]
 
 
 def _documents(name: str, text: str) -> list[object]:
-    """The YAML documents of a file. Raises InvalidFile."""
+    """The YAML documents of a file. Raises SettingError."""
     try:
         return list(yaml.safe_load_all(text))
     except yaml.YAMLError as error:
-        raise InvalidFile(f"{name} is no YAML: {error}") from None
+        raise SettingError(f"{name} is no YAML: {error}") from None
 
 
 def _bash(name: str, text: str) -> None:
     done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
     if done.returncode:
-        raise InvalidFile(f"{name} is no script: {done.stderr.strip()}")
+        raise SettingError(f"{name} is no script: {done.stderr.strip()}")
 
 
 def _sbatch(files: Mapping[str, str]) -> list[str]:
@@ -70,5 +54,15 @@ def _sbatch(files: Mapping[str, str]) -> list[str]:
     )
     said = (done.stderr or done.stdout).strip().splitlines()
     if done.returncode and any("nvalid" in line for line in said):
-        raise InvalidFile(f"job.sbatch: Slurm says: {'; '.join(said)}")
+        raise SettingError(f"job.sbatch: Slurm says: {'; '.join(said)}")
     return [f"job.sbatch: sbatch --test-only: {said[-1] if said else 'accepted'}"]
+
+
+LOOKS: dict[Kind, Look] = {
+    "compose": look_at_compose,
+    "slurm": _sbatch,
+    "kuberay": look_at_kuberay,
+    "launcher": look_at_launcher,
+    "sky": look_at_sky,
+}
+"""What only one kind is asked."""

@@ -1,6 +1,7 @@
 """What a run takes of a place, and what no place can give."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,7 +64,11 @@ def test_what_is_written_are_the_settings_of_the_same_run(preset: str, gpus: int
         ({"storage": ""}, {}, "storage: the place names none"),
         ({"storage": "runs"}, {}, "storage: runs is no absolute path"),
         ({"gpu_memory_gib": 1.0}, {}, "memory: about"),
-        ({"slurm": SlurmPlace(time_limit="9")}, {}, "time limit: 9 is too short"),
+        (
+            {"slurm": SlurmPlace(time_limit="9")},
+            {},
+            "time limit: 9 is too short to start and, 120 s before its end, to save",
+        ),
         ({}, {"kind": "sky"}, "ends with the machines"),
         ({}, {"kind": "kuberay"}, "kubernetes.storage_class is empty"),
         ({}, {"kind": "compose", "data.source": __file__}, "is a file of this machine"),
@@ -75,6 +80,19 @@ def test_what_a_place_has_too_little_of_is_named(place: dict[str, Any], options:
     with pytest.raises(CannotRun, match="this place cannot run it") as raised:
         _planned(replace(PLACE, **place), **options)
     assert cause in str(raised.value)
+
+
+def test_files_of_this_machine_are_named_whole_and_refused_where_the_job_does_not_see_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").touch()
+    (tmp_path / "text.txt").touch()
+    changes = {"data.source": "text.txt", "plugins": ["mine.py"], "run": "r"}
+    found = yaml.safe_load(_planned(**changes).settings)
+    assert (found["data"]["source"], found["plugins"]) == (str(tmp_path / "text.txt"), [str(tmp_path / "mine.py")])
+    with pytest.raises(CannotRun, match=r"data\.source '.*text.txt', plugins\[0\] '.*mine.py' is a file of this machine"):
+        _planned(kind="compose", **changes)
 
 
 def test_a_loss_of_nodes_is_borne_where_the_run_bears_it() -> None:
