@@ -17,9 +17,9 @@ from raystride.pipelines.deploy.render import rendered
 
 
 def rendered_for(
-    kind: Kind, place: str, nodes: int = 2, gpus: int = 0, preset: str = "lm_124m", run: str = "mine", **changes: Any
+    kind: Kind, place: str, nodes: int = 2, gpus: int = 0, preset: Any = "lm_124m", run: str = "mine", **changes: Any
 ) -> dict[str, str]:
-    """Every file by its path; changes are of the place, those of its sections as mappings."""
+    """Every file by its path; `preset` may be settings; changes are of the place, those of its sections as mappings."""
     described = find_place(place)
     for name, value in changes.items():
         value = replace(getattr(described, name), **value) if isinstance(value, dict) else value

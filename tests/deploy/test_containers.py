@@ -18,6 +18,7 @@ from raystride.pipelines.config import SettingError
 from raystride.pipelines.deploy.compose_file import compose_schema, look_at_compose
 from raystride.pipelines.deploy.driver import run_deploy
 from tests.deploy.containers import Engine, missing, pip_settings
+from tests.deploy.rendering import entry_point, rendered_for
 from tests.ray_jobs.jobs import ROOT
 
 BESIDES_TORCH = 1.5e9
@@ -139,6 +140,35 @@ def test_the_image_is_lean_and_its_user_is_not_root(engine: Engine, image: str) 
     )
     assert found == ""
     assert not [word for word in words.splitlines() if word in json.dumps(about)]
+
+
+@pytest.mark.long
+def test_the_entry_point_of_a_rayjob_trains_in_the_image_as_its_pods_may(engine: Engine, image: str, tmp_path: Path) -> None:
+    """With a root that cannot be written, as the pods have it; Ray's head is one that the job starts."""
+    short = SETTINGS | {"train": {"steps": 2, "slots": 4, "slot_size": 64}, "scaling": {"workers": 2}}
+    files = rendered_for("kuberay", "kubernetes", preset=short, run="digits", mlflow_uri="sqlite:////runs/mlflow.db")
+    command, contents = entry_point(files)
+    (settings,) = contents.values()
+    (tmp_path / "settings.yaml").write_text(settings)
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    runs.chmod(0o777)
+    mounted = ["--volume", f"{tmp_path / 'settings.yaml'}:{next(iter(contents))}:ro", "--volume", f"{runs}:/runs"]
+    mounted += [
+        "--read-only",
+        "--tmpfs",
+        "/tmp",
+        "--tmpfs",
+        "/home/raystride:mode=777",
+        "--shm-size",
+        "1g",
+        "--cap-drop",
+        "ALL",
+    ]
+    program, *words = command
+    engine.run("podman", "run", "--rm", "--network", "none", *mounted, "--entrypoint", program, image, *words)
+    summary = json.loads((runs / "digits" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("finished", 2)
 
 
 class Cluster:
