@@ -9,7 +9,7 @@ import contextlib
 import os
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Self
 
@@ -104,6 +104,15 @@ class Slurm(contextlib.AbstractContextManager["Slurm"]):
         """One of what `scontrol show job` says."""
         said = self.ask("scontrol", "--oneliner", "show", "job", job)
         return dict(part.split("=", 1) for part in said.split() if "=" in part)[name]
+
+    @contextlib.contextmanager
+    def drained(self, node: str) -> Iterator[None]:
+        """For the block the node takes no more jobs."""
+        self.ask("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=test")
+        try:
+            yield
+        finally:
+            self.ask("scontrol", "update", f"NodeName={node}", "State=RESUME")
 
     def wait(self, job: str, *states: str) -> str:
         """Until the job is in one of these states; that one."""
