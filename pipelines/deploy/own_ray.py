@@ -78,7 +78,6 @@ class OwnRay:
         command += [f"--dashboard-agent-listen-port={free_ports(1)[0]}"]
         variables = {**os.environ, **QUIET, **environment, MARK: str(folder)}
         # A file, and no pipe, which the processes that stay would hold open.
-        _adopt_orphans()
         try:
             with (folder / "start.log").open("w+") as log, signals_blocked():
                 done = subprocess.run(command, env=variables, stdout=log, stderr=log, timeout=START_S, check=False)
@@ -100,8 +99,11 @@ class OwnRay:
         return any(process.name() == "raylet" for process in _of(self.folder))
 
 
-def _adopt_orphans() -> None:
-    """What `ray start` leaves stays below this process, for batch systems that end a job by parents (prctl(2))."""
+def adopt_orphans() -> None:
+    """What `ray start` leaves stays below this process, for batch systems that end a job by parents (prctl(2)).
+
+    For a process that does nothing else: children of its children are left to it when they end.
+    """
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
 
 

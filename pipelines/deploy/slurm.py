@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from raystride.pipelines.cluster.cluster import CannotRun
-from raystride.pipelines.deploy.own_ray import OwnRay, address_towards, last_lines, signals_blocked
+from raystride.pipelines.deploy.own_ray import OwnRay, address_towards, adopt_orphans, last_lines, signals_blocked
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.exit_codes import CANNOT_RUN, INTERRUPTED, TERMINATED
 from raystride.pipelines.launch.resume import newest_step
@@ -282,6 +282,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--run-folder", default="", help="where the run lies, to see whether it comes further")
     parser.add_argument("command", nargs="*", help="after --: train --config settings.yaml")
     given = parser.parse_args(arguments)
+    if "SLURM_JOB_ID" in os.environ:
+        adopt_orphans()
     if given.join:
         return join_head(given.join)
     return run_job(

@@ -150,24 +150,16 @@ def test_the_entry_point_of_a_rayjob_trains_in_the_image_as_its_pods_may(engine:
     command, contents = entry_point(files)
     (settings,) = contents.values()
     (tmp_path / "settings.yaml").write_text(settings)
-    runs = tmp_path / "runs"
-    runs.mkdir()
-    runs.chmod(0o777)
-    mounted = ["--volume", f"{tmp_path / 'settings.yaml'}:{next(iter(contents))}:ro", "--volume", f"{runs}:/runs"]
-    mounted += [
-        "--read-only",
-        "--tmpfs",
-        "/tmp",
-        "--tmpfs",
-        "/home/raystride:mode=777",
-        "--shm-size",
-        "1g",
-        "--cap-drop",
-        "ALL",
-    ]
+    places = {name: tmp_path / name for name in ("runs", "tmp", "home")}
+    for place in places.values():
+        place.mkdir()
+        place.chmod(0o777)
+    mounted = ["--volume", f"{tmp_path / 'settings.yaml'}:{next(iter(contents))}:ro", "--volume", f"{places['runs']}:/runs"]
+    mounted += ["--volume", f"{places['tmp']}:/tmp", "--volume", f"{places['home']}:/home/raystride"]
+    mounted += ["--read-only", "--shm-size", "1g", "--cap-drop", "ALL"]
     program, *words = command
     engine.run("podman", "run", "--rm", "--network", "none", *mounted, "--entrypoint", program, image, *words)
-    summary = json.loads((runs / "digits" / "summary.json").read_text())
+    summary = json.loads((places["runs"] / "digits" / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 2)
 
 

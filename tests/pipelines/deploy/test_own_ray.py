@@ -2,11 +2,12 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
-import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,8 +47,10 @@ def test_two_of_them_do_not_meet_and_survive_what_a_batch_system_sends_to_all() 
             assert one.address != two.address
             for process in _processes(one):
                 process.send_signal(signal.SIGTERM)
-            ray.init(address=one.address, log_to_driver=False)
-            ray.shutdown()
+            # Another process, as this one may have joined the cluster that tests share.
+            program = f"import ray; ray.init('{one.address}'); print(ray.cluster_resources()['CPU'])"
+            joined = subprocess.run([sys.executable, "-c", program], env=os.environ | TOKEN, capture_output=True, text=True)
+            assert joined.stdout.strip() == "1.0", joined.stderr
             assert one.alive()
             assert two.alive()
         assert one.alive()
