@@ -88,7 +88,7 @@ class Engine:
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         }
 
-    def run(self, *command: str | Path, cwd: Path | None = None, check: bool = True, limit_s: float = 560) -> str:
+    def run(self, *command: str | Path, cwd: Path | None = None, check: bool = True, limit_s: float = 1400) -> str:
         """Runs a command; what it printed, and with a failure also what it complained of."""
         done = subprocess.run(
             list(map(str, command)), cwd=cwd, env=self.variables, capture_output=True, text=True, timeout=limit_s

@@ -28,6 +28,7 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 ReturnToService=2
+KillWait=90
 SlurmdParameters=config_overrides
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.%n.pid
@@ -40,7 +41,7 @@ MpiDefault=none
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-WAIT_S = 240
+WAIT_S = 400
 
 
 def no_slurm() -> str:

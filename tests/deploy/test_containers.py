@@ -8,7 +8,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -36,6 +36,11 @@ ELASTIC = {"scaling": {"workers": 2, "least_workers": 1}, "launch": {"restarts":
 SMALL = {"nodes": 2, "cpus_per_node": 1, "memory_gib": 3, "storage": "/storage/runs", "shared": True}
 """Of each container one processor, so that no two workers of a run are in one."""
 GPUS = {"nodes": 4, "gpus_per_node": 8, "cpus_per_node": 64, "memory_gib": 512, "storage": "/storage/runs", "shared": True}
+
+
+def _for_real(test: Callable[..., None]) -> Callable[..., None]:
+    """Long: a slow machine takes minutes for the image alone."""
+    return pytest.mark.long(pytest.mark.timeout(1500)(test))
 
 
 def _write(folder: Path, *flags: str) -> dict[str, str]:
@@ -119,7 +124,7 @@ def image(engine: Engine) -> str:
     return engine.raystride()
 
 
-@pytest.mark.long
+@_for_real
 def test_the_image_is_lean_and_its_user_is_not_root(engine: Engine, image: str) -> None:
     def inside(script: str) -> str:
         return engine.run("podman", "run", "--rm", "--network", "none", "--entrypoint", "sh", image, "-c", script).strip()
@@ -142,7 +147,7 @@ def test_the_image_is_lean_and_its_user_is_not_root(engine: Engine, image: str) 
     assert not [word for word in words.splitlines() if word in json.dumps(about)]
 
 
-@pytest.mark.long
+@_for_real
 def test_the_entry_point_of_a_rayjob_trains_in_the_image_as_its_pods_may(engine: Engine, image: str, tmp_path: Path) -> None:
     """With a root that cannot be written, as the pods have it; Ray's head is one that the job starts."""
     short = SETTINGS | {"train": {"steps": 2, "slots": 4, "slot_size": 64}, "scaling": {"workers": 2}}
@@ -221,8 +226,7 @@ def _wait_for(file: Path, job: subprocess.Popen[str]) -> None:
     raise AssertionError(f"{file} did not come")
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
+@_for_real
 def test_a_run_in_containers_survives_the_loss_of_one(engine: Engine, image: str, cluster: Cluster, tmp_path: Path) -> None:
     alone = tmp_path / "alone"
     alone.mkdir()
@@ -233,14 +237,14 @@ def test_a_run_in_containers_survives_the_loss_of_one(engine: Engine, image: str
     undisturbed = json.loads((alone / "digits" / "summary.json").read_text())
 
     job = cluster.job("check", "--config", "settings.yaml")
-    said = job.communicate(timeout=400)[0]
+    said = job.communicate(timeout=900)[0]
     assert job.returncode == 0, said
 
     run = cluster.storage() / "runs" / "digits"
     job = cluster.job()
     _wait_for(run / "checkpoints" / "step-00000005", job)
     engine.run("podman", "kill", cluster.container("worker_2"))
-    said = job.communicate(timeout=400)[0]
+    said = job.communicate(timeout=900)[0]
     assert job.returncode == 0, said
     summary = json.loads((run / "summary.json").read_text())
     print(said)

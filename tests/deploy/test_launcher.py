@@ -15,7 +15,11 @@ from raystride.ray_jobs import deploy
 from tests.deploy.ssh import SshHosts, no_ssh
 from tests.tiny import write_text
 
-pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(no_ssh()), reason=f"no machines by ssh here: {no_ssh()}")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(bool(no_ssh()), reason=f"no machines by ssh here: {no_ssh()}"),
+]
 TINY = {
     "data": {"kind": "text", "validation": "tail", "validation_fraction": 0.1},
     "tokenizer": {"kind": "bytes"},
@@ -55,7 +59,7 @@ def _ray(machines: SshHosts, *arguments: str) -> str:
     environment = os.environ | {"HOME": str(home), "TMPDIR": str(machines.folder), "RAY_TMPDIR": str(machines.folder)}
     command = [f"{sys.prefix}/bin/ray", *arguments]
     folder = machines.folder / "written"
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=500)
     assert not done.returncode, f"{command}:\n{done.stdout}{done.stderr}"
     return done.stdout
 

@@ -13,7 +13,11 @@ from raystride.ray_jobs import deploy, train
 from tests.deploy.slurm import Slurm, no_slurm, until
 from tests.tiny import write_text
 
-pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(no_slurm()), reason=f"no Slurm here: {no_slurm()}")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(bool(no_slurm()), reason=f"no Slurm here: {no_slurm()}"),
+]
 MUCH = 1_000_000
 """Steps that no test waits for."""
 TINY: dict[str, dict[str, object]] = {
