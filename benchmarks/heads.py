@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -21,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.runs import ENVIRONMENT, ROOT, TIMEOUT_S, Failed
+from raystride.pipelines.deploy.own_ray import free_ports
 
 RAY = str(Path(sys.executable).with_name("ray"))
 PORTS = ("port", "dashboard-port", "dashboard-agent-listen-port", "ray-client-server-port")
@@ -64,7 +64,7 @@ class Head:
 def head(cpus: int, given: Mapping[str, str] | None = None) -> Iterator[Head]:
     """A cluster of one node with so many processors for the block; `given` is its environment instead of a benchmark's."""
     temporary = Path("/tmp") / f"rs-{secrets.token_hex(3)}"  # sockets lie below it: their paths may have 107 bytes
-    ports = {name: _free_port() for name in PORTS}
+    ports = dict(zip(PORTS, free_ports(len(PORTS), "127.0.0.1"), strict=True))
     away = ("RAY_ADDRESS", "PYTHONPATH")
     ours = {name: value for name, value in os.environ.items() if name not in away} | ENVIRONMENT
     environment = dict(given or ours | {"HOME": str(temporary), "RAY_AUTH_MODE": "disabled"})
@@ -95,9 +95,3 @@ def _belongs(process: psutil.Process, temporary: Path) -> bool:
         return process.environ().get("RAY_TMPDIR") == str(temporary)
     except psutil.Error:
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

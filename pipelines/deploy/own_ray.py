@@ -46,6 +46,8 @@ class OwnRay:
     """`host:port` of its cluster's head."""
     folder: Path
     """Its temporary folder, unique on this machine."""
+    raylet: psutil.Process | None
+    """The process that makes this machine a node; None where it ended at once."""
 
     @classmethod
     @contextmanager
@@ -89,14 +91,16 @@ class OwnRay:
         try:
             if failed:
                 raise CannotRun(f"`ray start` {failed} on {where}:\n{_said(folder)}")
-            yield cls(address, folder)
+            yield cls(address, folder, next((each for each in _of(folder) if each.name() == "raylet"), None))
         finally:
             end_all(folder)
             shutil.rmtree(folder, ignore_errors=True)
 
     def alive(self) -> bool:
         """Whether this node's raylet still runs."""
-        return any(process.name() == "raylet" for process in _of(self.folder))
+        with suppress(psutil.NoSuchProcess):
+            return self.raylet is not None and self.raylet.status() != psutil.STATUS_ZOMBIE
+        return False
 
 
 def adopt_orphans() -> None:

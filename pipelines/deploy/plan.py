@@ -22,7 +22,7 @@ from raystride.pipelines.config.deploy import Deploy, Place
 from raystride.pipelines.config.parse import Parsed, configured
 from raystride.pipelines.credentials import masked_all
 from raystride.pipelines.files import absolute
-from raystride.pipelines.launch.place import settled
+from raystride.pipelines.launch.place import is_path, settled
 from raystride.pipelines.launch.preflight import GIB, Check, checks_of_settings, estimate_memory, failing
 
 Kind = Literal["compose", "slurm", "kuberay", "launcher", "sky"]
@@ -261,8 +261,8 @@ def _with_whole_paths(config: Config) -> Config:
 
 
 def _is_here(place: str) -> bool:
-    """Whether it is a path whose first part is here: not a URI, the name of a data set, or a path of the place."""
-    return "://" not in place and os.path.exists(os.path.expanduser(place))
+    """Whether it is a path of this machine, and not of the place."""
+    return is_path(place) and os.path.exists(os.path.expanduser(place))
 
 
 def _host_name(run: str) -> str:

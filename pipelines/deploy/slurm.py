@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from raystride.pipelines.cluster.cluster import CannotRun
+from raystride.pipelines.cluster.resources import usable_cores
 from raystride.pipelines.deploy.own_ray import OwnRay, address_towards, adopt_orphans, last_lines, signals_blocked
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.exit_codes import CANNOT_RUN, INTERRUPTED, TERMINATED
@@ -44,8 +45,8 @@ class Allocation:
     """As `scontrol` takes it: an element of an array by both numbers."""
     nodes: tuple[str, ...]
     """Names of the nodes, this one's first."""
-    addresses: tuple[str, ...]
-    """Of the same nodes, names or numbers, as Slurm itself reaches them."""
+    towards: str
+    """Name or number by which Slurm reaches the second of them, or this one where it is alone."""
     cpus: int
     """Processors of this node that the job has."""
     restarts: int
@@ -63,7 +64,7 @@ class Allocation:
         return cls(
             job=f"{array}_{environment['SLURM_ARRAY_TASK_ID']}" if array else environment["SLURM_JOB_ID"],
             nodes=tuple(names),
-            addresses=tuple(map(_address_of, names)),
+            towards=_address_of(names[1 if names[1:] else 0]),
             cpus=cpus_here(environment),
             restarts=int(environment.get("SLURM_RESTART_COUNT", "0")),
         )
@@ -71,7 +72,7 @@ class Allocation:
 
 def cpus_here(environment: Mapping[str, str]) -> int:
     """Processors of this node that the job has: as Slurm says, and no more than this process may use."""
-    return min(int(environment["SLURM_CPUS_ON_NODE"]), len(os.sched_getaffinity(0)))
+    return min(int(environment["SLURM_CPUS_ON_NODE"]), usable_cores())
 
 
 def _scontrol(*arguments: str) -> str:
@@ -160,7 +161,7 @@ def _reached(run_folder: str) -> int | None:
 
 def _on_ray(allocation: Allocation, command: Sequence[str], stop: StopRequest, wait_s: float, least: int) -> int:
     others = allocation.nodes[1:]
-    host = address_towards(allocation.addresses[1 if others else 0])
+    host = address_towards(allocation.towards)
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     with ExitStack() as stack:
         ray = stack.enter_context(OwnRay.head(host, cpus=allocation.cpus, environment=environment))

@@ -38,9 +38,12 @@ def with_places(config: Config, change: Callable[[str], str]) -> Config:
 
 
 def _is_here(place: str) -> bool:
-    if "://" in place or place == "python" or place in registered_sources():
-        return False
-    return os.path.exists(os.path.expanduser(place)) or re.search(r"[*?\[]", place) is not None
+    return is_path(place) and (os.path.exists(os.path.expanduser(place)) or re.search(r"[*?\[]", place) is not None)
+
+
+def is_path(place: str) -> bool:
+    """Whether a place of data is written as a path: it is no URI, and no name of a source."""
+    return "://" not in place and place != "python" and place not in registered_sources()
 
 
 def locate(parsed: Parsed[Config]) -> tuple[Config, Folder]:

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import stat
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import yaml
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.deploy.compose_file import compose_schema, look_at_compose
 from raystride.pipelines.deploy.driver import run_deploy
+from raystride.pipelines.deploy.own_ray import free_ports
 from tests.deploy.containers import Engine, missing, pip_settings
 from tests.deploy.rendering import entry_point, rendered_for
 from tests.ray_jobs.jobs import ROOT
@@ -174,7 +174,7 @@ class Cluster:
     def __init__(self, engine: Engine, folder: Path, image: str) -> None:
         self.engine, self.folder = engine, folder
         self.project = yaml.safe_load((folder / "compose.yaml").read_text())["name"]
-        ports = {"DASHBOARD_PORT": str(_free_port()), "MLFLOW_PORT": str(_free_port())}
+        ports = dict(zip(("DASHBOARD_PORT", "MLFLOW_PORT"), map(str, free_ports(2, "127.0.0.1")), strict=True))
         engine.variables |= {"RAYSTRIDE_IMAGE": image, "POSTGRES_IMAGE": engine.database(), **ports}
 
     def compose(self, *words: str, limit_s: float = 300) -> str:
@@ -193,12 +193,6 @@ class Cluster:
         """The volume that runs lie on, as this machine sees it."""
         volume = f"{self.project}_storage"
         return Path(self.engine.run("podman", "volume", "inspect", volume, "--format", "{{.Mountpoint}}").strip())
-
-
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
 
 
 @pytest.fixture
