@@ -52,20 +52,43 @@ def kept_weights(
     *,
     dropout: float,
     numbers: torch.Tensor | None = None,
+    first_head: int = 0,
 ) -> torch.Tensor:
     """True where dropout keeps the weight, (B, H, T, S), bit for bit as the kernels draw it; b is one of `numbers` (B,)."""
+    b, h, i, key = (torch.arange(n, device=seed.device) for n in (batch, heads, queries, keys))
+    return kept_weights_at(seed, b if numbers is None else numbers, first_head + h, i[None], key[None], dropout=dropout)
+
+
+def kept_weights_at(
+    seed: torch.Tensor,
+    numbers: torch.Tensor,
+    heads: torch.Tensor,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    *,
+    dropout: float,
+) -> torch.Tensor:
+    """`kept_weights`, (B, H, T, S), where the batch and the heads have these numbers, (B,) and (H,), and queries and keys
+    these places, (B, T) and (B, S), or (1, T) and (1, S) where they are the same in all of the batch."""
     low, high = 0xFFFFFFFF, 32
-    shape = (batch, heads, queries, keys)
-    b, h, i, key = torch.meshgrid([torch.arange(n, device=seed.device) for n in shape], indexing="ij")
-    c0, c1, c2, c3 = key // 4, i, h, b if numbers is None else numbers[b]
+    keys = keys[:, None, None, :]
+    c0, c1, c2, c3 = keys // 4, queries[:, None, :, None], heads[None, :, None, None], numbers[:, None, None, None]
     k0, k1 = seed.reshape(()) & low, (seed.reshape(()) >> high) & low
     for _ in range(_ROUNDS):
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = ((b >> high) & low) ^ c1 ^ k0, b & low, ((a >> high) & low) ^ c3 ^ k1, a & low
         k0, k1 = (k0 + 0x9E3779B9) & low, (k1 + 0xBB67AE85) & low
-    words = torch.stack((c0, c1, c2, c3), dim=-1)
-    word = words.gather(-1, (key % 4)[..., None])[..., 0]
+    word = torch.where(keys % 4 < 2, torch.where(keys % 4 == 0, c0, c1), torch.where(keys % 4 == 2, c2, c3))
     return (word >> (32 - DRAW_BITS)) >= dropout_threshold(dropout)
+
+
+def salted(seed: torch.Tensor, salt: int, first_head: int) -> torch.Tensor:
+    """A seed of its own for each salt and first head, computed on the device; for 0 and 0 the seed itself."""
+    if not (salt or first_head):
+        return seed
+    # Steps of a bit mixer's odd constant (Steele et al., "SplitMix", 2014), so that neighbouring seeds do not meet.
+    step = (salt + (first_head << 40)) * 0x9E3779B97F4A7C15
+    return seed + ((step + (1 << 63)) % (1 << 64) - (1 << 63))
 
 
 @jit
