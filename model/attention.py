@@ -8,17 +8,20 @@ The arithmetic is in `raystride.triton_kernels`: `attention`, and `attention_pac
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from raystride.model.dropout import seed_tensor
 from raystride.model.linear import Linear, Products
 from raystride.model.norm import RMSNorm
 from raystride.triton_kernels.attention import attention
 from raystride.triton_kernels.attention_packed import attention_packed
 from raystride.triton_kernels.rope import rope
 
+Packed = Callable[..., torch.Tensor]
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosine and sine of the rotary angles, each (B or 1, 1, T, D)."""
 
@@ -60,6 +63,11 @@ class LayerCache:
 class Attention(nn.Module):
     """Self-attention; fewer key and value heads than query heads make it grouped (Ainslie et al., 2023)."""
 
+    number: int | None = None
+    """As a `Dropout`'s, for the weights that are dropped."""
+    first_head: int = 0
+    """Of the heads that are here, the first one's number in the whole."""
+
     def __init__(
         self,
         *,
@@ -83,6 +91,8 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (None if qk_norm is None else RMSNorm(self.head_size, eps=qk_norm) for _ in "qk")
         self.out = Linear(heads * self.head_size, width, bias=bias, products=products)
         self.norm_eps, self.dropout, self.softcap = qk_norm or 0.0, dropout, softcap
+        self.packed: Packed = attention_packed
+        """Attention over packed documents; another where a worker has a part of their tokens."""
 
     def forward(
         self,
@@ -113,9 +123,11 @@ class Attention(nn.Module):
             "dropout": self.dropout if self.training else 0.0,
             "softcap": self.softcap,
         }
+        if rules["dropout"] and self.number is not None:
+            rules |= {"seed": seed_tensor(x.device, self.number), "first_head": self.first_head}
         if documents is not None:
             q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))  # (B T, H or G, D)
-            y = attention_packed(q, k, v, documents, documents, **rules)
+            y = self.packed(q, k, v, documents, documents, **rules)
             return self.out(y.view(batch, tokens, -1))  # type: ignore[no-any-return]
         y = attention(q, k, v, mask=mask, key_lengths=key_lengths, **rules)
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]

@@ -4,16 +4,19 @@ Shapes: the stream x (B, T, C). A block normalises before its parts (pre-norm, a
 (post-norm; Vaswani et al., 2017), as `model.shape.post_norm` says.
 
     block = Block(config.model, products=Products(), causal=False)
-    x, rotation = with_positions(embedding(ids), config.model, learned=None)
+    x, rotation = with_positions(embedding(ids), config.model, learned=None), build_rotation(ids, config.model)
     x = block(x, rotation, None, None, lengths)               # (B, T, C) -> (B, T, C)
 """
 
 import math
+from functools import partial
 
 import torch
 from torch import nn
 
 from raystride.model.attention import Attention, LayerCache, Rotation, rotation_table
+from raystride.model.cut import cut_now, fill
+from raystride.model.dropout import Dropout
 from raystride.model.feed_forward import GELU, ReLU, SwiGLU
 from raystride.model.linear import Products
 from raystride.model.norm import LayerNorm, RMSNorm
@@ -31,7 +34,7 @@ class Block(nn.Module):
         self.attention = build_attention(shape, products, causal=causal)
         self.norm2 = build_norm(shape, narrow=not self.post)
         self.feed_forward = build_feed_forward(shape, products)
-        self.dropout = nn.Dropout(shape.dropout)
+        self.dropout1, self.dropout2 = Dropout(shape.dropout), Dropout(shape.dropout)
 
     def forward(
         self,
@@ -45,12 +48,12 @@ class Block(nn.Module):
         """(B, T, C) -> (B, T, C)."""
         beside = (rotation, cache, mask, key_lengths, documents)
         if self.post:
-            x, _ = self.norm1.add(self.dropout(self.attention(x, *beside)), x)
-            x, _ = self.norm2.add(self.dropout(self.feed_forward(x)), x)
+            x, _ = self.norm1.add(self.dropout1(self.attention(x, *beside), documents), x)
+            x, _ = self.norm2.add(self.dropout2(self.feed_forward(x), documents), x)
             return x
         # The addition and the norm after it are one pass over memory.
-        y, x = self.norm2.add(self.dropout(self.attention(self.norm1(x), *beside)), x)
-        return x + self.dropout(self.feed_forward(y))  # type: ignore[no-any-return]
+        y, x = self.norm2.add(self.dropout1(self.attention(self.norm1(x), *beside), documents), x)
+        return x + self.dropout2(self.feed_forward(y), documents)  # type: ignore[no-any-return]
 
 
 def build_attention(shape: DecoderShape, products: Products, *, causal: bool = True) -> Attention:
@@ -99,18 +102,27 @@ def build_positions(shape: DecoderShape) -> nn.Embedding | None:
 
 def with_positions(
     x: torch.Tensor, shape: DecoderShape, learned: nn.Embedding | None, positions: torch.Tensor | None = None
-) -> tuple[torch.Tensor, Rotation | None]:
-    """Embedded ids (B, T, C) at `positions` (B or 1, T), or 0, 1, 2, ...: the stream, and the rotation if there is one.
+) -> torch.Tensor:
+    """The stream (B, T, C) of embedded ids (B, T, C) at `positions` (B or 1, T), or 0, 1, 2, ...
 
     `original` multiplies what is embedded by sqrt(C) first (Vaswani et al., 2017, section 3.4).
     """
     if learned is not None:
-        return x + (learned.weight[: x.shape[1]] if positions is None else learned(positions)), None
-    if positions is None:
-        positions = torch.arange(x.shape[1], device=x.device)[None]
+        return x + (learned.weight[: x.shape[1]] if positions is None else learned(positions))
     if shape.flavour == "original":
-        return x * math.sqrt(shape.width) + sinusoids(positions, shape.width).to(x.dtype), None
-    return x, rotation_table(positions, head_size(shape), shape.rope_theta, shape.rope_scaling)
+        return x * math.sqrt(shape.width) + sinusoids(_or_counted(positions, x), shape.width).to(x.dtype)
+    return x
+
+
+def build_rotation(ids: torch.Tensor, shape: DecoderShape, positions: torch.Tensor | None = None) -> Rotation | None:
+    """By which queries and keys of ids (B, T) at `positions` (B or 1, T), or 0, 1, 2, ..., are turned, if they are."""
+    if shape.flavour != "llama":
+        return None
+    return rotation_table(_or_counted(positions, ids), head_size(shape), shape.rope_theta, shape.rope_scaling)
+
+
+def _or_counted(positions: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+    return torch.arange(rows.shape[1], device=rows.device)[None] if positions is None else positions
 
 
 def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
@@ -126,6 +138,7 @@ def initialise(model: nn.Module, shape: DecoderShape, additions: int) -> None:
     N(0, 0.02), and 0.02 / sqrt(additions) where a block adds to the stream (Radford et al., 2019, section 2.3). `original`:
     uniform after Glorot and Bengio (2010, eq. 16), and embeddings N(0, 1 / sqrt(C)), which the scale above makes 1.
     """
+    cut_now(model)
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, parameter in model.named_parameters():
         # The order of these draws is part of every run's bits.
@@ -133,9 +146,9 @@ def initialise(model: nn.Module, shape: DecoderShape, additions: int) -> None:
             continue
         if shape.flavour == "original":
             if parameter in embeddings:
-                nn.init.normal_(parameter, 0.0, shape.width**-0.5)
+                fill(parameter, partial(nn.init.normal_, std=shape.width**-0.5))
             else:
-                nn.init.xavier_uniform_(parameter)
+                fill(parameter, nn.init.xavier_uniform_)
         else:
             adds_to_stream = name.endswith(("attention.out.weight", "feed_forward.down.weight"))
-            nn.init.normal_(parameter, 0.0, 0.02 / math.sqrt(additions) if adds_to_stream else 0.02)
+            fill(parameter, partial(nn.init.normal_, std=0.02 / math.sqrt(additions) if adds_to_stream else 0.02))

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from raystride.model.block import Block, build_final_norm, build_positions, initialise, with_positions
+from raystride.model.block import Block, build_final_norm, build_positions, build_rotation, initialise, with_positions
+from raystride.model.dropout import Dropout
 from raystride.model.linear import Linear, Products
 from raystride.model.loss import cross_entropy
 from raystride.model.shape import ClassifierShape, classifier_flops_per_token, pooled_width
@@ -46,7 +47,7 @@ class Classifier(nn.Module):
         self.products = Products(shape.linear)
         self.embedding = nn.Embedding(vocabulary_size, shape.width)
         self.positions = build_positions(shape)
-        self.dropout = nn.Dropout(shape.dropout)
+        self.dropout, self.last_dropout = Dropout(shape.dropout), Dropout(shape.dropout)
         self.blocks = nn.ModuleList(Block(shape, self.products, causal=False) for _ in range(shape.layers))
         self.norm = build_final_norm(shape)
         # Zeros, so that it begins as the mean.
@@ -70,11 +71,11 @@ class Classifier(nn.Module):
     def logits(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """ids (B, T), lengths (B,) -> (B, classes). A text without tokens is read as its first padding."""
         lengths = lengths.clamp(min=1)
-        x, rotation = with_positions(self.embedding(ids), self.shape, self.positions)
+        x, rotation = with_positions(self.embedding(ids), self.shape, self.positions), build_rotation(ids, self.shape)
         x = self.dropout(x)
         for block in self.blocks:
             x = block(x, rotation, None, None, lengths)
-        return self.head(self.dropout(self._pool(self.norm(x), lengths)))  # type: ignore[no-any-return]
+        return self.head(self.last_dropout(self._pool(self.norm(x), lengths)))  # type: ignore[no-any-return]
 
     def _pool(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """(B, T, C) -> (B, C), or all channels of the windows."""

@@ -10,6 +10,7 @@ of B: neighbouring rows of x share a sentence, and read its keys and values once
 import torch
 from torch import nn
 
+from raystride.model.dropout import seed_tensor
 from raystride.model.linear import Linear, Products
 from raystride.triton_kernels.attention import attention
 
@@ -29,6 +30,10 @@ class MemoryCache:
 
 class CrossAttention(nn.Module):
     """Every query sees the whole memory of its sentence (Vaswani et al., 2017, section 3.2.3)."""
+
+    number: int | None = None
+    first_head: int = 0
+    """As self-attention's."""
 
     def __init__(
         self,
@@ -61,5 +66,7 @@ class CrossAttention(nn.Module):
                 cache.keys, cache.values = k, v
         else:
             k, v = cache.keys, cache.values
-        y = attention(q, k, v, key_lengths=lengths, dropout=self.dropout if self.training else 0.0)
+        dropout = self.dropout if self.training else 0.0
+        seed = seed_tensor(x.device, self.number) if dropout and self.number is not None else None
+        y = attention(q, k, v, key_lengths=lengths, dropout=dropout, seed=seed, first_head=self.first_head)
         return self.out(y.transpose(1, 2).flatten(2).view(*x.shape[:2], -1))  # type: ignore[no-any-return]

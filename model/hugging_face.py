@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from raystride.model.cut import fill, shape_of_whole
 from raystride.model.hugging_face_config import check_description, describe
 from raystride.model.linear import Linear
 from raystride.model.shape import key_width, query_width
@@ -151,7 +152,7 @@ def _homes(model: Decoder, layout: _Layout) -> Iterator[_Home]:
         names = layout.theirs(name)
         biased = re.sub(r"^blocks\.\d+\.", "", name) in layout.biased
         for kind in ("weight", "bias")[: 1 + biased] if names else ():
-            rows = apart if len(names) == 3 else (module.get_parameter("weight").shape[0],)
+            rows = apart if len(names) == 3 else (shape_of_whole(module.get_parameter("weight"))[0],)
             transposed = layout.transposed and kind == "weight" and isinstance(module, Linear) and module is not model.head
             yield _Home(module, kind, tuple(f"{each}.{kind}" for each in names), rows, transposed)
 
@@ -190,12 +191,13 @@ def _fill(model: Decoder, home: _Home, parts: list[torch.Tensor], spare_ids: boo
             f"its vocabulary has {len(parts[0])} ids and the run's tokenizer {model.vocabulary_size}: train with its own, "
             "--tokenizer.kind file --tokenizer.file FOLDER/tokenizer.json"
         )
-    inner = home.module.get_parameter("weight").shape[1:] if home.kind == "weight" else ()
+    inner = shape_of_whole(home.module.get_parameter("weight"))[1:] if home.kind == "weight" else ()
     for name, part, rows in zip(home.names, parts, home.rows, strict=True):
         expected = (rows, *inner)[::-1] if home.transposed else (rows, *inner)
         if tuple(part.shape) != expected:
             raise ValueError(f"its tensor {name} is {tuple(part.shape)}: the settings make it {expected}")
     if home.ours is not None:
-        home.ours.copy_(torch.cat([part.t() if home.transposed else part for part in parts]))
+        read = torch.cat([part.t() if home.transposed else part for part in parts])
+        fill(home.ours, lambda whole: whole.copy_(read))
     elif any(part.any() for part in parts):
         raise ValueError(f"it has biases, {home.names[0]} among them: set --model.bias true")

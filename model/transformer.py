@@ -7,16 +7,27 @@ Shapes: ids (B, T) -> logits (B, T, V), or with targets (B, T) -> the loss sum a
     loss_sum, counted = model(ids, targets)
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import nn
 
-from raystride.model.attention import LayerCache
-from raystride.model.block import Block, build_final_norm, build_positions, initialise, with_positions
+from raystride.model.attention import LayerCache, Rotation
+from raystride.model.block import (
+    Block,
+    build_final_norm,
+    build_positions,
+    build_rotation,
+    initialise,
+    with_positions,
+)
+from raystride.model.dropout import Dropout
 from raystride.model.linear import Linear, Products, linear
 from raystride.model.shape import DecoderShape, flops_per_token, is_tied
 from raystride.triton_kernels.linear_cross_entropy import linear_cross_entropy
+
+Loss = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class Decoder(nn.Module):
@@ -25,10 +36,12 @@ class Decoder(nn.Module):
     def __init__(self, shape: DecoderShape, vocabulary_size: int) -> None:
         super().__init__()
         self.shape, self.vocabulary_size = shape, vocabulary_size
+        self.cross_entropy: Loss = linear_cross_entropy
+        """The loss from hidden states and the head's weight; another where a worker holds a part of the head."""
         self.products = Products(shape.linear)
         self.embedding = nn.Embedding(vocabulary_size, shape.width)
         self.positions = build_positions(shape)
-        self.dropout = nn.Dropout(shape.dropout)
+        self.dropout = Dropout(shape.dropout)
         self.blocks = nn.ModuleList(Block(shape, self.products) for _ in range(shape.layers))
         self.norm = build_final_norm(shape)
         self.head = None if is_tied(shape) else Linear(shape.width, vocabulary_size, products=self.products)
@@ -38,10 +51,11 @@ class Decoder(nn.Module):
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum of the cross-entropies in nats over targets that are not -100, and how many those are."""
-        return self._loss(self.hidden(ids), targets)
+        return self.loss(self.hidden(ids), targets)
 
-    def _loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return linear_cross_entropy(hidden, self._head(), targets, product=partial(linear, products=self.products))
+    def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """From the normalised last hidden states (B, T, C): what `forward` returns."""
+        return self.cross_entropy(hidden, self._head(), targets, product=partial(linear, products=self.products))
 
     def hidden(
         self,
@@ -56,13 +70,30 @@ class Decoder(nn.Module):
         `documents` (n + 1,) are where documents begin in all rows, and their end: none sees another, and each has its own
         positions.
         """
-        if documents is not None:
+        if documents is not None and positions is None:
             positions = document_positions(documents, ids.numel()).view(ids.shape)
-        x, rotation = with_positions(self.embedding(ids), self.shape, self.positions, positions)
-        x = self.dropout(x)
+        x, rotation = self.embed(ids, positions, documents), build_rotation(ids, self.shape, positions)
+        return self.norm(self.through(x, rotation, caches, mask, documents))  # type: ignore[no-any-return]
+
+    def embed(
+        self, ids: torch.Tensor, positions: torch.Tensor | None = None, documents: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The stream (B, T, C) as the first block takes it."""
+        x = with_positions(self.embedding(ids), self.shape, self.positions, positions)
+        return self.dropout(x, documents)  # type: ignore[no-any-return]
+
+    def through(
+        self,
+        x: torch.Tensor,
+        rotation: Rotation | None,
+        caches: list[LayerCache] | None = None,
+        mask: torch.Tensor | None = None,
+        documents: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The stream (B, T, C) after the blocks that are here."""
         for layer, block in enumerate(self.blocks):
             x = block(x, rotation, caches[layer] if caches else None, mask, None, documents)
-        return self.norm(x)  # type: ignore[no-any-return]
+        return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(B, T, C) -> (B, T, V)."""
@@ -83,7 +114,7 @@ class PackedDecoder(Decoder):
         self, ids: torch.Tensor, documents: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As Decoder's; `documents` (n + 1,) as `hidden` takes them."""
-        return self._loss(self.hidden(ids, documents=documents), targets)
+        return self.loss(self.hidden(ids, documents=documents), targets)
 
 
 def document_positions(documents: torch.Tensor, tokens: int) -> torch.Tensor:

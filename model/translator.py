@@ -21,12 +21,15 @@ from raystride.model.block import (
     build_final_norm,
     build_norm,
     build_positions,
+    build_rotation,
     initialise,
     with_positions,
 )
 from raystride.model.cross_attention import CrossAttention, MemoryCache
+from raystride.model.dropout import Dropout
 from raystride.model.linear import Products, linear
 from raystride.model.shape import TranslatorShape, has_biases, post_norm, translator_flops_per_token
+from raystride.model.transformer import Loss
 from raystride.triton_kernels.linear_cross_entropy import linear_cross_entropy
 
 
@@ -50,7 +53,7 @@ class TargetBlock(nn.Module):
         )
         self.norm3 = build_norm(shape, narrow=not self.post)
         self.feed_forward = build_feed_forward(shape, products)
-        self.dropout = nn.Dropout(shape.dropout)
+        self.dropout1, self.dropout2, self.dropout3 = (Dropout(shape.dropout) for _ in range(3))
 
     def forward(
         self,
@@ -63,13 +66,13 @@ class TargetBlock(nn.Module):
     ) -> torch.Tensor:
         """(R, T, C) -> (R, T, C)."""
         if self.post:
-            x, _ = self.norm1.add(self.dropout(self.attention(x, rotation, cache)), x)
-            x, _ = self.norm2.add(self.dropout(self.cross_attention(x, memory, lengths, memory_cache)), x)
-            x, _ = self.norm3.add(self.dropout(self.feed_forward(x)), x)
+            x, _ = self.norm1.add(self.dropout1(self.attention(x, rotation, cache)), x)
+            x, _ = self.norm2.add(self.dropout2(self.cross_attention(x, memory, lengths, memory_cache)), x)
+            x, _ = self.norm3.add(self.dropout3(self.feed_forward(x)), x)
             return x
-        y, x = self.norm2.add(self.dropout(self.attention(self.norm1(x), rotation, cache)), x)
-        y, x = self.norm3.add(self.dropout(self.cross_attention(y, memory, lengths, memory_cache)), x)
-        return x + self.dropout(self.feed_forward(y))  # type: ignore[no-any-return]
+        y, x = self.norm2.add(self.dropout1(self.attention(self.norm1(x), rotation, cache)), x)
+        y, x = self.norm3.add(self.dropout2(self.cross_attention(y, memory, lengths, memory_cache)), x)
+        return x + self.dropout3(self.feed_forward(y))  # type: ignore[no-any-return]
 
 
 class DecodingState:
@@ -110,11 +113,14 @@ class Translator(nn.Module):
         """Without `target_vocabulary` both languages share one, and one matrix embeds both and is the head (section 3.4)."""
         super().__init__()
         self.shape, self.label_smoothing = shape, label_smoothing
+        self.vocabulary_size = target_vocabulary or source_vocabulary
+        self.cross_entropy: Loss = linear_cross_entropy
+        """As a decoder's."""
         self.products = Products(shape.linear)
         self.embedding = nn.Embedding(source_vocabulary, shape.width)
         self.target_embedding = None if target_vocabulary is None else nn.Embedding(target_vocabulary, shape.width)
         self.positions, self.target_positions = build_positions(shape), build_positions(shape)
-        self.dropout = nn.Dropout(shape.dropout)
+        self.dropout, self.target_dropout = Dropout(shape.dropout), Dropout(shape.dropout)
         layers = shape.encoder_layers or shape.layers
         self.encoder = nn.ModuleList(Block(shape, self.products, causal=False) for _ in range(layers))
         self.encoder_norm = build_final_norm(shape)
@@ -135,20 +141,20 @@ class Translator(nn.Module):
         hidden = self._hidden(target_inputs, self.encode(source, lengths), lengths)
         smoothing = self.label_smoothing if self.training else 0.0
         product = partial(linear, products=self.products)
-        return linear_cross_entropy(hidden, self._targets().weight, targets, label_smoothing=smoothing, product=product)
+        return self.cross_entropy(hidden, self._targets().weight, targets, label_smoothing=smoothing, product=product)
 
     def hidden(self, source: torch.Tensor, lengths: torch.Tensor, target_inputs: torch.Tensor) -> torch.Tensor:
         """The normalised last hidden states (B, T, C) of targets (B, T) beside sources (B, S)."""
         return self._hidden(target_inputs, self.encode(source, lengths), lengths)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(B, T, C) -> (B, T, V)."""
+        """(..., C) -> (..., V)."""
         return linear(hidden, self._targets().weight, products=self.products)
 
     def encode(self, source: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """The memory (B, S, C) of sources (B, S); beyond a source's length it means nothing."""
-        x, rotation = with_positions(self.embedding(source), self.shape, self.positions)
-        x = self.dropout(x)
+        x = self.dropout(with_positions(self.embedding(source), self.shape, self.positions))
+        rotation = build_rotation(source, self.shape)
         for block in self.encoder:
             x = block(x, rotation, None, None, lengths)
         return self.encoder_norm(x)  # type: ignore[no-any-return]
@@ -156,7 +162,7 @@ class Translator(nn.Module):
     def decode(self, ids: torch.Tensor, decoding: DecodingState) -> torch.Tensor:
         """Logits (R, V) of what follows the next token (R,) of every row."""
         hidden = self._hidden(ids[:, None], decoding.memory, decoding.lengths, decoding)[:, 0]
-        return linear(hidden, self._targets().weight, products=self.products)
+        return self.logits(hidden)
 
     def _hidden(
         self, ids: torch.Tensor, memory: torch.Tensor, lengths: torch.Tensor, decoding: DecodingState | None = None
@@ -166,8 +172,8 @@ class Translator(nn.Module):
         if decoding is not None:
             past = decoding.caches[0].length
             positions = torch.arange(past, past + ids.shape[1], device=ids.device)[None]
-        x, rotation = with_positions(self._targets()(ids), self.shape, self.target_positions, positions)
-        x = self.dropout(x)
+        x = self.target_dropout(with_positions(self._targets()(ids), self.shape, self.target_positions, positions))
+        rotation = build_rotation(ids, self.shape, positions)
         for layer, block in enumerate(self.decoder):
             caches = (None, None) if decoding is None else (decoding.caches[layer], decoding.memory_caches[layer])
             x = block(x, memory, lengths, rotation, *caches)

@@ -20,7 +20,7 @@ from raystride.triton_kernels.arguments import INTEGERS, expect, expect_dropout,
 from raystride.triton_kernels.attention_backward import differentiate
 from raystride.triton_kernels.attention_decoding import LONGEST, decode
 from raystride.triton_kernels.attention_forward import attend
-from raystride.triton_kernels.attention_masks import kept_weights, visible
+from raystride.triton_kernels.attention_masks import kept_weights, salted, visible
 from raystride.triton_kernels.attention_problem import (
     Rules,
     Sequences,
@@ -52,10 +52,12 @@ def attention_reference(
     softcap: float = 0.0,
     seed: torch.Tensor | None = None,
     numbers: torch.Tensor | None = None,
+    first_head: int = 0,
 ) -> torch.Tensor:
     """PyTorch's own attention, which is also what CPUs run; with a seed, the formula, which drops what the kernels drop.
 
-    `numbers` (B,) are those of the sequences in dropout's counter; 0, 1, 2, ... where none are given.
+    `numbers` (B,) are those of the sequences in dropout's counter; 0, 1, 2, ... where none are given. `first_head` is the
+    first head's there.
     """
     queries, keys = q.shape[-2], k.shape[-2]
     blind = None
@@ -70,9 +72,10 @@ def attention_reference(
             mask = visible(queries, keys, causal=True, device=q.device)
         kept = None
         if dropout and seed is not None:
-            kept = kept_weights(seed, q.shape[0], q.shape[1], queries, keys, dropout=dropout, numbers=numbers) / (
-                1.0 - dropout
+            kept = kept_weights(
+                seed, q.shape[0], q.shape[1], queries, keys, dropout=dropout, numbers=numbers, first_head=first_head
             )
+            kept = kept / (1.0 - dropout)
         elif dropout:
             kept = F.dropout(q.new_ones(*q.shape[:-1], keys), dropout)
         return _formula(q, k, v, mask, blind, kept, scale, softcap)
@@ -235,14 +238,16 @@ def attention(
     dropout: float = 0.0,
     softcap: float = 0.0,
     seed: torch.Tensor | None = None,
+    first_head: int = 0,
 ) -> torch.Tensor:
     """Attention of every query over the keys that it may see.
 
     With `causal`, query i of T sees keys 0 to S - T + i, so that a query against a cache of S keys sees all of them; with
     `window`, only the last so many of these. Keys from key_lengths (B,) on are not seen; that leaves the queries' positions
     as they are, at the end of the S keys. `scale` is 1 / sqrt(D) where none is given. `softcap` caps scaled scores; 0: none.
-    `dropout` is the share of weights
-    dropped, those that `seed` (1,) in int64 names; without a seed, one is drawn from the device's generator.
+    `dropout` is the share of weights dropped, those that `seed` (1,) in int64 names; without a seed, one is drawn from the
+    device's generator. Where these heads are some of more, `first_head` is the first one's number: they then drop what they
+    would drop among all, or, in kernels, something else than the others.
 
     Raises ValueError for shapes that do not go together, heads that are no multiple of groups, key_lengths of another batch,
     tensors on several devices, a share of dropout outside 0 to 1, for a window without causal, and for one, or a cap, below
@@ -265,7 +270,7 @@ def attention(
     lengths = key_lengths is not None
     why = why_refused(q, k, v, mask=mask, scale=scale, window=window, dropout=dropout, softcap=softcap, lengths=lengths)
     if not takes_triton("attention", q, refusal=why):
-        return attention_reference(q, k, v, mask=mask, key_lengths=key_lengths, seed=seed, **rest)
+        return attention_reference(q, k, v, mask=mask, key_lengths=key_lengths, seed=seed, first_head=first_head, **rest)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     # Heads over 128 in fp32 would spill there: their scores are summed by columns in the other kernel.
     few = q.shape[2] <= LONGEST and not dropout and not (q.dtype == torch.float32 and q.shape[-1] > 128)
@@ -274,4 +279,5 @@ def attention(
     if dropout and seed is None:
         # On the device, so that the host does not wait for it.
         seed = torch.randint(0, 1 << 62, (1,), dtype=torch.int64, device=q.device)
+    seed = None if seed is None else salted(seed, 0, first_head)
     return _attention(q, k, v, key_lengths, seed if dropout else None, causal, window, scale, dropout, softcap)[0]  # type: ignore[no-any-return]

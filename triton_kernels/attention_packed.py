@@ -16,6 +16,7 @@ from raystride.triton_kernels.arguments import INTEGERS, expect, expect_dropout,
 from raystride.triton_kernels.attention import attention_reference, why_refused
 from raystride.triton_kernels.attention_backward import differentiate
 from raystride.triton_kernels.attention_forward import attend
+from raystride.triton_kernels.attention_masks import salted
 from raystride.triton_kernels.attention_problem import Rules, Sequences, rows_readable
 from raystride.triton_kernels.dispatch import takes_triton
 from raystride.triton_kernels.operation import operation
@@ -47,6 +48,7 @@ def attention_packed_reference(
     dropout: float = 0.0,
     softcap: float = 0.0,
     seed: torch.Tensor | None = None,
+    first_head: int = 0,
 ) -> torch.Tensor:
     """`attention_reference` of each sequence, those of like length side by side: what CPUs run, too.
 
@@ -74,6 +76,7 @@ def attention_packed_reference(
             softcap=softcap,
             seed=seed,
             numbers=numbers,
+            first_head=first_head,
         )
         results.append(o.transpose(1, 2).flatten(0, 1))
     return torch.cat(results).index_select(0, back.to(q.device))
@@ -220,6 +223,7 @@ def attention_packed(
     dropout: float = 0.0,
     softcap: float = 0.0,
     seed: torch.Tensor | None = None,
+    first_head: int = 0,
 ) -> torch.Tensor:
     """`attention` of each sequence over its own keys. The offsets begin with 0 and end with N and M; sequences may be empty.
 
@@ -237,10 +241,11 @@ def attention_packed(
     why = why_refused(q, k, v, scale=scale, window=window, dropout=dropout, softcap=softcap)
     if not takes_triton("attention_packed", q, refusal=why):
         rules: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "dropout": dropout, "softcap": softcap}
-        return _reference(q, k, v, query_offsets, key_offsets, seed=seed, **rules)
+        return _reference(q, k, v, query_offsets, key_offsets, seed=seed, first_head=first_head, **rules)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if dropout and seed is None:
         seed = torch.randint(0, 1 << 62, (1,), dtype=torch.int64, device=q.device)
+    seed = None if seed is None else salted(seed, 0, first_head)
     return _attention_packed(  # type: ignore[no-any-return]
         q,
         k,

@@ -114,15 +114,20 @@ def resolve(config: Config, there: Resources) -> Share:
     if config.launch.mode == "inline":
         if isinstance(scaling.workers, int) and scaling.workers > 1:
             raise scaling.error("workers", "must be 1 (or auto) with --launch inline, which is this one process")
+        if scaling.group > 1:
+            raise scaling.error("tensor", "must be 1, and so pipeline and context, with --launch inline, one process")
         workers = 1
     elif isinstance(scaling.workers, int):
         workers = scaling.workers
     elif scaling.strategy == "single":
         workers = 1
     else:
-        workers = max(1, min(slots, int(there.gpus if device == "cuda" else there.cpus)))
-    if scaling.shard_workers and workers % scaling.shard_workers:
-        raise scaling.error("shard_workers", f"must divide the workers, of which there are {workers}")
+        groups = int(there.gpus if device == "cuda" else there.cpus) // scaling.group
+        # A stage for each slot at least, where there are stages.
+        workers = scaling.group * max(1, min(slots // scaling.stages, groups))
+    groups = workers // scaling.group
+    if scaling.shard_workers and groups % scaling.shard_workers:
+        raise scaling.error("shard_workers", f"must divide the workers, of which there are {groups}")
     # Products of matrices are cut up among threads, so a number that follows the workers would change bits with them.
     threads = scaling.threads or (1 if config.train.exact and device == "cpu" else _threads(there, workers))
     return Share(workers, device, threads, min(scaling.least_workers, workers))

@@ -22,6 +22,9 @@ OTHERS = ("classification", "translation", "images")
 def refuse_combinations(train: Train, scaling: Scaling, guard: Guard, checkpoint: Checkpoint) -> None:
     """Raises SettingError for settings that are right one by one and cannot work together."""
     workers = scaling.workers if isinstance(scaling.workers, int) else 0
+    if scaling.group > 1:
+        _refuse_with_mesh(train, scaling, workers)
+        workers //= scaling.group  # what follows is of groups of workers
     if scaling.strategy == "single" and workers > 1:
         raise scaling.error("strategy", f"must be `ddp`, `fsdp` or `deepspeed` for scaling.workers {workers}")
     if scaling.strategy != "fsdp" and scaling.shard_workers:
@@ -60,6 +63,89 @@ def refuse_with_task(task: str, model: Model, objective: Objective, train: Train
         raise model.error("init_from", f"must be None with task `{task}`: the models that can be read are decoders")
     if train.slot_tokens and task == "images":  # windows are refused by the task itself
         raise train.error("slot_tokens", f"must be 0 with task `{task}`, whose samples are equally long")
+
+
+def _refuse_with_mesh(train: Train, scaling: Scaling, workers: int) -> None:
+    """What a mesh cannot do, whatever the model."""
+    group = scaling.group
+    if workers and workers % group:
+        nearest = max(group, round(workers / group) * group)
+        raise scaling.error(
+            "workers", f"must be a multiple of scaling.pipeline x context x tensor, {group}; the nearest is {nearest}"
+        )
+    if scaling.strategy in ("single", "deepspeed"):
+        raise scaling.error("strategy", f"must be `ddp` or `fsdp` in a mesh, not `{scaling.strategy}`")
+    if scaling.least_workers:
+        raise scaling.error("least_workers", "must be 0 in a mesh, which cannot shrink by one worker")
+    if train.compile != "none":
+        raise train.error("compile", "must be `none` in a mesh: the exchanges between its workers are not compiled")
+    if scaling.pipeline == 1:
+        return
+    if scaling.strategy == "fsdp" and scaling.schedule == "zbv":
+        raise scaling.error("schedule", "must be `1f1b` or `interleaved` with scaling.strategy `fsdp`")
+    if train.exact and scaling.schedule != "1f1b":
+        raise scaling.error("schedule", f"must be `1f1b` with train.exact, not `{scaling.schedule}`")
+    if train.together > 1:
+        raise train.error("micro_batch_slots", "must be 0 or 1 with scaling.pipeline, whose micro-batches are slots")
+    groups = max(1, workers // group)
+    least = scaling.stages
+    if train.slots < least * groups:
+        raise train.error(
+            "slots",
+            f"must be at least {least * groups}: scaling.pipeline {scaling.pipeline} with schedule `{scaling.schedule}` "
+            f"wants {least} for each of {groups} group(s) of workers",
+        )
+    if scaling.schedule == "interleaved" and train.slots % (groups * scaling.pipeline):
+        nearest = max(1, round(train.slots / (groups * scaling.pipeline))) * groups * scaling.pipeline
+        raise train.error(
+            "slots", f"must be a multiple of {groups * scaling.pipeline} with schedule `interleaved`; take {nearest}"
+        )
+
+
+def refuse_mesh_of_model(task: str, model: Model, scaling: Scaling) -> None:
+    """Raises SettingError for a mesh over which this model cannot be cut, with the nearest that can."""
+    if scaling.group == 1:
+        return
+    if task == "images":
+        raise scaling.error(
+            "tensor", "and scaling.pipeline and scaling.context must be 1 with task `images`: use `ddp` or `fsdp`"
+        )
+    if task in OTHERS and scaling.pipeline * scaling.context > 1:
+        name = "pipeline" if scaling.pipeline > 1 else "context"
+        why = "stages of one decoder" if scaling.pipeline > 1 else "samples long enough to share their tokens"
+        raise scaling.error(name, f"must be 1 with task `{task}`, which has no {why}")
+    for name, count in (("heads", model.heads), ("kv_heads", model.kv_heads or model.heads)):
+        if count % scaling.tensor:
+            raise scaling.error(
+                "tensor", f"must divide model.{name}, {count}; the nearest is {_nearest(count, scaling.tensor)}"
+            )
+    if not model.layers and scaling.tensor > 1:
+        raise scaling.error("tensor", "must be 1 with model.layers 0")
+    stages = scaling.stages
+    if scaling.pipeline > 1 and model.layers < stages:
+        most = model.layers * scaling.pipeline // stages
+        raise scaling.error(
+            "pipeline",
+            f"makes {stages} stages with schedule `{scaling.schedule}`, of model.layers {model.layers}: nearest is {most}",
+        )
+    if scaling.context > 1 and model.context % (2 * scaling.context):
+        half = model.context // 2 if model.context % 2 == 0 else 1
+        raise scaling.error(
+            "context",
+            f"must divide half of model.context, {model.context}; the nearest is {_nearest(half, scaling.context)}",
+        )
+    if scaling.context > 1 and scaling.context_exchange == "heads":
+        heads = (model.kv_heads or model.heads) // scaling.tensor
+        if heads % scaling.context:
+            raise scaling.error(
+                "context_exchange",
+                f"must be `ring` or `keys`: {heads} heads of keys a worker cannot be shared by {scaling.context}",
+            )
+
+
+def _nearest(count: int, wanted: int) -> int:
+    """The divisor of `count` nearest to `wanted`, the smaller of two."""
+    return min((each for each in range(1, count + 1) if count % each == 0), key=lambda each: (abs(each - wanted), each))
 
 
 def _refuse_with_exact(train: Train, scaling: Scaling) -> None:

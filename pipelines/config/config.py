@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
-from raystride.pipelines.config.combinations import refuse_combinations, refuse_with_task
+from raystride.pipelines.config.combinations import refuse_combinations, refuse_mesh_of_model, refuse_with_task
 from raystride.pipelines.config.data import Data, Tokenizer
 from raystride.pipelines.config.model import Model
 from raystride.pipelines.config.profile import Profile
@@ -69,7 +69,7 @@ class Config(Section):
         """Raises SettingError where settings of several sections do not go together, or `run` cannot be a folder's name."""
         super().__post_init__()
         workers = self.scaling.workers
-        if isinstance(workers, int) and workers > self.train.slots:
+        if isinstance(workers, int) and workers // self.scaling.group > self.train.slots:
             raise self.scaling.error(
                 "workers",
                 f"must be at most train.slots, {self.train.slots}, since workers share a step's slots: raise train.slots "
@@ -77,6 +77,7 @@ class Config(Section):
             )
         refuse_combinations(self.train, self.scaling, self.guard, self.checkpoint)
         refuse_with_task(self.task, self.model, self.objective, self.train)
+        refuse_mesh_of_model(self.task, self.model, self.scaling)
         if self.profile.tool == "ncu" and self.launch.mode != "inline":
             raise self.profile.error(
                 "tool", "needs launch.mode inline (--launch inline), as Nsight Compute has to start the process that trains"

@@ -33,6 +33,20 @@ class Scaling(Section):
     reshard: bool = setting(True)
     """With `fsdp`, drop a block's whole parameters after its forward and gather them again for its backward, which saves
     memory; without, they stay, which saves a third of the traffic."""
+    tensor: int = setting(1, at_least=1, since="0.4")
+    """Workers that share a model's heads, hidden units and words, and between them its tokens (tensor and sequence
+    parallelism); must divide model.heads and model.kv_heads."""
+    pipeline: int = setting(1, at_least=1, since="0.4")
+    """Workers that have a model's blocks one after another (pipeline parallelism); its slots are micro-batches."""
+    schedule: Literal["1f1b", "interleaved", "zbv"] = setting("1f1b", since="0.4")
+    """With `pipeline`, the order of forwards and backwards: one stage a worker, or two that are `interleaved`, or two there
+    and back (`zbv`), which wait least and hold most."""
+    context: int = setting(1, at_least=1, since="0.4")
+    """Workers that share each sample's tokens (context parallelism), for long contexts; twice as many must divide
+    model.context."""
+    context_exchange: Literal["ring", "heads", "keys"] = setting("ring", since="0.4")
+    """With `context`, what travels: keys and values round a `ring` while attention computes; tokens for `heads`, so that
+    each worker has all tokens of some; or all `keys` at once."""
     zero: int = setting(1, at_least=1, at_most=3)
     """With `deepspeed`, the ZeRO stage (Rajbhandari et al., 2020): spread the optimiser's state (1), gradients too (2), and
     parameters too (3)."""
@@ -44,6 +58,16 @@ class Scaling(Section):
     """Threads of a worker on CPUs; 0: the node's cores shared out among its workers, with train.exact 1."""
     bucket_mib: float = setting(25.0, above=0)
     """Gradients that are reduced in one go, in MiB, overlapped with the rest of the backward."""
+
+    @property
+    def group(self) -> int:
+        """Workers that compute a slot together."""
+        return self.pipeline * self.context * self.tensor
+
+    @property
+    def stages(self) -> int:
+        """Parts into which `pipeline` cuts a model's blocks."""
+        return self.pipeline * (2 if self.pipeline > 1 and self.schedule != "1f1b" else 1)
 
     def __post_init__(self) -> None:
         """Raises SettingError where a field is out of range, or `least_workers` is above `workers`."""

@@ -68,6 +68,9 @@ class Train(Section):
     """Neighbouring slots that run as one forward and backward, limited by memory; 0: all that a worker has.
 
     With train.exact it is always one."""
+    dropout_masks: Literal["auto", "order", "place"] = setting("auto", since="0.4")
+    """Which numbers dropout takes: those that come next in the `order` of a generator seeded by step and slot, or those that
+    their `place` (step, slot, layer, token) names, so that they are the same on any mesh. `auto`: `place` in a mesh."""
     exact: bool = setting(False, fixed=True)
     """End with the same bits on any number of workers: gradients are added slot by slot along one tree."""
     clip_norm: float = setting(1.0, at_least=0)

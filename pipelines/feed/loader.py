@@ -100,6 +100,10 @@ class Loader:
     """Neighbouring slots in a micro-batch; 0: all of this worker's."""
     equal_micro_batches: bool = False
     """Whether every worker gets equally many micro-batches, empty ones where it has no more."""
+    every_slot: bool = False
+    """Whether each slot of this worker is a micro-batch of its own, an empty one where it has no samples."""
+    fed: bool = True
+    """Whether this worker's samples count as fed: of several that read the same to compute it together, one's do."""
     left_out: frozenset[tuple[int, int]] = frozenset()
     """(step, slot) of slots that are passed over."""
     prefetch: int = 4
@@ -172,24 +176,26 @@ class Loader:
     def read_step(self, number: int) -> Step:
         """Reads a step in the calling thread; its micro-batches lie on the host."""
         share = self.plan.share(self.rank, self.world)
-        group = self.micro_batch_slots or len(share)
+        group = 1 if self.every_slot else self.micro_batch_slots or len(share)
         batches, total = [], 0
         for slot in share[::group]:
             slots = range(slot, min(slot + group, share.stop))
             wanted = [each for each in slots if (number, each) not in self.left_out]
             positions = np.concatenate([self.plan.slot(number, each) for each in wanted] or [np.array([], np.int64)])
             if not len(positions):
+                if self.every_slot:
+                    batches.append(empty_batch(self.samples, slot, self.plan.slot_size))
                 continue
             samples = self.plan.order.at(positions)
             total += digest(positions // self.plan.order.samples, samples)
             batches.append(self._batch(slot, samples))
         if self.equal_micro_batches:
             most = -(-self.plan.slots // self.world)  # slots of the worker that has most
-            group = self.micro_batch_slots or most
+            group = 1 if self.every_slot else self.micro_batch_slots or most
             if missing := -(-most // group) - len(batches):
                 batches += [empty_batch(self.samples, share.stop - 1, min(group, most) * self.plan.slot_size)] * missing
         position = self.plan.position(number)
-        return Step(number, position, self.plan.position(number + 1) - position, batches, total % 2**64)
+        return Step(number, position, self.plan.position(number + 1) - position, batches, total % 2**64 if self.fed else 0)
 
     def _batch(self, slot: int, samples: np.ndarray) -> MicroBatch:
         batch = MicroBatch(slot, *self.samples.batch(samples))

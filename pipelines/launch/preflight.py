@@ -69,8 +69,9 @@ def _check_kernels(config: Config, share: Share) -> Check:
 
 def _check_slots(config: Config, share: Share) -> Check:
     slots = config.train.slots
-    found = f"{slots} slots a step for {share.workers} workers"
-    return Check("slots", share.workers <= slots, found, f"raise train.slots to {share.workers} or lower scaling.workers")
+    groups = share.workers // config.scaling.group
+    found = f"{slots} slots a step for {groups} {'groups of workers' if config.scaling.group > 1 else 'workers'}"
+    return Check("slots", groups <= slots, found, f"raise train.slots to {groups} or lower scaling.workers")
 
 
 def _check_resources(share: Share, there: Resources) -> Check:

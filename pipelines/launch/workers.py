@@ -53,7 +53,7 @@ def settle_workers(job: Job, there: Resources, share: Share, steps: int | None, 
 
 def _is_open(config: Config, there: Resources, share: Share) -> bool:
     scaling = config.scaling
-    given = scaling.workers != "auto" or scaling.least_workers or scaling.strategy != "auto"
+    given = scaling.workers != "auto" or scaling.least_workers or scaling.strategy != "auto" or scaling.group > 1
     return not (given or share.device != "cpu" or there.nodes > 1 or config.launch.mode == "inline" or config.train.exact)
 
 

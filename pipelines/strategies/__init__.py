@@ -29,6 +29,10 @@ def build_strategy(config: "Config", *, device: "torch.device", rank: int, world
     """The strategy that `scaling.strategy` names; `auto` is `single` for one worker and `ddp` for several."""
     scaling, train = config.scaling, config.train
     bucket_bytes = int(scaling.bucket_mib * 2**20)
+    if scaling.group > 1:
+        from raystride.pipelines.strategies.meshed import Meshed
+
+        return Meshed(scaling, train, device, rank, world)
     if scaling.strategy == "fsdp":
         import torch
 

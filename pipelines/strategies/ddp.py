@@ -11,13 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from raystride.pipelines.strategies.reduction import Buckets
-from raystride.pipelines.strategies.strategy import Optimizer, give_first_workers_values, norm_of
+from raystride.pipelines.strategies.strategy import OneByOne, Optimizer, give_first_workers_values, norm_of
 
 
-class DataParallel:
+class DataParallel(OneByOne):
     """Gradients summed over all workers in fixed buckets; several workers need an initialised process group."""
-
-    equal_micro_batches = False
 
     def __init__(
         self, device: torch.device, rank: int, world: int, buckets: Callable[[Iterable[nn.Parameter]], Buckets]

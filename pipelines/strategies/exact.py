@@ -31,11 +31,20 @@ class ExactBuckets(Buckets):
     """Sums gradients along the tree over all slots; `shares` are the slots of every worker, in order, without a gap."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], *, bucket_bytes: int, extra: int, shares: Sequence[range], rank: int
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        bucket_bytes: int,
+        extra: int,
+        shares: Sequence[range],
+        rank: int,
+        workers: Sequence[int] = (),
     ) -> None:
+        """`rank` is this worker's number among the shares, `workers` are their ranks, by default 0, 1, 2, ..."""
         # Every worker adds up an equal chunk of each bucket.
         super().__init__(parameters, bucket_bytes=bucket_bytes, extra=extra, multiple_of=len(shares))
         self._world, self._rank, self._share = len(shares), rank, shares[rank]
+        self._workers = workers or range(len(shares))
         everything = range(shares[-1].stop)
         subtrees = [roots(everything, share) for share in shares]
         self._counts = [len(found) for found in subtrees]
@@ -116,8 +125,8 @@ class ExactBuckets(Buckets):
         own = [row[number].split(chunk) for row in self._rows[: self._counts[self._rank]]]
         # All in one batch: under NCCL two workers that both sent first would wait for each other.
         peers = [peer for peer in range(self._world) if peer != self._rank]
-        operations = [_send_to(peer, parts[peer], (number, row)) for peer in peers for row, parts in enumerate(own)]
-        operations += [_take_from(peer, part, (number, row)) for (peer, row), part in received.items()]
+        operations = [self._send_to(peer, parts[peer], (number, row)) for peer in peers for row, parts in enumerate(own)]
+        operations += [self._take_from(peer, part, (number, row)) for (peer, row), part in received.items()]
         received |= {(self._rank, row): parts[self._rank] for row, parts in enumerate(own)}
         before, self._exchange = self._exchange, (dist.batch_isend_irecv(operations), received)
         if before:
@@ -139,8 +148,8 @@ class ExactBuckets(Buckets):
         torch.add(rows[into], rows[row], out=chunks[self._rank])
         operations = []
         for peer in (peer for peer in range(self._world) if peer != self._rank):
-            operations.append(_send_to(peer, chunks[self._rank], (number, -1)))
-            operations.append(_take_from(peer, chunks[peer], (number, -1)))
+            operations.append(self._send_to(peer, chunks[self._rank], (number, -1)))
+            operations.append(self._take_from(peer, chunks[peer], (number, -1)))
         self._works += dist.batch_isend_irecv(operations)
 
     def _receive(self) -> None:
@@ -151,13 +160,11 @@ class ExactBuckets(Buckets):
         super()._receive()
         self._point(0)
 
+    def _send_to(self, peer: int, part: torch.Tensor, what: tuple[int, int]) -> dist.P2POp:
+        return dist.P2POp(dist.isend, part, self._workers[peer], tag=_tag(*what))
 
-def _send_to(peer: int, part: torch.Tensor, what: tuple[int, int]) -> dist.P2POp:
-    return dist.P2POp(dist.isend, part, peer, tag=_tag(*what))
-
-
-def _take_from(peer: int, part: torch.Tensor, what: tuple[int, int]) -> dist.P2POp:
-    return dist.P2POp(dist.irecv, part, peer, tag=_tag(*what))
+    def _take_from(self, peer: int, part: torch.Tensor, what: tuple[int, int]) -> dist.P2POp:
+        return dist.P2POp(dist.irecv, part, self._workers[peer], tag=_tag(*what))
 
 
 def _tag(number: int, row: int) -> int:

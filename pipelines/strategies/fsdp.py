@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -43,9 +43,11 @@ class FullySharded(Sharded):
         reshard: bool = True,
         offload: bool = False,
         compute: torch.dtype = torch.float32,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         """`compute`: what parameters are gathered as, bfloat16 for pure_bf16; shards, gradients and sums are fp32.
 
+        `mesh` has the dimensions `replicas` and `shards` over which the model here is spread; None: all workers.
         Raises ValueError where the workers cannot be cut into groups of `shard_workers`.
         """
         super().__init__(device, rank, world)
@@ -56,13 +58,17 @@ class FullySharded(Sharded):
         self._offload: OffloadPolicy = CPUOffloadPolicy() if offload else OffloadPolicy()
         self._precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
         self._parameters: list[nn.Parameter] = []
+        self._models: list[nn.Module] = []
+        self._mesh = mesh
 
     def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> tuple[nn.Module, Optimizer]:
         """Gives every worker rank 0's parameters and keeps this worker's shards of them."""
-        give_first_workers_values(model.to(self.device), self.world)
-        copies = self.world // self._shards
-        shape, names = ((copies, self._shards), ("replicas", "shards")) if copies > 1 else ((self.world,), ("shards",))
-        self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        model = model.to(self.device)
+        if self._mesh is None:
+            give_first_workers_values(model, self.world)
+            copies = self.world // self._shards
+            shape, names = ((copies, self._shards), ("replicas", "shards")) if copies > 1 else ((self.world,), ("shards",))
+            self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         for block in blocks(model):
             self._shard(block, reshard=self._reshard)
         # Embeddings and head are needed at both ends of a step, so they stay gathered in between.
@@ -75,7 +81,7 @@ class FullySharded(Sharded):
         for name in METHODS:
             if hasattr(model, name):
                 register_fsdp_forward_method(model, name)
-        self._model = model
+        self._models.append(model)
         # Sharding has put other parameters in the place of those before, so the optimiser is made last.
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         return model, make_optimizer(model)
@@ -96,10 +102,15 @@ class FullySharded(Sharded):
 
     def backward(self, loss: torch.Tensor, measured: torch.Tensor, *, slot: int, last: bool) -> None:
         """Adds gradients; those of whole parameters stay here until the last micro-batch, when they are summed in shards."""
-        self._model.set_requires_gradient_sync(last)  # type: ignore[operator]
+        self.accumulate(last=last)
         if last:
             self._send_measured(measured)
         loss.backward()
+
+    def accumulate(self, *, last: bool) -> None:
+        """Says whether the backward that follows is the step's last, when gradients are summed in shards."""
+        for model in self._models:
+            model.set_requires_gradient_sync(last)  # type: ignore[operator]
 
     def gradients(self) -> list[torch.Tensor]:
         """This worker's shards of the gradients, fp32; summed over the workers after the last micro-batch."""
@@ -107,12 +118,14 @@ class FullySharded(Sharded):
 
     def norm(self) -> torch.Tensor:
         """Norm over all shards; every worker gets the same."""
+        assert self._mesh is not None
         return self._norm(self._shards, self._mesh.get_group("shards"))
 
     def settle(self) -> None:
         """Drops what forwards without a backward have left gathered."""
-        for module in _sharded(self._model):
-            module.reshard()
+        for model in self._models:
+            for module in _sharded(model):
+                module.reshard()
 
 
 def _sharded(model: nn.Module) -> Iterator[FSDPModule]:

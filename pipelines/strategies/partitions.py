@@ -8,7 +8,7 @@ and the rows of a DTensor values go by a sum of whole tensors, to which each wor
     optimizer.state(parameter)["master"]                       # a DTensor of the parameter's whole shape
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -95,11 +95,11 @@ class Partitions:
             held[key] = self._rows(parameter, place, value) if value.dim() else value
         return held
 
-    def empty_state(self, parameter: nn.Parameter, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Zeros into which a checkpoint can be read: a scalar, or rows of a parameter's whole shape, in main memory."""
-        if list(size) == list(whole_shape(parameter)):
-            return zeros(tuple(size), dtype=dtype, device_mesh=self._mesh, placements=[Shard(0)])
-        return torch.zeros(size, dtype=dtype)
+    def empty_state(self, parameter: nn.Parameter, of_its_size: bool, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros into which a checkpoint can be read: rows of a parameter's whole shape, in main memory, or a scalar."""
+        if of_its_size:
+            return zeros(tuple(whole_shape(parameter)), dtype=dtype, device_mesh=self._mesh, placements=[Shard(0)])
+        return torch.zeros((), dtype=dtype)
 
     @torch.no_grad()
     def load_state(self, parameter: nn.Parameter, held: dict[str, torch.Tensor]) -> None:

@@ -24,17 +24,26 @@ from torch import nn
 
 
 class Buckets:
-    """Sums gradients, in fp32, over the workers of the default process group. Parameters must share a device.
+    """Sums gradients, in fp32, over the workers of `group`, the default one if None. Parameters must share a device.
 
     Buffers are as long as `multiple_of` divides.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, bucket_bytes: int, extra: int, multiple_of: int = 1) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        bucket_bytes: int,
+        extra: int,
+        multiple_of: int = 1,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._group = group
         trained = [p for p in parameters if p.requires_grad]
         # A backward comes to the last parameters first, so their bucket is full first and leaves while the rest computes.
         self.groups = _cut(list(reversed(trained)), bucket_bytes)
         self.extra = extra
-        self.sizes = [sum(p.numel() for p in group) for group in self.groups]
+        self.sizes = [sum(p.numel() for p in bucket) for bucket in self.groups]
         """Numbers that are gradients, a bucket."""
         self.flat: list[torch.Tensor] = []
         """One buffer a bucket; in the last, `extra` numbers follow the gradients."""
@@ -42,11 +51,11 @@ class Buckets:
         self._sent = 0
         self._works: list[dist.Work] = []
         self._armed = False
-        for number, (group, size) in enumerate(zip(self.groups, self.sizes, strict=True)):
+        for number, (bucket, size) in enumerate(zip(self.groups, self.sizes, strict=True)):
             size += extra if number == len(self.groups) - 1 else 0
             size += -size % multiple_of
-            self.flat.append(torch.zeros(size, device=group[0].device))
-            for parameter in group:
+            self.flat.append(torch.zeros(size, device=bucket[0].device))
+            for parameter in bucket:
                 parameter.register_post_accumulate_grad_hook(lambda _, number=number: self._arrived(number))
         for parameter, view in self.views(self.flat):
             parameter.grad = view
@@ -116,7 +125,7 @@ class Buckets:
 
     def _send(self, number: int) -> None:
         """Starts the sum of a bucket over the workers."""
-        self._works.append(dist.all_reduce(self.flat[number], async_op=True))
+        self._works.append(dist.all_reduce(self.flat[number], group=self._group, async_op=True))
 
     def _receive(self) -> None:
         """Waits until all buckets hold their sums."""

@@ -6,16 +6,16 @@ class FullySharded(Sharded): ...                          # `_send_measured` in 
 import torch
 import torch.distributed as dist
 
-from raystride.pipelines.strategies.strategy import norm_of
+from raystride.pipelines.strategies.strategy import OneByOne, norm_of
 
 METHODS = ("hidden", "logits", "encode", "decode")
 """Methods besides `forward` by which a model computes; generation and translation call them."""
 
 
-class Sharded:
+class Sharded(OneByOne):
     """Gradients are summed, in shards, when the last backward returns; the numbers beside them go by a sum of their own."""
 
-    equal_micro_batches = True
+    equal_micro_batches = sharded = together = True
 
     def __init__(self, device: torch.device, rank: int, world: int) -> None:
         self.device, self.rank, self.world = device, rank, world

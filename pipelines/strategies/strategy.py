@@ -5,18 +5,41 @@ and so is `measured`, a small fp32 vector (loss sum, targets, stop flags) that t
 
     model, optimizer = strategy.prepare(model, build_optimizer)
     strategy.begin()
-    strategy.backward(loss, measured, slot=0, last=True)
-    measured = strategy.reduce(measured)
+    strategy.run(model, step.micro_batches, forward)          # calls strategy.backward for each
+    measured = strategy.reduce(forward.measured)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
 
+from raystride.pipelines.phases import phase
+
 Optimizer = TypeVar("Optimizer")
 """Whatever updates the parameters; a strategy only makes it, at the right moment."""
+
+
+class Slotted(Protocol):
+    """What one forward and backward takes; see `feed.loader`."""
+
+    @property
+    def slot(self) -> int: ...
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]: ...
+    @property
+    def targets(self) -> torch.Tensor: ...
+
+
+class Forward(Protocol):
+    """What surrounds the forward of a micro-batch, and takes its loss; see `train.step.StepForward`."""
+
+    measured: torch.Tensor
+
+    def inside(self, batch: Slotted, /) -> AbstractContextManager[None]: ...
+    def loss(self, loss_sum: torch.Tensor, counted: torch.Tensor, /) -> torch.Tensor: ...
 
 
 class Strategy(Protocol):
@@ -25,8 +48,24 @@ class Strategy(Protocol):
     device: torch.device
     rank: int
     world: int
+    """Of how many that share slots out this is which: workers, or in a mesh groups of workers."""
     equal_micro_batches: bool
     """Whether a micro-batch exchanges something, so that all workers must run equally many, in training and validation."""
+    every_slot: bool
+    """Whether each slot is a micro-batch of its own, an empty one where it has no samples."""
+    sharded: bool
+    """Whether parameters are shards in fp32, which are gathered to compute."""
+    together: bool
+    """Whether a forward takes several workers, so that all call the model equally often, and what it returns of a sum may be
+    a part of it."""
+    counts: bool
+    """Whether what this worker's model returns is to be counted: one of several that computed the same does."""
+    leads: bool
+    """Whether this worker is the first of those that compute the same slots together."""
+
+    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """A fresh network, or this worker's part of it, with its first values."""
+        ...
 
     def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> tuple[nn.Module, Optimizer]:
         """The model on its device, spread out, with its optimiser."""
@@ -34,6 +73,10 @@ class Strategy(Protocol):
 
     def begin(self) -> None:
         """Clears the gradients of the step before."""
+        ...
+
+    def run(self, model: nn.Module, batches: Sequence[Slotted], forward: Forward) -> None:
+        """Forward and backward of a step's micro-batches."""
         ...
 
     def backward(self, loss: torch.Tensor, measured: torch.Tensor, *, slot: int, last: bool) -> None:
@@ -64,12 +107,36 @@ class Strategy(Protocol):
         ...
 
 
-class Single:
+class OneByOne:
+    """What strategies have in common whose workers each compute whole micro-batches, one after another."""
+
+    equal_micro_batches = every_slot = sharded = together = False
+    counts = leads = True
+
+    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """A fresh network, as it is made."""
+        return make()
+
+    def run(self, model: nn.Module, batches: Sequence[Slotted], forward: Forward) -> None:
+        """Forward and backward of a step's micro-batches."""
+        for number, batch in enumerate(batches):
+            with phase("slot"):
+                with forward.inside(batch):
+                    result = model(*batch.inputs, batch.targets)
+                loss = forward.loss(*result)
+                with phase("backward"):
+                    self.backward(loss, forward.measured, slot=batch.slot, last=number == len(batches) - 1)
+
+    def backward(self, loss: torch.Tensor, measured: torch.Tensor, *, slot: int, last: bool) -> None:
+        """Adds the gradients of a micro-batch. Raises NotImplementedError: each strategy says how."""
+        raise NotImplementedError
+
+
+class Single(OneByOne):
     """One worker: nothing is exchanged."""
 
     rank = 0
     world = 1
-    equal_micro_batches = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -28,6 +28,7 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.retries import transient
 from raystride.pipelines.train.names import MANIFEST, step_name
 from raystride.pipelines.train.optimizer import Updater
+from raystride.pipelines.train.pieces import as_part, here
 from raystride.pipelines.train.pruning import data_of, hinted, prune
 from raystride.pipelines.train.staging import Staging
 from raystride.pipelines.train.state import TrainState
@@ -333,7 +334,8 @@ class Checkpoints:
         """Fills the model and, where given, the optimiser, whatever number of workers wrote the checkpoint."""
         wanted: dict[str, torch.Tensor] = {}
         for name, parameter in model.named_parameters():
-            wanted |= _wanted(name, parameter, found.manifest["tensors"], optimizer)
+            into = _wanted(name, parameter, found.manifest["tensors"], optimizer)
+            wanted |= {key: as_part(model, name, tensor) for key, tensor in into.items()}
         if self.group or not read_whole(wanted, found.folder, found.manifest):
             from raystride.pipelines.train.storage import CheckpointReader, load
 
@@ -351,8 +353,8 @@ def named_tensors(model: nn.Module, optimizer: Updater) -> dict[str, torch.Tenso
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         held = dict(optimizer.state(parameter))
-        tensors[f"model.{name}"] = held.pop("master", parameter.detach())
-        tensors |= {f"optimizer.{name}.{key}": value for key, value in held.items()}
+        tensors[f"model.{name}"] = as_part(model, name, held.pop("master", parameter.detach()))
+        tensors |= {f"optimizer.{name}.{key}": as_part(model, name, value) for key, value in held.items()}
     return tensors
 
 
@@ -362,16 +364,16 @@ def _wanted(
     """Where to read what a checkpoint has stored of a parameter: in place, or into what the optimiser then takes."""
     if optimizer is None:
         return {f"model.{name}": parameter.detach()}
-    size = stored[f"model.{name}"]["size"]
     # A master is read into memory of its own: the parameter itself would round it to bfloat16.
-    value = optimizer.empty_state(parameter, size, torch.float32) if optimizer.masters else parameter.detach()
+    value = optimizer.empty_state(parameter, True, torch.float32) if optimizer.masters else parameter.detach()
     wanted = {f"model.{name}": value}
     for key in (key for key in stored if key.startswith(f"optimizer.{name}.")):
-        wanted[key] = optimizer.empty_state(parameter, stored[key]["size"], getattr(torch, stored[key]["dtype"]))
+        of_its_size = bool(stored[key]["size"])
+        wanted[key] = optimizer.empty_state(parameter, of_its_size, getattr(torch, stored[key]["dtype"]))
     return wanted
 
 
 def _held(name: str, tensors: dict[str, torch.Tensor], optimizer: Updater) -> dict[str, torch.Tensor]:
     prefix = f"optimizer.{name}."
-    held = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-    return held | ({"master": tensors[f"model.{name}"]} if optimizer.masters else {})
+    held = {key.removeprefix(prefix): here(tensor) for key, tensor in tensors.items() if key.startswith(prefix)}
+    return held | ({"master": here(tensors[f"model.{name}"])} if optimizer.masters else {})

@@ -17,6 +17,7 @@ from torch import nn
 from raystride.pipelines.config import Guard as GuardSettings
 from raystride.pipelines.feed.loader import Loader
 from raystride.pipelines.strategies.recompute import as_compiled
+from raystride.pipelines.strategies.spread import spread_of
 from raystride.pipelines.strategies.strategy import Strategy
 from raystride.pipelines.train.state import LeftOut, TrainState
 from raystride.pipelines.train.step import NOT_FINITE, SPIKE, StepRules, micro_batch_seed, seed_dropout
@@ -94,9 +95,10 @@ REMEDIES = "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps, set 
 
 def diagnose(strategy: Strategy, model: nn.Module, loader: Loader, rules: StepRules, step: int, spike: bool) -> Diagnosis:
     """Where step number `step` went wrong. All workers call it together."""
-    plan, names = loader.plan, [name for name, _ in model.named_modules()]
+    plan, spread = loader.plan, spread_of(model)
+    names = spread.modules if spread else [name for name, _ in model.named_modules()]
     layers = torch.zeros(len(names), device=strategy.device)
-    losses = torch.zeros(plan.slots, device=strategy.device)
+    losses = torch.zeros(2, plan.slots, dtype=torch.float64, device=strategy.device)
     bad = torch.zeros(plan.slots, device=strategy.device)
     # Slot by slot, whatever a micro-batch is, so that the bad one can be named.
     for batch in replace(loader, micro_batch_slots=1).read_step(step).micro_batches:
@@ -106,13 +108,14 @@ def diagnose(strategy: Strategy, model: nn.Module, loader: Loader, rules: StepRu
         with torch.no_grad(), rules.precision.autocast(strategy.device), as_compiled(), _first_bad_output(model) as found:
             loss_sum, counted = model(*batch.inputs, batch.targets)
         if not batch.empty:
-            losses[batch.slot] = torch.nan_to_num(loss_sum / counted.clamp(min=1))
+            if strategy.counts:
+                losses[0, batch.slot], losses[1, batch.slot] = torch.nan_to_num(loss_sum), counted
             bad[batch.slot] = float(not torch.isfinite(loss_sum))
             if found:
                 layers[names.index(found[0])] += 1
     strategy.settle()
     layers, losses, bad = (strategy.sum(each) for each in (layers, losses, bad))
-    slots = [int(losses.argmax())] if spike else bad.nonzero().flatten().tolist()
+    slots = [int((losses[0] / losses[1].clamp(min=1)).argmax())] if spike else bad.nonzero().flatten().tolist()
     left_out, samples = [], []
     for slot in slots or range(plan.slots):
         positions = plan.slot(step, slot)

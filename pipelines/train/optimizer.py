@@ -8,7 +8,6 @@ compiler at their first use (1 s of a start) and take 0.6 ms of Python an update
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,8 +36,8 @@ class Updater(Protocol):
         """All that it remembers of a parameter, by name; nothing before the first update. In shards if the parameter is."""
         ...
 
-    def empty_state(self, parameter: nn.Parameter, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Zeros into which a checkpoint can be read: a scalar, or of a parameter's size and in shards as it is."""
+    def empty_state(self, parameter: nn.Parameter, of_its_size: bool, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros into which a checkpoint can be read: of a parameter's size and in shards as it is, or a scalar."""
         ...
 
     def load_state(self, parameter: nn.Parameter, held: dict[str, torch.Tensor]) -> None:
@@ -111,11 +110,11 @@ class FusedUpdater:
         """All that is remembered of a parameter, by name, in shards if the parameter is; empty before its first update."""
         return self._state.get(parameter, {})
 
-    def empty_state(self, parameter: nn.Parameter, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Zeros into which a checkpoint can be read: a scalar, or of a parameter's size and in shards as it is."""
-        if list(size) == list(parameter.shape):
+    def empty_state(self, parameter: nn.Parameter, of_its_size: bool, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros into which a checkpoint can be read: of a parameter's size and in shards as it is, or a scalar."""
+        if of_its_size:
             return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-        return torch.zeros(size, dtype=dtype, device=parameter.device)
+        return torch.zeros((), dtype=dtype, device=parameter.device)
 
     @torch.no_grad()
     def load_state(self, parameter: nn.Parameter, held: dict[str, torch.Tensor]) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from raystride.pipelines.train.optimizer import local
+from raystride.pipelines.train.pieces import Pieces
 
 _PIECE = 8 << 20
 """Bytes that a thread copies at a time."""
@@ -81,6 +82,8 @@ def _bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 def _like(tensor: Any, copied: torch.Tensor) -> torch.Tensor:
     """A copy as the part of the whole that its original is; DTensor.from_local would move it to the original's device."""
+    if isinstance(tensor, Pieces):
+        return tensor.like(copied)
     if not hasattr(tensor, "to_local"):
         return copied
     shard: torch.Tensor = type(tensor.detach())(copied, tensor._spec, requires_grad=False)

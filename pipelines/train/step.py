@@ -10,6 +10,8 @@ A step whose loss or gradient is not what it should be changes nothing; its verd
     result.measured[LOSS] / result.measured[TARGETS]          # the step's mean loss; stays on the device
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,7 +24,7 @@ from raystride.pipelines.feed.order import mix64
 from raystride.pipelines.feed.samples import Samples
 from raystride.pipelines.phases import phase
 from raystride.pipelines.strategies import LOSS, OUT_OF_TIME, STOP, SUMMED, TARGETS
-from raystride.pipelines.strategies.strategy import Strategy
+from raystride.pipelines.strategies.strategy import Slotted, Strategy
 from raystride.pipelines.train.optimizer import Updater
 from raystride.pipelines.train.precision import LEAST_SCALE, LossScale, Precision
 from raystride.pipelines.train.state import TrainState
@@ -121,6 +123,29 @@ class StepResult:
     """Euclidean norm of the mean gradient before clipping, a scalar."""
 
 
+class StepForward:
+    """What the forward of a step's micro-batches is surrounded with, and what becomes of their losses."""
+
+    def __init__(self, rules: StepRules, step: int, device: torch.device) -> None:
+        self._rules, self._step, self._device = rules, step, device
+        self.measured = torch.zeros(len(SUMMED), device=device)
+        """Sums over this worker's micro-batches so far (`strategies.SUMMED`), fp32."""
+
+    @contextmanager
+    def inside(self, batch: Slotted) -> Iterator[None]:
+        """Inside, the model computes a micro-batch in the run's precision, with the dropout of its slot."""
+        seed_dropout(self._device, micro_batch_seed(self._rules.seed, self._step, batch.slot))
+        with phase("forward"), self._rules.precision.autocast(self._device):
+            yield
+
+    def loss(self, loss_sum: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+        """Counts what the model gave of a micro-batch; returns that with which its backward begins."""
+        self.measured[LOSS] += loss_sum.detach()
+        self.measured[TARGETS] += counted
+        loss = loss_sum / self._rules.nominal_targets
+        return loss * self._rules.scale.value if self._rules.scale else loss
+
+
 def train_step(
     strategy: Strategy,
     model: nn.Module,
@@ -133,22 +158,12 @@ def train_step(
     """Runs a step at a learning rate. `stop`: whether this worker wants to end (by signal, by the clock)."""
     device = strategy.device
     strategy.begin()
-    measured = torch.zeros(len(SUMMED), device=device)
+    forward = StepForward(rules, step.number, device)
     if any(stop):
-        measured[STOP], measured[OUT_OF_TIME] = stop
-    for number, batch in enumerate(step.micro_batches):
-        with phase("slot"):
-            seed_dropout(device, micro_batch_seed(rules.seed, step.number, batch.slot))
-            with phase("forward"), rules.precision.autocast(device):
-                loss_sum, counted = model(*batch.inputs, batch.targets)
-            measured[LOSS] += loss_sum.detach()
-            measured[TARGETS] += counted
-            loss = loss_sum / rules.nominal_targets
-            last = number == len(step.micro_batches) - 1
-            with phase("backward"):
-                strategy.backward(loss * rules.scale.value if rules.scale else loss, measured, slot=batch.slot, last=last)
+        forward.measured[STOP], forward.measured[OUT_OF_TIME] = stop
+    strategy.run(model, step.micro_batches, forward)
     with phase("reduce"):
-        measured = strategy.reduce(measured)
+        measured = strategy.reduce(forward.measured)
     with phase("update"):
         return _finish(strategy, optimizer, measured, step, rules, learning_rate)
 

@@ -29,11 +29,10 @@ def validate(
     # Not inference mode: what a strategy gathers for a forward it may keep for the next backward.
     with torch.no_grad(), precision.autocast(strategy.device), as_compiled():
         for batch in batches:
-            loss_sum, counted, *others = task.measure(
-                model, batch.inputs, batch.targets, together=strategy.equal_micro_batches
-            )
-            if not batch.empty:
-                # A row a batch, filled by one worker: the sum over workers adds zeros to it and rounds nothing.
+            loss_sum, counted, *others = task.measure(model, batch.inputs, batch.targets, together=strategy.sharded)
+            if not batch.empty and strategy.counts:
+                # A row a batch, filled by one worker: the sum over workers adds zeros to it and rounds nothing. In a mesh
+                # those that share its tokens fill it together.
                 sums[batch.slot, 0] = loss_sum
                 sums[batch.slot, 1] = counted
                 for each in others:

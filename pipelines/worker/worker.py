@@ -14,6 +14,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from raystride.model.dropout import number_dropouts
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.combinations import SHARDED
 from raystride.pipelines.feed.cache import node_cache
@@ -39,7 +40,8 @@ from raystride.pipelines.record.sender import Post, Sender
 from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.strategies import build_strategy
 from raystride.pipelines.strategies.recompute import as_compiled, recompute
-from raystride.pipelines.strategies.strategy import Strategy, whole_shape
+from raystride.pipelines.strategies.spread import parameters_in
+from raystride.pipelines.strategies.strategy import Strategy
 from raystride.pipelines.tasks import Task, build_task
 from raystride.pipelines.tokenizers import Tokenizers
 from raystride.pipelines.train.attention_choice import choose_attention
@@ -87,12 +89,12 @@ def run_worker(
         resumed_from = training.state.step or None
         phase("the first step")
         ending, metrics = training.run()
-        summary = _summary(job, training, ending, metrics) | {"resumed_from": resumed_from}
+        summary = _summary(job, worker, training, ending, metrics) | {"resumed_from": resumed_from}
         summary |= {"precision": training.rules.precision.kind}
         if job.device == "cpu":
             summary |= {"products": Choice.of_bits(training.header["bits"]).text}
         summary |= {"parameters": facts.parameters, "flops_per_token": facts.flops_per_token}
-        if ending is not Ending.STOPPED and (worker.rank == 0 or training.strategy.equal_micro_batches):
+        if ending is not Ending.STOPPED and (worker.rank == 0 or training.strategy.together):
             _write_sample(job, worker, training)
         for observer in observers:
             observer.on_end(summary)
@@ -140,12 +142,14 @@ def build_training(
     precision.use_products()
     if shortfall := precision.shortfall(device):
         log(shortfall)
-    network = model = task.build_model()
+    network = model = strategy.build(task.build_model)
+    if config.train.dropout_masks == "place" or (config.train.dropout_masks == "auto" and config.scaling.group > 1):
+        number_dropouts(model)
     checkpoints = _checkpoints(job, worker, manifest, log)
     found = checkpoints.newest()
     if config.model.init_from and not found:  # a run that is resumed needs that folder no more
         start_from(model, Folder(config.model.init_from), job.prepared / "tokenizer", log)
-    precision.convert(model, sharded=strategy.equal_micro_batches)
+    precision.convert(model, sharded=strategy.sharded)
     make_optimizer = partial(build_optimizer, config.optimizer, stochastic=config.train.stochastic_rounding)
     model, optimizer = strategy.prepare(recompute(model, config.train), make_optimizer)
 
@@ -159,10 +163,12 @@ def build_training(
     loader = Loader(
         plan=build_plan(config, train.count, state.step, state.position),
         samples=train,
-        rank=rank,
-        world=world,
+        rank=strategy.rank,
+        world=strategy.world,
         micro_batch_slots=config.train.together,
         equal_micro_batches=strategy.equal_micro_batches,
+        every_slot=strategy.every_slot,
+        fed=strategy.leads,
         left_out=frozenset((each.step, each.slot) for each in state.left_out),
         prefetch=config.data.prefetch,
         device=device,
@@ -205,7 +211,7 @@ def _choose_products(
     log: Callable[[str], None],
 ) -> Choice:
     """Has the linear products of a model on CPUs go the way that is best for this worker's micro-batches."""
-    if job.device != "cpu":
+    if job.device != "cpu" or config.scaling.group > 1:  # workers of a mesh have other shapes, and must choose alike
         return Choice()
     train = config.train
     slots = train.together or -(-train.slots // worker.world)
@@ -288,12 +294,12 @@ def _facts(job: Job, worker: WorkerInfo, training: Training) -> RunFacts:
         precision=training.rules.precision.peak_rate,
         tokens_per_step=samples.tokens * job.config.train.batch,
         flops_per_token=samples.task.flops_per_token(model, samples.example),
-        parameters=sum(math.prod(whole_shape(p)) for p in model.parameters()),
+        parameters=parameters_in(model),
         step=training.state.step,
     )
 
 
-def _summary(job: Job, training: Training, ending: Ending, metrics: dict[str, float]) -> RunSummary:
+def _summary(job: Job, worker: WorkerInfo, training: Training, ending: Ending, metrics: dict[str, float]) -> RunSummary:
     state = training.state
     return {
         "ending": str(ending),
@@ -304,7 +310,7 @@ def _summary(job: Job, training: Training, ending: Ending, metrics: dict[str, fl
         "val_loss": state.val_loss,
         "metrics": metrics,
         "parameters_sha256": parameters_sha256(training.model, training.optimizer),
-        "workers": training.strategy.world,
+        "workers": worker.world,
         "complete": state.step >= training.total_steps or ending is Ending.EARLY,
     }
 

@@ -1,0 +1,116 @@
+"""A decoder in stages, one after another: which blocks each has, and which worker.
+
+Stages are cut so that the costliest costs as little as can be: a block's operations, and for the last stage those of the
+head. The first has the embedding, whose rows are looked up and cost next to nothing.
+
+    cut_stages(shape, vocabulary_size=50257, stages=2)        # [range(0, 9), range(9, 12)], of twelve blocks
+    stage_workers(stages=4, workers=2, schedule="zbv")        # (0, 1, 1, 0)
+"""
+
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+
+from raystride.model.block import build_rotation
+from raystride.model.shape import DecoderShape, matrices, query_width
+from raystride.model.transformer import Decoder
+from raystride.pipelines.strategies.feeding import Fed
+
+Schedule = Literal["1f1b", "interleaved", "zbv"]
+
+
+def stage_workers(stages: int, workers: int, schedule: Schedule) -> tuple[int, ...]:
+    """Which worker has which stage: round and round, or there and back (zbv, whose two ends are one worker's)."""
+    there = tuple(stage % workers for stage in range(stages))
+    return there if schedule != "zbv" else (*range(workers), *reversed(range(workers)))
+
+
+def cut_stages(shape: DecoderShape, vocabulary_size: int, stages: int) -> list[range]:
+    """The blocks of each stage, one at least. Raises ValueError where there are fewer blocks than stages."""
+    if shape.layers < stages:
+        raise ValueError(
+            f"{shape.layers} layers cannot be cut into {stages} stages: lower scaling.pipeline to {shape.layers}"
+        )
+    block = 6.0 * matrices(shape) + 12.0 * query_width(shape) * shape.context
+    head = 6.0 * vocabulary_size * shape.width
+
+    @cache
+    def best(first: int, left: int) -> tuple[float, tuple[int, ...]]:
+        """The least cost of the costliest of the `left` last stages, which begin with block `first`; and where they end."""
+        if left == 1:
+            return (shape.layers - first) * block + head, (shape.layers,)
+        options = (
+            (max((end - first) * block, best(end, left - 1)[0]), (end, *best(end, left - 1)[1]))
+            for end in range(first + 1, shape.layers - left + 2)
+        )
+        # Of equal ones that which leaves the last stages least.
+        return min(options, key=lambda option: (option[0], tuple(-end for end in option[1])))
+
+    ends = best(0, stages)[1]
+    return [range(begin, end) for begin, end in zip((0, *ends), ends, strict=False)]
+
+
+class StepData(Protocol):
+    """What stages look up in a step; see `pipeline`."""
+
+    def fed(self, number: int) -> Fed: ...
+    def inside(self, number: int) -> AbstractContextManager[None]: ...
+    def loss(self, number: int, loss_sum: torch.Tensor, counted: torch.Tensor) -> torch.Tensor: ...
+
+
+class Stage(nn.Module):
+    """Neighbouring blocks of a decoder, with what stands before the first and behind the last."""
+
+    def __init__(self, model: Decoder, blocks: range, *, first: bool, last: bool) -> None:
+        super().__init__()
+        self.first, self.last = first, last
+        self.blocks = nn.ModuleList(model.blocks[number] for number in blocks)
+        self.ends = nn.ModuleDict(_ends(model, first=first, last=last))
+        # The decoder holds all that is here; as a child it would have all that is not, too.
+        self._numbers, self._decoder = blocks, (model,)
+        self.step: StepData | None = None
+        """Where a micro-batch is looked up."""
+
+    @property
+    def decoder(self) -> Decoder:
+        """The network of which this is a stage."""
+        return self._decoder[0]
+
+    def forward(self, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        """The stream before this stage, which the first does not look at -> the stream behind it, or the last one's loss.
+
+        `number` (1,) is that of a micro-batch of the step that is under way.
+        """
+        step, at = self.step, int(number)
+        assert step is not None
+        fed = step.fed(at)
+        with step.inside(at):
+            x = self.through(x, fed.ids, fed.positions, documents=fed.documents)
+            result = self.decoder.loss(x, fed.targets) if self.last else None
+        return x if result is None else step.loss(at, *result)
+
+    def through(
+        self, x: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor | None = None, **beside: Any
+    ) -> torch.Tensor:
+        """The same of ids (B, T), beside what blocks take: caches, mask, documents."""
+        model = self.decoder
+        caches, mask, documents = (beside.get(name) for name in ("caches", "mask", "documents"))
+        if self.first:
+            x = model.embed(ids, positions, documents)
+        rotation = build_rotation(ids, model.shape, positions)
+        for number, block in zip(self._numbers, self.blocks, strict=True):
+            x = block(x, rotation, caches[number] if caches else None, mask, None, documents)
+        return model.norm(x) if self.last else x  # type: ignore[no-any-return]
+
+
+def _ends(model: Decoder, *, first: bool, last: bool) -> dict[str, nn.Module]:
+    """What belongs to the stages at the ends; a tied embedding belongs to both."""
+    found: dict[str, nn.Module | None] = {}
+    if first:
+        found |= {"embedding": model.embedding, "positions": model.positions}
+    if last:
+        found |= {"norm": model.norm, "head": model.embedding if model.head is None else model.head}
+    return {name: each for name, each in found.items() if each is not None}
