@@ -35,6 +35,7 @@ from raystride.triton_kernels.attention_partial import (
     attend_at,
     exact_dtype,
     keys_and_values,
+    on_device,
     place_part,
 )
 from raystride.triton_kernels.attention_problem import Rules
@@ -94,11 +95,7 @@ def attention_context(
         q.shape[-1] ** -0.5 if scale is None else scale, causal, window, dropout, softcap, seed if dropout else None
     )
     call = _Call(plan, rank, group, scale, PartRules(rules, first_head, triton))
-    if ranks == 1:
-        return _whole(q, k, v, call)
-    if form == "ring":
-        return attend_around(q, k, v, plan, rank, group, call.how)
-    return (_heads if form == "heads" else _keys)(q, k, v, call)
+    return _in_form(q, k, v, form, call)
 
 
 class _Call(NamedTuple):
@@ -110,6 +107,26 @@ class _Call(NamedTuple):
     scale: float | None
     """As it was given."""
     how: PartRules
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: Form, call: _Call) -> torch.Tensor:
+    if call.plan.ranks == 1:
+        return _whole(q, k, v, call)
+    if form == "ring":
+        return attend_around(q, k, v, call.plan, call.rank, call.group, call.how)
+    return (_heads if form == "heads" else _keys)(q, k, v, call)
+
+
+_in_form = _attend
+
+
+def leave_context_uncompiled() -> None:
+    """Has torch.compile leave all forms as they are: it would compile each plan, and so each packed batch, anew.
+
+    Not by a decorator, as in attention_packed.
+    """
+    global _in_form
+    _in_form = torch.compiler.disable(_attend)
 
 
 def _expect(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: ContextPlan, form: str, ranks: int) -> None:
@@ -155,7 +172,7 @@ def _whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> to
 
 @lru_cache(maxsize=16)
 def _placed_offsets(plan: ContextPlan, device: torch.device) -> _Offsets:
-    offsets = torch.tensor(plan.offsets, dtype=torch.int32, device=device)
+    offsets = on_device(np.array(plan.offsets, np.int32), device)
     return offsets, offsets
 
 
@@ -178,18 +195,15 @@ class _Exchange(NamedTuple):
 @lru_cache(maxsize=16)
 def _placed_exchange(plan: ContextPlan, rank: int, window: int, device: torch.device) -> _Exchange:
     exchange = key_exchange(plan, rank, window)
-    layers = [
-        tuple(torch.from_numpy(each).to(device) for each in (layer, exchange.keys[layer])) for layer in exchange.layers
-    ]
     query_offsets, key_offsets = (
-        torch.tensor(each, dtype=torch.int32, device=device) for each in (exchange.query_offsets, exchange.key_offsets)
+        on_device(np.array(each, np.int32), device) for each in (exchange.query_offsets, exchange.key_offsets)
     )
     return _Exchange(
-        torch.from_numpy(np.concatenate(exchange.sent)).to(device),
+        on_device(np.concatenate(exchange.sent), device),
         [len(each) for each in exchange.sent],
         list(exchange.arriving),
-        torch.from_numpy(exchange.keys).to(device),
-        [(entries, rows) for entries, rows in layers],
+        on_device(exchange.keys, device),
+        [(on_device(layer, device), on_device(exchange.keys[layer], device)) for layer in exchange.layers],
         (query_offsets, key_offsets),
         place_part(exchange.part, device),
         exchange.silent,
@@ -249,7 +263,7 @@ def _heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> to
 def _placed_order(plan: ContextPlan, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows of one rank after another, (N,) int64, and where each row is among them."""
     rows = np.concatenate(plan.rows)
-    return torch.from_numpy(rows).to(device), torch.from_numpy(np.argsort(rows)).to(device)
+    return on_device(rows, device), on_device(np.argsort(rows), device)
 
 
 class _Swap(torch.autograd.Function):

@@ -47,27 +47,26 @@ class PlacedPart(NamedTuple):
     """Where each block's queries begin among the t, and their end, int32."""
     key_offsets: torch.Tensor
     """The same of its keys."""
-    counters: tuple[torch.Tensor, ...]
-    """What dropout counts: the document of each block, the positions of the queries (t,) and of the keys (s,), int64."""
 
 
 def place_part(part: AttentionPart, device: torch.device) -> PlacedPart:
     """The rows of a part on a device."""
     lengths = [np.repeat([shape[side] for shape in part.shapes], [shape[0] for shape in part.shapes]) for side in (1, 2)]
-    offsets = [torch.from_numpy(np.concatenate(([0], np.cumsum(each)))).int().to(device) for each in lengths]
-    counters = tuple(
-        torch.from_numpy(each).to(device) for each in (part.documents, part.query_positions, part.key_positions)
-    )
-    return PlacedPart(
-        part, place_rows(part.queries, device), place_rows(part.keys, device), offsets[0], offsets[1], counters
-    )
+    offsets = [on_device(np.concatenate(([0], np.cumsum(each))).astype(np.int32), device) for each in lengths]
+    return PlacedPart(part, place_rows(part.queries, device), place_rows(part.keys, device), *offsets)
 
 
 def place_rows(rows: np.ndarray, device: torch.device) -> Rows:
     """What picks these rows of a tensor; a slice where they are neighbours, which copies nothing."""
     if len(rows) and (np.diff(rows) == 1).all():
         return slice(int(rows[0]), int(rows[-1]) + 1)
-    return torch.from_numpy(rows).to(device)
+    return on_device(rows, device)
+
+
+def on_device(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
+    """These numbers on a device; the host does not wait until they are there."""
+    x = torch.from_numpy(numbers)
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def new_sums(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,7 +112,9 @@ def partial_attention(
         offsets = part.query_offsets, part.key_offsets
         o, lse = torch.ops.raystride.attention_packed(q, k, v, *offsets, *_for_kernels(part, how))
         return o, lse
-    results = [_forward(_beside(blocks, q, k, v), blocks, part, how) for blocks in _blocks(part.part)]
+    # Sums are made in fp32 under autocast, too, as kernels make them.
+    with torch.autocast(q.device.type, enabled=False):
+        results = [_forward(_beside(blocks, q, k, v), blocks, part, how) for blocks in _blocks(part.part)]
     o = torch.cat([each.transpose(1, 2).flatten(0, 1) for each, _ in results])
     return o, torch.cat([each.transpose(0, 1).flatten(1) for _, each in results], 1) * LOG2_E
 
@@ -144,7 +145,8 @@ def partial_gradients(
         mine = slice(blocks.query, blocks.query + blocks.many * blocks.queries)
         norm = lse[:, mine].unflatten(1, (blocks.many, -1)).transpose(0, 1) / LOG2_E
         others = [x[mine].unflatten(0, (blocks.many, -1)).transpose(1, 2) for x in (grad, o)]
-        results.append(_backward(others[0], others[1], norm, _beside(blocks, q, k, v), blocks, part, how))
+        with torch.autocast(q.device.type, enabled=False):
+            results.append(_backward(others[0], others[1], norm, _beside(blocks, q, k, v), blocks, part, how))
     dq, dk, dv = (torch.cat([x.transpose(1, 2).flatten(0, 1) for x in each]) for each in zip(*results, strict=True))
     return dq, dk, dv
 
@@ -309,10 +311,11 @@ def _kept(blocks: _Blocks, part: PlacedPart, how: PartRules, heads: int) -> torc
     dropout, seed = how.rules.dropout, how.rules.seed
     if not dropout or seed is None:
         return None
-    documents, queries, keys = part.counters
+    counted = (part.part.documents, part.part.query_positions, part.part.key_positions)
+    documents, queries, keys = (torch.from_numpy(each).to(seed.device) for each in counted)
     kept = kept_weights_at(
         seed,
-        documents[blocks.first : blocks.first + blocks.many],
+        documents[blocks.first :][: blocks.many],
         how.first_head + torch.arange(heads, device=seed.device),
         queries[blocks.query :][: blocks.many * blocks.queries].view(blocks.many, -1),
         keys[blocks.key :][: blocks.many * blocks.keys].view(blocks.many, -1),

@@ -41,8 +41,16 @@ def attend_around(
     how: PartRules,
 ) -> torch.Tensor:
     """The attention (n, H, D) of a rank's rows over all that they see, with its gradients."""
+    if q.device.type == "cuda":
+        _meet(group or dist.group.WORLD, q.device)
     steps = _placed_steps(plan, rank, how.rules.window, q.device)
     return _Ring.apply(q, k, v, steps, _Place(rank, plan.ranks, group, how))  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=64)
+def _meet(group: dist.ProcessGroup, device: torch.device) -> None:
+    """NCCL waits for all ranks in what a group does first, and in a ring some may have nothing to send."""
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 class _Step(NamedTuple):

@@ -1,5 +1,6 @@
 """attention_context: every form on real processes gives what attention_packed gives on one, and sends what it says."""
 
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from raystride.triton_kernels import attention_context as module
-from raystride.triton_kernels.attention_context import Form, attention_context, bytes_sent
+from raystride.triton_kernels.attention_context import Form, attention_context, bytes_sent, leave_context_uncompiled
 from raystride.triton_kernels.attention_packed import attention_packed
 from raystride.triton_kernels.context_plan import ContextPlan, context_plan
 from raystride.triton_kernels.dispatch import kernels_ran, use_kernels
@@ -159,17 +160,31 @@ def _counted() -> Iterator[tuple[Counter[str], Counter[str], Callable[[], None]]
 
 def _all(rank: int, world: int) -> dict[str, Any]:
     results: dict[str, Any] = {name: _differences(case, None) for name, case in CASES.items()}
+    results["random"] = [_differences(case, None) for case in _random_cases()]
     results["checkpoint"] = _checkpointed()
+    results["autocast"] = _under_autocast()
     results["no gradient"] = _without_gradients()
     results["drawn"] = _drawn()
     results["twice"] = _twice()
     results["errors"] = _errors()
     if world == 2:
         results["kernels"] = _on_kernels()
+        results["compiled"] = _compiled()
     else:
         pairs = [dist.new_group([0, 1]), dist.new_group([3, 2])]
         results["in pairs"] = _differences(CASES["packed"], pairs[rank // 2])
     return results
+
+
+def _random_cases() -> list[Case]:
+    """The same on all ranks."""
+    dice = random.Random(0)
+    cases = []
+    for _ in range(12):
+        ends = sorted(dice.choices(range(97), k=dice.randrange(6)))
+        rules = {"window": dice.choice([0, 0, 1, 4, 30])}
+        cases.append(Case((0, *ends, 96), kv_heads=dice.choice([1, 2, 4]), rules=rules, planned_window=dice.choice([0, 8])))
+    return cases
 
 
 def _checkpointed() -> bool:
@@ -181,6 +196,35 @@ def _checkpointed() -> bool:
         if form != "heads" or case.kv_heads % plan.ranks == 0
         for a, b in zip(_found(case, form, plan, None), _found(case, form, plan, None, recompute=True), strict=True)
     )
+
+
+def _under_autocast() -> bool:
+    """What comes in fp32 is added up in fp32."""
+    case = CASES["fp32 dropout"]
+    plan = context_plan(case.offsets, dist.get_world_size())
+    expected = [_found(case, form, plan, None) for form in ("ring", "keys")]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [_found(case, form, plan, None) for form in ("ring", "keys")]
+    return all(torch.equal(a, b) for one, two in zip(expected, found, strict=True) for a, b in zip(one, two, strict=True))
+
+
+def _compiled() -> bool:
+    """In a compiled function, which is compiled for the first plan alone."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    leave_context_uncompiled()
+    function = partial(attention_context, form="ring", group=None)
+    compiled: Callable[..., torch.Tensor] = torch.compile(lambda q, plan: 2 * function(q, q, q, plan), backend=backend)
+    q, counts, same = torch.randn(48, 2, 8), [], True
+    for offsets in ((0, 96), PACKED, UNEVEN):
+        plan = context_plan(offsets, 2)
+        same &= torch.equal(compiled(q, plan), 2 * function(q, q, q, plan))
+        counts.append(len(graphs))
+    return same and 0 < counts[0] == counts[-1]
 
 
 def _without_gradients() -> bool:
@@ -274,6 +318,15 @@ def test_a_rank_sends_as_many_bytes_as_is_said(results: list[dict[str, Any]], na
                 assert counted == said, form
 
 
+def test_documents_and_windows_of_any_kind(results: list[dict[str, Any]]) -> None:
+    for case, *by_rank in zip(_random_cases(), *(result["random"] for result in results), strict=True):
+        for found in by_rank:
+            for form in FORMS:
+                if (form, "bytes") in found:
+                    assert max(found[form]) < 1e-10, case
+                    assert all(counted == said for counted, said in found[form, "bytes"]), case
+
+
 def test_what_is_not_seen_is_not_sent(results: list[dict[str, Any]]) -> None:
     for result in results:
         for form in ("ring", "keys"):
@@ -283,6 +336,10 @@ def test_what_is_not_seen_is_not_sent(results: list[dict[str, Any]]) -> None:
 
 def test_under_checkpointing_and_without_gradients_bits_are_the_same(results: list[dict[str, Any]]) -> None:
     assert all(result["checkpoint"] and result["no gradient"] and result["twice"] for result in results)
+
+
+def test_autocast_and_the_compiler_leave_bits_as_they_are(results: list[dict[str, Any]]) -> None:
+    assert all(result["autocast"] and result.get("compiled", True) for result in results)
 
 
 def test_a_seed_that_is_drawn_is_the_same_in_every_form(results: list[dict[str, Any]]) -> None:
