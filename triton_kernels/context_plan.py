@@ -1,9 +1,10 @@
 """Who holds which tokens where a sequence is spread over workers, and what of it each worker has to see of the others'.
 
 A micro-batch is N tokens of documents laid end to end; a dense batch is documents of T tokens each. It is cut into equally
-long chunks, and every rank gets equally many of them. A causal token costs as many keys as it sees, so the heaviest chunks
-go with the lightest: for one document, rank r has chunk r and chunk 2 R - 1 - r (Brandon et al., "Striped Attention", 2023;
-Llama 3, 2024, section 3.3.2). Every rank computes the same plan, so that none has to tell another how much will come.
+long chunks, and every rank gets equally many of them. A causal token costs as many keys as it sees, so that neighbouring
+tokens may be out of balance (Brandon et al., "Striped Attention", 2023), and the heaviest chunks go with the lightest: for
+one document, rank r has chunk r and chunk 2 R - 1 - r, as in Llama 3 (2024, section 3.3.2). Every rank computes the same
+plan, so that none has to tell another how much will come.
 
     plan = context_plan((0, 4096), ranks=2)
     mine = tokens[plan.rows[rank]]                # as many on each rank
@@ -84,7 +85,6 @@ def context_plan(offsets: tuple[int, ...], ranks: int, window: int = 0) -> Conte
     if window:
         seen = np.minimum(seen, window)
     rows, costs = min(_tries(seen, ranks), key=lambda each: int(each[1].max()))
-    rows.flags.writeable = False
     return ContextPlan(offsets, ranks, tuple(rows), tuple(map(int, costs)))
 
 

@@ -88,7 +88,7 @@ def _found(
 ) -> list[torch.Tensor]:
     """What this rank computes, and its gradients."""
     inputs, grad, rules = _inputs(case)
-    rows = torch.from_numpy(plan.rows[dist.get_rank(group)].copy())
+    rows = torch.from_numpy(plan.rows[dist.get_rank(group)])
     leaves = [x[rows].requires_grad_() for x in inputs]
     call: Callable[..., torch.Tensor] = partial(attention_context, plan=plan, form=form, group=group, **rules)
     o = checkpoint(call, *leaves, use_reentrant=False) if recompute else call(*leaves)
@@ -102,7 +102,7 @@ def _differences(case: Case, group: Any, kernels: str = "auto") -> dict[str, Any
     plan = context_plan(case.offsets, ranks, case.planned_window)
     wanted = _expected(case)
     use_kernels(kernels)
-    rows = torch.from_numpy(plan.rows[dist.get_rank(group)].copy())
+    rows = torch.from_numpy(plan.rows[dist.get_rank(group)])
     for form in FORMS:
         try:
             with _counted() as (forward, backward, turn):
@@ -231,7 +231,7 @@ def _without_gradients() -> bool:
     case = CASES["packed"]
     plan = context_plan(case.offsets, dist.get_world_size())
     (q, k, v), _, _ = _inputs(case)
-    rows = torch.from_numpy(plan.rows[dist.get_rank()].copy())
+    rows = torch.from_numpy(plan.rows[dist.get_rank()])
     with torch.no_grad():
         alone = [attention_context(q[rows], k[rows], v[rows], plan, form=form, group=None) for form in FORMS]
     return all(torch.equal(o, _found(case, form, plan, None)[0]) for o, form in zip(alone, FORMS, strict=True))
@@ -243,7 +243,7 @@ def _drawn() -> float:
     results = []
     for form in FORMS:
         (q, k, v), _, _ = _inputs(CASES["packed"])
-        rows = torch.from_numpy(plan.rows[dist.get_rank()].copy())
+        rows = torch.from_numpy(plan.rows[dist.get_rank()])
         torch.manual_seed(3)
         results.append(attention_context(q[rows], k[rows], v[rows], plan, form=form, group=None, dropout=0.4))
     return max(float((o - results[0]).abs().max()) for o in results)

