@@ -107,7 +107,7 @@ def _scale_kernel(x_ptr, factor_ptr, y_ptr, n, BLOCK: tl.constexpr):
     tl.store(y_ptr + offsets, x * tl.load(factor_ptr).to(tl.float32), mask=offsets < n)
 
 
-def _rows_of_a_chunk(rows: int) -> int:
+def rows_of_a_chunk(rows: int) -> int:
     """Depends on the number of tokens alone, so that the order of sums, and with it every bit, is the same on any GPU."""
     return min(rows, max(_SMALLEST_CHUNK, cdiv(rows, _CHUNKS))) if rows else 1
 
@@ -128,7 +128,7 @@ def _linear_cross_entropy(
     rows, words, targets = x.shape[0], weight.shape[0], targets.contiguous()
     losses = torch.empty(rows, dtype=torch.float32, device=x.device)
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if for_x else x.new_empty(0)
-    size = _rows_of_a_chunk(rows)
+    size = rows_of_a_chunk(rows)
     chunks = range(0, rows, size)
     grad_weight = _Sum(weight, one=len(chunks) == 1)
     # Zeros, since PyTorch's bf16 product on CPUs lets NaN through from what its result overwrites.

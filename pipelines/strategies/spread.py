@@ -7,7 +7,7 @@ Whoever saves, loads or hashes parameters asks this of a model; one that is whol
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -58,21 +58,30 @@ def parameters_in(model: nn.Module) -> int:
 
 def whole_values(model: nn.Module, optimizer: Holds | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter's name and whole value by name, master copies where there are any; all workers go through it."""
+
+    def value(parameter: nn.Parameter) -> torch.Tensor:
+        held = parameter.detach()
+        return held if optimizer is None else optimizer.state(parameter).get("master", held)
+
+    return gathered(model, value)
+
+
+def whole_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter's name and whole gradient by name, after it was reduced; all workers go through it."""
+    return gathered(model, lambda each: torch.zeros_like(each) if each.grad is None else each.grad)
+
+
+def gathered(model: nn.Module, of: Callable[[nn.Parameter], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Something of every parameter's shape, by name and whole; `of` says what this worker's part of it is."""
     spread = spread_of(model)
     here = dict(model.named_parameters())
     for name in sorted(here if spread is None else spread.shapes):
-        held = _full(here[name], optimizer) if name in here else None
-        yield name, _gathered(spread, name, held) if spread else held  # type: ignore[misc]
+        held = of(here[name]) if name in here else None
+        held = held.full_tensor() if hasattr(held, "full_tensor") else held  # type: ignore[union-attr]
+        yield name, held if spread is None else _whole(spread, name, held)  # type: ignore[misc]
 
 
-def _full(parameter: nn.Parameter, optimizer: Holds | None) -> torch.Tensor:
-    held: torch.Tensor = parameter.detach()
-    if optimizer is not None:
-        held = optimizer.state(parameter).get("master", held)
-    return held.full_tensor() if hasattr(held, "full_tensor") else held
-
-
-def _gathered(spread: Spread, name: str, held: torch.Tensor | None) -> torch.Tensor:
+def _whole(spread: Spread, name: str, held: torch.Tensor | None) -> torch.Tensor:
     """A whole parameter out of the workers' parts."""
     kinds = torch.tensor([0 if held is None else held.element_size()], dtype=torch.int64)
     device = None if held is None else held.device
