@@ -90,6 +90,12 @@ class Config(Section):
         if self.run is not None and (not self.run.strip() or set(self.run) & set("/\\") or self.run[0] == "."):
             raise self.error("run", "must be a folder's name without slashes that does not begin with a dot")
 
+    @property
+    def masks_by_place(self) -> bool:
+        """Whether dropout's masks follow from their place and not from how many were drawn before."""
+        masks = self.train.dropout_masks
+        return self.scaling.group > 1 if masks == "auto" else masks == "place"
+
     def flat(self) -> dict[str, Any]:
         """Every setting under its full name, `train.steps` for instance, without passwords and keys, to be written down."""
         return {key: masked_all(value) for key, value in _flatten(asdict(self))}

@@ -7,6 +7,7 @@ sharded    what the next two have in common
 fsdp       parameters, gradients and optimiser state in shards (FSDP2)
 deepspeed  the same by DeepSpeed's ZeRO, stage by stage
 partitions what DeepSpeed's optimisers hold, in the form of ours
+meshed     a slot by several workers: tensor, pipeline and context parallelism; see `mesh`
 exact      buckets whose sums have the same bits for any number of workers, along a `tree` over the slots
 recompute  what is computed again in backward, or compiled
 """
@@ -14,15 +15,15 @@ recompute  what is computed again in backward, or compiled
 from functools import partial
 from typing import TYPE_CHECKING
 
+from raystride.pipelines.strategies.measured import LOSS, OUT_OF_TIME, STOP, SUMMED, TARGETS
+
 if TYPE_CHECKING:
     import torch
 
     from raystride.pipelines.config import Config
     from raystride.pipelines.strategies.strategy import Strategy
 
-LOSS, TARGETS, STOP, OUT_OF_TIME = SUMMED = range(4)
-"""Where in `measured` (fp32), which travels with the gradients, the loss sum, the targets, and the numbers of workers that
-ask to end are."""
+__all__ = ["LOSS", "OUT_OF_TIME", "STOP", "SUMMED", "TARGETS", "build_strategy"]
 
 
 def build_strategy(config: "Config", *, device: "torch.device", rank: int, world: int) -> "Strategy":

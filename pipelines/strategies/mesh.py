@@ -18,7 +18,7 @@ NAMES = ("pipeline", "replicas", "shards", "context", "tensor")
 
 
 @dataclass(frozen=True)
-class Place:
+class Coordinates:
     """Where in a mesh a worker stands: a number along each dimension."""
 
     pipeline: int
@@ -58,15 +58,15 @@ class Mesh:
         """All of them."""
         return self.group_workers * self.groups
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> Coordinates:
         """Where a worker stands."""
         found = []
         for size in reversed(self.sizes):
             rank, at = divmod(rank, size)
             found.append(at)
-        return Place(*reversed(found))
+        return Coordinates(*reversed(found))
 
-    def rank(self, place: Place) -> int:
+    def rank(self, place: Coordinates) -> int:
         """Which worker stands there."""
         found = 0
         numbers = (place.pipeline, place.replica, place.shard, place.context, place.tensor)
@@ -74,7 +74,7 @@ class Mesh:
             found = found * size + at
         return found
 
-    def group(self, place: Place) -> int:
+    def group(self, place: Coordinates) -> int:
         """The number of the group that computes at a place."""
         return place.replica * self.shards + place.shard
 

@@ -32,15 +32,15 @@ from raystride.model.shape import is_tied
 from raystride.model.transformer import Decoder
 from raystride.pipelines.config import Scaling, Train
 from raystride.pipelines.feed.plan import share
-from raystride.pipelines.strategies import LOSS, SUMMED, TARGETS
 from raystride.pipelines.strategies.exact import ExactBuckets
 from raystride.pipelines.strategies.feeding import Feeding
 from raystride.pipelines.strategies.fsdp import FullySharded
-from raystride.pipelines.strategies.mesh import NAMES, Place, mesh_of
+from raystride.pipelines.strategies.measured import LOSS, SUMMED, TARGETS
+from raystride.pipelines.strategies.mesh import NAMES, Coordinates, mesh_of
 from raystride.pipelines.strategies.pipeline import Pipeline
 from raystride.pipelines.strategies.reduction import Buckets
 from raystride.pipelines.strategies.spread import Spread
-from raystride.pipelines.strategies.stages import Stage, cut_stages, stage_workers
+from raystride.pipelines.strategies.stages import DecoderStage, cut_stages, stage_workers
 from raystride.pipelines.strategies.strategy import Forward, OneByOne, Optimizer, Slotted
 from raystride.pipelines.strategies.tensor_parallel import TokenShards, parallelize
 
@@ -154,13 +154,13 @@ class Meshed(OneByOne):
         self._named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
         return model, make_optimizer(model)
 
-    def _parts(self, model: nn.Module, stages: list[Stage]) -> Sequence[nn.Module]:
+    def _parts(self, model: nn.Module, stages: list[DecoderStage]) -> Sequence[nn.Module]:
         """What has gradients, or shards, of its own: the stages here, or the whole model."""
         return stages or [model]
 
     def _worker_at(self, pipeline: int) -> int:
         place = self.place
-        return self.mesh.rank(Place(pipeline, place.replica, place.shard, place.context, place.tensor))
+        return self.mesh.rank(Coordinates(pipeline, place.replica, place.shard, place.context, place.tensor))
 
     def _give_first_groups_values(self, model: nn.Module) -> None:
         """Processors may draw other last bits."""
@@ -179,7 +179,7 @@ class Meshed(OneByOne):
         workers = dist.get_process_group_ranks(self._data)
         return ExactBuckets(parameters, shares=shares, rank=self.rank, workers=workers, **rules)
 
-    def _enter(self, model: nn.Module) -> list[Stage]:
+    def _enter(self, model: nn.Module) -> list[DecoderStage]:
         """Has the model take part in what its group computes together; the stages here, if there are any."""
         if self.mesh.pipeline == self.mesh.context == 1:
             return []
@@ -192,7 +192,7 @@ class Meshed(OneByOne):
             model.forward = partial(_dealt, model, feeding)  # type: ignore[method-assign]
             return []
         last = len(self._workers) - 1
-        stages = {each: Stage(model, ranges[each], first=each == 0, last=each == last) for each in self._stages}
+        stages = {each: DecoderStage(model, ranges[each], first=each == 0, last=each == last) for each in self._stages}
         self._pipeline = Pipeline(
             stages,
             self._workers,
@@ -208,7 +208,7 @@ class Meshed(OneByOne):
         model.logits = partial(self._pipeline.logits, model.logits, model.vocabulary_size)  # type: ignore[method-assign]
         return list(stages.values())
 
-    def _shard(self, model: nn.Module, stages: list[Stage]) -> nn.Module:
+    def _shard(self, model: nn.Module, stages: list[DecoderStage]) -> nn.Module:
         names = ("replicas", "shards") if self.mesh.replicas > 1 else ("shards",)
         self._fully = FullySharded(
             self.device,

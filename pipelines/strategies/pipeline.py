@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 from raystride.pipelines.strategies.feeding import Fed, Feeding
-from raystride.pipelines.strategies.stages import Schedule, Stage
+from raystride.pipelines.strategies.stages import DecoderStage, Schedule
 from raystride.pipelines.strategies.strategy import Forward, Slotted
 from raystride.pipelines.strategies.tensor_parallel import TokenShards
 
@@ -30,7 +30,7 @@ Accumulating = Callable[[int, int, bool], AbstractContextManager[None]]
 class _Stage(PipelineStage):  # type: ignore[misc]
     """A stage whose backwards add up gradients as the strategy has them added."""
 
-    def __init__(self, stage: Stage, accumulating: Accumulating, **arguments: Any) -> None:
+    def __init__(self, stage: DecoderStage, accumulating: Accumulating, **arguments: Any) -> None:
         super().__init__(stage, **arguments)
         self._accumulating, self._done = accumulating, 0
 
@@ -99,7 +99,7 @@ class Pipeline:
 
     def __init__(
         self,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, DecoderStage],
         workers: Sequence[int],
         group: dist.ProcessGroup,
         schedule: Schedule,
@@ -215,5 +215,5 @@ class Pipeline:
         return dist.get_global_rank(self._group, self._workers[stage])
 
     @property
-    def _any(self) -> Stage:
+    def _any(self) -> DecoderStage:
         return next(iter(self.stages.values()))

@@ -61,7 +61,7 @@ class StepData(Protocol):
     def loss(self, number: int, loss_sum: torch.Tensor, counted: torch.Tensor) -> torch.Tensor: ...
 
 
-class Stage(nn.Module):
+class DecoderStage(nn.Module):
     """Neighbouring blocks of a decoder, with what stands before the first and behind the last."""
 
     def __init__(self, model: Decoder, blocks: range, *, first: bool, last: bool) -> None:

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from raystride.triton_kernels.linear_cross_entropy_sharded import linear_cross_entropy_sharded
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
@@ -33,6 +32,7 @@ from raystride.model.dropout import Dropout
 from raystride.model.linear import Linear, linear
 from raystride.model.transformer import Decoder
 from raystride.model.translator import Translator
+from raystride.triton_kernels.linear_cross_entropy_sharded import linear_cross_entropy_sharded
 
 
 class TokenShards:
@@ -134,7 +134,7 @@ class _Sum(torch.autograd.Function):
         return grads[0], None
 
 
-def part(length: int, rank: int, size: int) -> range:
+def own_range(length: int, rank: int, size: int) -> range:
     """The neighbouring ones of `length` that a worker of `size` has."""
     return range(rank * length // size, (rank + 1) * length // size)
 
@@ -181,7 +181,7 @@ class Heads(_Style):
         attention: Any = module
         size, rank, shards = attention.head_size, self.shards.rank, self.shards.size
         queries, keys = attention.heads * size, attention.kv_heads * size
-        own, own_keys = part(queries, rank, shards), part(keys, rank, shards)
+        own, own_keys = own_range(queries, rank, shards), own_range(keys, rank, shards)
         after = [range(start + own_keys.start, start + own_keys.stop) for start in (0, keys, queries, queries + keys)]
         if isinstance(attention, CrossAttention):
             self.cut(attention.q, 0, own)
@@ -203,7 +203,7 @@ class Hidden(_Style):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         down: Any = module.down
-        own = part(down.weight.shape[1], self.shards.rank, self.shards.size)
+        own = own_range(down.weight.shape[1], self.shards.rank, self.shards.size)
         for name in ("gate", "up"):
             if hasattr(module, name):
                 self.cut(getattr(module, name), 0, own)
@@ -259,7 +259,7 @@ class Words(_Style):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         table: Any = module
-        own = part(table.weight.shape[0], self.shards.rank, self.shards.size)
+        own = own_range(table.weight.shape[0], self.shards.rank, self.shards.size)
         self.cut(table, 0, own)
         if isinstance(table, nn.Embedding):
             table.forward = partial(  # type: ignore[method-assign]
@@ -321,7 +321,7 @@ def _stream(
 
 def _spread_words(model: Any, words: int, shards: TokenShards) -> None:
     """Has a network compute its loss and its logits with a part of the words."""
-    first = part(words, shards.rank, shards.size).start
+    first = own_range(words, shards.rank, shards.size).start
     model.cross_entropy = partial(linear_cross_entropy_sharded, first_word=first, words=words, group=shards.group)
     model.logits = partial(_all_logits, model.logits, words, shards)
 
@@ -331,7 +331,7 @@ def _all_logits(
 ) -> torch.Tensor:
     """(..., C) -> (..., V), on all workers; without gradient."""
     own = logits(hidden.detach())
-    lengths = [len(part(words, rank, shards.size)) for rank in range(shards.size)]
+    lengths = [len(own_range(words, rank, shards.size)) for rank in range(shards.size)]
     padded = F.pad(own.flatten(0, -2), (0, max(lengths) - own.shape[-1]))
     parts = own.new_empty(shards.size * len(padded), max(lengths))
     dist.all_gather_into_tensor(parts, padded, group=shards.group)

@@ -143,7 +143,7 @@ def build_training(
     if shortfall := precision.shortfall(device):
         log(shortfall)
     network = model = strategy.build(task.build_model)
-    if config.train.dropout_masks == "place" or (config.train.dropout_masks == "auto" and config.scaling.group > 1):
+    if config.masks_by_place:
         number_dropouts(model)
     checkpoints = _checkpoints(job, worker, manifest, log)
     found = checkpoints.newest()
@@ -160,19 +160,7 @@ def build_training(
 
     train, held_out = _open_splits(job, config, task, manifest)
     choice = _choose_products(job, config, worker, network, train, found, log)
-    loader = Loader(
-        plan=build_plan(config, train.count, state.step, state.position),
-        samples=train,
-        rank=strategy.rank,
-        world=strategy.world,
-        micro_batch_slots=config.train.together,
-        equal_micro_batches=strategy.equal_micro_batches,
-        every_slot=strategy.every_slot,
-        fed=strategy.leads,
-        left_out=frozenset((each.step, each.slot) for each in state.left_out),
-        prefetch=config.data.prefetch,
-        device=device,
-    )
+    loader = _loader(config, strategy, train, state)
     bits = choice.bits | choose_attention(config, device=device, found=found, rank=rank, world=world, log=log)
     made = {"run": job.run, "bits": bits, "data": manifest.fingerprint, "order": asdict(loader.plan.order)}
     return Training(
@@ -189,6 +177,23 @@ def build_training(
         watchers=observers,
         stopping=stopping,
         log=log,
+    )
+
+
+def _loader(config: Config, strategy: Strategy, samples: Samples, state: TrainState) -> Loader:
+    """What reads this worker's micro-batches from a position on."""
+    return Loader(
+        plan=build_plan(config, samples.count, state.step, state.position),
+        samples=samples,
+        rank=strategy.rank,
+        world=strategy.world,
+        micro_batch_slots=config.train.together,
+        equal_micro_batches=strategy.equal_micro_batches,
+        every_slot=strategy.every_slot,
+        fed=strategy.leads,
+        left_out=frozenset((each.step, each.slot) for each in state.left_out),
+        prefetch=config.data.prefetch,
+        device=strategy.device,
     )
 
 

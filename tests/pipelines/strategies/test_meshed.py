@@ -1,0 +1,211 @@
+"""A mesh of workers takes the course of one: losses, norms, dropout, checkpoints, and bits where the order allows it."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raystride.pipelines.config import Checkpoint, Config, Guard, Model, Optimizer, Scaling, SettingError, Train
+from tests.pipelines.strategies.course import Course, changed, course_job, documents, run_course
+
+STEPS, SLOTS = 10, 8
+LOSS, NORM = 1e-6, 1e-5
+"""Relative. The issue asks for 1e-5 and 1e-4 after 30 steps, which `benchmarks.mesh --all` shows for all meshes."""
+Kind = tuple[str, str, str, float]
+"""Flavour, windows or documents, tied or untied, dropout."""
+MESHES: list[tuple[int, Scaling, Kind]] = [
+    (2, Scaling(tensor=2), ("llama", "documents", "untied", 0.1)),
+    (2, Scaling(pipeline=2), ("gpt2", "documents", "tied", 0.1)),
+    (2, Scaling(pipeline=2, schedule="zbv"), ("original", "windows", "tied", 0.0)),
+    (2, Scaling(context=2), ("gpt2", "documents", "untied", 0.1)),
+    (2, Scaling(context=2, context_exchange="keys"), ("llama", "windows", "tied", 0.1)),
+    (4, Scaling(tensor=2, strategy="fsdp"), ("original", "documents", "tied", 0.1)),
+    (4, Scaling(pipeline=2, schedule="interleaved", strategy="fsdp"), ("llama", "windows", "tied", 0.0)),
+    (4, Scaling(context=2, tensor=2, context_exchange="heads"), ("original", "windows", "untied", 0.1)),
+]
+"""Each value of each axis with each of each other, about."""
+MORE: list[tuple[int, Scaling, Kind]] = [
+    (4, Scaling(pipeline=2, tensor=2), ("gpt2", "windows", "untied", 0.1)),
+    (4, Scaling(pipeline=2, context=2, schedule="zbv"), ("llama", "documents", "untied", 0.1)),
+    (4, Scaling(tensor=2, strategy="ddp"), ("gpt2", "documents", "tied", 0.0)),
+    (4, Scaling(context=2, strategy="fsdp"), ("gpt2", "documents", "tied", 0.1)),
+    (4, Scaling(context=4), ("llama", "documents", "untied", 0.0)),
+    (4, Scaling(tensor=4), ("gpt2", "windows", "tied", 0.1)),
+    (4, Scaling(pipeline=4), ("original", "documents", "untied", 0.1)),
+    (8, Scaling(pipeline=2, context=2, tensor=2), ("llama", "documents", "tied", 0.1)),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the data is prepared once."""
+    return tmp_path_factory.mktemp("meshes")
+
+
+def _job(folder: Path, run: str, kind: Kind, scaling: Scaling, **sections: Any) -> Any:
+    flavour, packing, tied, dropout = kind
+    own = {"kv_heads": 4, "qk_norm": True, "qkv_bias": True} if flavour == "llama" else {}
+    model = Model(
+        flavour=flavour,  # type: ignore[arg-type]
+        layers=4,
+        heads=8,
+        width=32,
+        context=16,
+        tied=tied == "tied",
+        dropout=dropout,
+        **own,  # type: ignore[arg-type]
+    )
+    train = Train(
+        steps=STEPS,
+        slots=SLOTS,
+        slot_size=2,
+        log_every=1,
+        micro_batch_slots=1,
+        packing="documents" if packing == "documents" else "none",
+        dropout_masks="place",
+    )
+    train = replace(train, **sections.pop("train", {}))
+    if packing == "documents":
+        sections["data"] = documents(folder)
+    # A larger eps keeps gradients that are nothing but rounding from becoming whole updates.
+    optimizer = Optimizer(learning_rate=3e-3, warmup_steps=2, eps=1e-4, schedule="constant")
+    return course_job(folder, run, model=model, train=train, scaling=scaling, optimizer=optimizer, **sections)
+
+
+@cache
+def _alone(folder: Path, kind: Kind) -> Course:
+    return run_course(_job(folder, "alone-" + "-".join(map(str, kind)), kind, Scaling()), 1)
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, Scaling):
+        return str(value)
+    return " ".join(f"{key} {each}" for key, each in vars(value).items() if each != getattr(Scaling(), key))
+
+
+@pytest.mark.parametrize(
+    ("world", "scaling", "kind"),
+    [*MESHES, *(pytest.param(*each, marks=pytest.mark.long) for each in MORE)],  # type: ignore[misc]
+    ids=_name,
+)
+def test_a_mesh_takes_the_course_of_one_worker(folder: Path, world: int, scaling: Scaling, kind: Kind) -> None:
+    wanted = _alone(folder, kind)
+    found = run_course(_job(folder, f"{world} {_name(scaling)}", kind, replace(scaling, workers=world)), world)
+    assert found.losses == pytest.approx(wanted.losses, rel=LOSS)
+    assert found.norms == pytest.approx(wanted.norms, rel=NORM)
+    assert found.validations == pytest.approx(wanted.validations, rel=LOSS)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+def test_a_pipeline_alone_has_the_bits_of_one_worker(folder: Path, schedule: Any) -> None:
+    """But where a tied embedding's gradient comes from two stages, which are added in another order."""
+    kind = ("llama", "documents", "untied", 0.1)
+    scaling = Scaling(workers=2, pipeline=2, schedule=schedule)
+    assert run_course(_job(folder, f"bits-{schedule}", kind, scaling), 2).sha256 == _alone(folder, kind).sha256
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [Scaling(tensor=2, context=1), pytest.param(Scaling(pipeline=2, context=2), marks=pytest.mark.long)],
+    ids=_name,
+)
+def test_exact_groups_end_with_the_same_bits_whatever_their_number(folder: Path, scaling: Scaling) -> None:
+    kind = ("gpt2", "documents", "tied", 0.1)
+    shas = []
+    for groups in (1, 2):
+        world = groups * scaling.group
+        job = _job(folder, f"exact-{groups} {_name(scaling)}", kind, replace(scaling, workers=world), train={"exact": True})
+        shas.append(run_course(job, world).sha256)
+    assert shas[0] == shas[1]
+
+
+LEGS: list[tuple[int, Scaling]] = [
+    (2, Scaling(tensor=2)),
+    (4, Scaling(tensor=2, strategy="fsdp")),
+    (1, Scaling()),
+    (2, Scaling(pipeline=2, schedule="zbv")),
+    (2, Scaling(strategy="fsdp")),
+    (4, Scaling(pipeline=2, tensor=2)),
+    (2, Scaling(context=2)),
+    (1, Scaling()),
+]
+
+
+def test_checkpoints_go_from_any_mesh_to_any_other(folder: Path) -> None:
+    """Each goes on from the one before, and what it loads is what that saved, to the bit."""
+    kind, leg = ("llama", "windows", "tied", 0.0), 3
+    sections: dict[str, Any] = {"checkpoint": Checkpoint(every=leg)}
+    wanted = run_course(_job(folder, "legs-alone", kind, Scaling(), train={"steps": leg * len(LEGS)}, **sections), 1)
+    job = _job(folder, "legs", kind, Scaling(), **sections)
+    losses, before = [], ""
+    for number, (world, scaling) in enumerate(LEGS):
+        train = replace(job.config.train, steps=leg * (number + 1))
+        here = changed(job, f"a{number}", scaling=replace(scaling, workers=world), train=train)
+        if before:
+            loaded = run_course(changed(here, f"b{number}", train=replace(train, steps=leg * number)), world)
+            assert loaded.sha256 == before
+        course = run_course(here, world)
+        assert course.step == leg * (number + 1)
+        losses += course.losses
+        before = course.sha256
+    assert losses == pytest.approx(wanted.losses, rel=10 * LOSS)
+
+
+def _poison(training: Any) -> None:
+    """Makes a weight of the second block infinite, wherever that is."""
+    for name, parameter in training.model.named_parameters():
+        if name == "blocks.2.feed_forward.down.weight":
+            parameter.data.fill_(float("inf"))
+
+
+@pytest.mark.parametrize("scaling", [Scaling(pipeline=2), Scaling(context=2)], ids=_name)
+def test_a_bad_step_is_blamed_on_its_layer(folder: Path, scaling: Scaling) -> None:
+    kind = ("gpt2", "windows", "untied", 0.0)
+    job = _job(folder, f"bad {_name(scaling)}", kind, replace(scaling, workers=2), guard=Guard(policy="stop"))
+    with pytest.raises(AssertionError, match=r"first in blocks\.2\.feed_forward\.down; slot\(s\) 0, 1, 2, 3, 4, 5, 6, 7"):
+        run_course(job, 2, _poison)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"scaling": Scaling(tensor=3)}, "scaling.tensor is 3: it must divide model.heads, 8; the nearest is 2"),
+        ({"scaling": Scaling(pipeline=8)}, "nearest is 4"),
+        ({"scaling": Scaling(context=3)}, "must divide half of model.context, 16; the nearest is 2"),
+        ({"scaling": Scaling(tensor=2, workers=3)}, "must be a multiple of .*, 2; the nearest is 4"),
+        ({"scaling": Scaling(tensor=2, strategy="deepspeed")}, "must be `ddp` or `fsdp` in a mesh"),
+        ({"scaling": Scaling(pipeline=2, workers=16)}, "train.slots is 8: it must be at least 16"),
+        ({"scaling": Scaling(context=2), "task": "classification"}, "must be 1 with task `classification`"),
+        ({"scaling": Scaling(tensor=2), "train": Train(steps=1, compile="block")}, "must be `none` in a mesh"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_with_the_nearest_that_can(changes: dict[str, Any], words: str) -> None:
+    given = {"model": Model(layers=4, heads=8, width=32, context=16), "train": Train(steps=1, slots=8)} | changes
+    with pytest.raises(SettingError, match=words):
+        Config(**given)
+
+
+def test_no_worker_ever_holds_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is drawn is a whole parameter at a time; what is kept is a part."""
+    from raystride.model.cut import Cut, cut_before_drawn, cut_parameter
+    from raystride.model.transformer import Decoder
+
+    def plan(model: torch.nn.Module) -> None:
+        for module in model.modules():
+            if (weight := getattr(module, "weight", None)) is not None and weight.dim() == 2:
+                cut_parameter(module, "weight", Cut(tuple(weight.shape), 0, (range(weight.shape[0] // 2),)))
+
+    shape = Model(layers=3, heads=2, width=16, context=8)
+    torch.manual_seed(1)
+    whole = dict(Decoder(shape, 40).named_parameters())
+    torch.manual_seed(1)
+    with cut_before_drawn(plan):
+        parts = dict(Decoder(shape, 40).named_parameters())
+    for name, part in parts.items():
+        assert torch.equal(part, whole[name][: len(part)])
+    held = sum(each.untyped_storage().nbytes() for each in parts.values())
+    assert held < 0.55 * sum(each.untyped_storage().nbytes() for each in whole.values())
