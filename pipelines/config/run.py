@@ -33,18 +33,18 @@ class Scaling(Section):
     reshard: bool = setting(True)
     """With `fsdp`, drop a block's whole parameters after its forward and gather them again for its backward, which saves
     memory; without, they stay, which saves a third of the traffic."""
-    tensor: int = setting(1, at_least=1, since="0.4")
+    tensor: int = setting(1, at_least=1, since="0.3")
     """Workers that share a model's heads, hidden units and words, and between them its tokens (tensor and sequence
     parallelism); must divide model.heads and model.kv_heads."""
-    pipeline: int = setting(1, at_least=1, since="0.4")
+    pipeline: int = setting(1, at_least=1, since="0.3")
     """Workers that have a model's blocks one after another (pipeline parallelism); its slots are micro-batches."""
-    schedule: Literal["1f1b", "interleaved", "zbv"] = setting("1f1b", since="0.4")
+    schedule: Literal["1f1b", "interleaved", "zbv"] = setting("1f1b", since="0.3")
     """With `pipeline`, the order of forwards and backwards: one stage a worker, or two that are `interleaved`, or two there
     and back (`zbv`), which wait least and hold most."""
-    context: int = setting(1, at_least=1, since="0.4")
+    context: int = setting(1, at_least=1, since="0.3")
     """Workers that share each sample's tokens (context parallelism), for long contexts; twice as many must divide
     model.context."""
-    context_exchange: Literal["ring", "heads", "keys"] = setting("ring", since="0.4")
+    context_exchange: Literal["ring", "heads", "keys"] = setting("ring", since="0.3")
     """With `context`, what travels: keys and values round a `ring` while attention computes; tokens for `heads`, so that
     each worker has all tokens of some; or all `keys` at once."""
     zero: int = setting(1, at_least=1, at_most=3)

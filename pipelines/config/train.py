@@ -68,7 +68,7 @@ class Train(Section):
     """Neighbouring slots that run as one forward and backward, limited by memory; 0: all that a worker has.
 
     With train.exact it is always one."""
-    dropout_masks: Literal["auto", "order", "place"] = setting("auto", since="0.4")
+    dropout_masks: Literal["auto", "order", "place"] = setting("auto", since="0.3")
     """Which numbers dropout takes: those that come next in the `order` of a generator seeded by step and slot, or those that
     their `place` (step, slot, layer, token) names, so that they are the same on any mesh. `auto`: `place` in a mesh."""
     exact: bool = setting(False, fixed=True)
