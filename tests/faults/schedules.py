@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from raystride.pipelines.config import Checkpoint, Config, Model, Optimizer, Train, Validation
+from raystride.pipelines.config import Checkpoint, Config, Model, Optimizer, Scaling, Train, Validation
 from raystride.pipelines.worker.job import Job, WorkerInfo
 from tests.distributed import CONTEXT
 from tests.processes import make_job
@@ -41,6 +41,8 @@ class Attempt:
     victim: int = 0
     delay_s: float = 0.0
     """Moves the blow into some part of a step."""
+    scaling: Scaling | None = None
+    """How the model is spread over the workers; None: as the job says."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ def run_schedule(job: Job, schedule: Sequence[Attempt], scratch: Path) -> Outcom
     """Runs the attempts one after the other until one comes to its end; without any, one worker that is undisturbed."""
     resumed = 0
     for number, attempt in enumerate([*schedule, Attempt(1)]):
-        summary = _attempt(replace(job, attempt=f"a{number}"), attempt, scratch)
+        config = replace(job.config, scaling=attempt.scaling or job.config.scaling)
+        summary = _attempt(replace(job, attempt=f"a{number}", config=config), attempt, scratch)
         if summary:
             resumed += bool(summary["resumed_from"])
             if summary["complete"]:
