@@ -33,7 +33,7 @@ def generate(
     """
     if not prompts or not all(prompts):
         raise ValueError("every prompt needs at least one token; begin an empty one with the tokenizer's end token")
-    device = model.embedding.weight.device
+    device = next(model.parameters()).device  # a stage of a model need not have its embedding
     generator = torch.Generator(device=device).manual_seed(seed)
     rows = [list(prompt) for prompt in prompts]
     caches: list[LayerCache] = []
@@ -79,7 +79,7 @@ def _fresh_caches(model: Decoder, rows: list[list[int]], keep: int) -> tuple[lis
     """Empty caches for `context` positions, and how many positions of padding each row begins with, (B)."""
     lengths = [min(len(row), keep) for row in rows]
     caches = [LayerCache(model.shape.context) for _ in range(model.shape.layers)]
-    return caches, torch.tensor([max(lengths) - length for length in lengths], device=model.embedding.weight.device)
+    return caches, torch.tensor([max(lengths) - length for length in lengths], device=next(model.parameters()).device)
 
 
 def _prefill(model: Decoder, rows: list[list[int]], caches: list[LayerCache], padding: torch.Tensor) -> torch.Tensor:

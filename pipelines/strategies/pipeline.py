@@ -188,6 +188,8 @@ class Pipeline:
         if x is None:
             x = torch.empty(*ids.shape, self._stream[0], dtype=self._stream[1], device=self._device)
         dist.broadcast(x, self._rank_of(len(self._workers) - 1), group=self._group)
+        for cache in caches or ():  # those of the other stages' layers hold nothing here, and count all the same
+            cache.length = max(each.length for each in caches)
         return x
 
     def logits(self, logits: Callable[[torch.Tensor], torch.Tensor], words: int, hidden: torch.Tensor) -> torch.Tensor:

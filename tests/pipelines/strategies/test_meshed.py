@@ -1,14 +1,23 @@
 """A mesh of workers takes the course of one: losses, norms, dropout, checkpoints, and bits where the order allows it."""
 
+import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from raystride.model.hugging_face import to_hugging_face
+from raystride.model.transformer import Decoder
 from raystride.pipelines.config import Checkpoint, Config, Guard, Model, Optimizer, Scaling, SettingError, Train
+from raystride.pipelines.tokenizers.alphabets import ByteEncoder
+from raystride.pipelines.worker.job import Job, WorkerInfo
+from raystride.pipelines.worker.worker import build_training
+from tests.distributed import run_distributed
 from tests.pipelines.strategies.course import Course, changed, course_job, documents, run_course
 
 STEPS, SLOTS = 10, 8
@@ -45,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("meshes")
 
 
-def _job(folder: Path, run: str, kind: Kind, scaling: Scaling, **sections: Any) -> Any:
+def _job(folder: Path, run: str, kind: Kind, scaling: Scaling, **sections: Any) -> Job:
     flavour, packing, tied, dropout = kind
     own = {"kv_heads": 4, "qk_norm": True, "qkv_bias": True} if flavour == "llama" else {}
     model = Model(
@@ -154,6 +163,57 @@ def test_checkpoints_go_from_any_mesh_to_any_other(folder: Path) -> None:
     assert losses == pytest.approx(wanted.losses, rel=10 * LOSS)
 
 
+def _opened(rank: int, world: int, job: Job) -> tuple[str, list[float], str]:
+    """What a fresh training's model writes, the losses of some rows, and its hash."""
+    from raystride.pipelines.config import Sample
+    from raystride.pipelines.evaluate.writing import write_text
+    from raystride.pipelines.train.fingerprint import parameters_sha256
+
+    training = build_training(job, WorkerInfo(rank=rank, world=world), [], lambda: False, lambda _: None)
+    task = training.loader.samples.task
+    text = "".join(write_text(training.model, task, Sample(prompt="line", tokens=12, temperature=0.0)))  # type: ignore[arg-type]
+    inputs, targets = training.loader.samples.batch(np.arange(3))
+    with torch.no_grad():
+        losses, _ = task.losses(training.model, inputs, targets)
+    training.strategy.settle()
+    return text, losses.tolist(), parameters_sha256(training.model)
+
+
+@pytest.mark.parametrize(
+    ("world", "scaling"),
+    [
+        (2, Scaling(tensor=2)),
+        (2, Scaling(pipeline=2, schedule="zbv")),
+        (2, Scaling(context=2)),
+        pytest.param(4, Scaling(pipeline=2, strategy="fsdp"), marks=pytest.mark.long),
+    ],
+    ids=_name,
+)
+def test_weights_that_were_there_are_read_in_parts_and_write_the_same(folder: Path, world: int, scaling: Scaling) -> None:
+    kind = ("llama", "windows", "untied", 0.0)
+    job = _job(folder, "pretrained", kind, Scaling())
+    job = replace(job, config=replace(job.config, model=replace(job.config.model, qk_norm=False)))  # as Qwen2
+    weights = folder / "weights"
+    if not weights.exists():
+        _save_pretrained(job, weights)
+    job = replace(job, config=replace(job.config, model=replace(job.config.model, init_from=str(weights))))
+    alone = run_distributed(_opened, 1, job)[0]
+    meshed = replace(job, config=replace(job.config, scaling=replace(scaling, workers=world)))
+    for text, losses, sha256 in run_distributed(_opened, world, meshed):
+        assert (text, sha256) == (alone[0], alone[2])
+        assert losses == pytest.approx(alone[1], rel=LOSS)
+
+
+def _save_pretrained(job: Job, folder: Path) -> None:
+    """A folder in Hugging Face's layout with other weights than a run of this seed begins with."""
+    torch.manual_seed(77)
+    model = Decoder(job.config.model, ByteEncoder().vocabulary_size)
+    description, tensors = to_hugging_face(model, end_id=256)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(description))
+    save_file(tensors, folder / "model.safetensors")
+
+
 def _poison(training: Any) -> None:
     """Makes a weight of the second block infinite, wherever that is."""
     for name, parameter in training.model.named_parameters():
@@ -192,7 +252,6 @@ def test_what_cannot_be_is_refused_with_the_nearest_that_can(changes: dict[str, 
 def test_no_worker_ever_holds_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is drawn is a whole parameter at a time; what is kept is a part."""
     from raystride.model.cut import Cut, cut_before_drawn, cut_parameter
-    from raystride.model.transformer import Decoder
 
     def plan(model: torch.nn.Module) -> None:
         for module in model.modules():
