@@ -19,6 +19,7 @@ from raystride.pipelines.scaling_model.described import ClusterDescription
 from raystride.pipelines.scaling_model.fit import FREEDOM, draw_unknowns
 from raystride.pipelines.scaling_model.identified import Term, identify
 from raystride.pipelines.scaling_model.interval import Interval
+from raystride.pipelines.scaling_model.mesh import WorkMesh
 from raystride.pipelines.scaling_model.observation import Observation, TrialError, Work
 from raystride.pipelines.scaling_model.power import Power
 from raystride.pipelines.scaling_model.sampling import Array
@@ -123,28 +124,31 @@ class ScalingModel:
         return Interval.of(self._noisy(self._parts(work)))
 
     def predict(
-        self, work: Work, *, target_tokens: float, workers: Sequence[int] = WORKERS
+        self, work: Work, *, target_tokens: float, workers: Sequence[int] = WORKERS, mesh: WorkMesh | None = None
     ) -> list[Prediction | NotPredicted]:
-        """`work` on so many workers of the described cluster, which get the same share each: batches grow with them."""
-        open_terms = [term for term in self.terms() if term.source != "measured"]
-        return [self._predict(work, count, target_tokens, open_terms) for count in workers]
+        """`work` on so many workers of the described cluster, which get the same share each: batches grow with them.
 
-    def _predict(self, work: Work, workers: int, target: float, open_terms: Sequence[Term]) -> Prediction | NotPredicted:
+        Groups of a mesh stay as they are and become more, or become those of `mesh`.
+        """
+        asked = _Asked(target_tokens, mesh, [term for term in self.terms() if term.source != "measured"])
+        return [self._predict(work, count, asked) for count in workers]
+
+    def _predict(self, work: Work, workers: int, asked: "_Asked") -> Prediction | NotPredicted:
         cluster, found = self.cluster, self._refuse(work)
         if cluster is None or found:
             return NotPredicted(workers, found)
         try:
-            there = work.at(workers, cluster.gpus_per_node)
+            there = work.at(workers, cluster.gpus_per_node, asked.mesh)
         except TrialError as error:
             return NotPredicted(workers, (str(error),))
         parts = self._parts(there)
         seconds = self._noisy(parts)
         step = Interval.of(seconds)
-        moving = [term for term in open_terms if _moves(self.draws[term.name], parts.total)]
+        moving = [term for term in asked.open_terms if _moves(self.draws[term.name], parts.total)]
         if step.factor > WIDEST:
             return NotPredicted(workers, (f"a step may take {step.low:.3g} to {step.high:.3g} s", *map(str, moving)))
         price, power = cluster.price_per_gpu_hour, Power.of(self.observations, self._compute_share)
-        duration = seconds * target / there.tokens
+        duration = seconds * asked.target_tokens / there.tokens
         busy = _median(parts.compute / seconds)
         peak = cluster.peak_tflops and work.flops_per_token and work.flops_per_token / (cluster.peak_tflops * 1e12)
         return Prediction(
@@ -152,7 +156,7 @@ class ScalingModel:
             nodes=there.nodes,
             step_seconds=step,
             tokens_per_second=Interval.of(there.tokens / seconds),
-            efficiency=Interval.of(self._parts(work.at(1, 1)).total / parts.total),
+            efficiency=Interval.of(self._parts(there.alone()).total / there.group_workers / parts.total),
             seconds=Interval.of(duration),
             cost=None if price is None else Interval.of(duration * workers * price / 3600),
             joules=None if power is None else Interval.of(duration * workers * power.watts(busy)),
@@ -194,12 +198,23 @@ class ScalingModel:
             "waiting for data": np.full_like(parts.total, self._data_seconds),
             "what does not depend on the work": parts.overhead,
         }
+        if parts.bubble.any():
+            named["filling and draining the pipeline"] = parts.bubble
         whole = _median(parts.total) + self._data_seconds
         return {name: _median(seconds) / whole for name, seconds in named.items()}
 
     def _compute_share(self, work: Work) -> float:
         parts = self._parts(work)
         return _median(parts.compute / (parts.total + self._data_seconds))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a prediction is asked for, besides the number of workers."""
+
+    target_tokens: float
+    mesh: WorkMesh | None
+    open_terms: Sequence[Term]
 
 
 @dataclass(frozen=True)

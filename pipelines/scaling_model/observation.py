@@ -12,6 +12,8 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from raystride.pipelines.scaling_model.mesh import WorkMesh
+
 Strategy = Literal["single", "ddp", "fsdp", "deepspeed"]
 
 
@@ -68,6 +70,10 @@ class Work:
     """What sends: NCCL chooses between rings and trees, gloo has rings."""
     flops_per_token: float | None = None
     """Of forward and backward, for the utilisation."""
+    mesh: WorkMesh | None = None
+    """How groups of workers compute a slot together; None: each worker computes its own slots."""
+    effort: float = 1.0
+    """How many times the computing of a token of what `model` names, where several networks compute at one speed."""
 
     def __post_init__(self) -> None:
         counts = (
@@ -86,6 +92,9 @@ class Work:
             raise TrialError(
                 f"workers is {self.workers}: it must be a multiple of workers_per_node, {self.workers_per_node}"
             )
+        if self.mesh is not None:
+            self._check_mesh()
+            return
         if self.workers > self.slots:
             raise TrialError(
                 f"workers is {self.workers}: it must be at most slots, {self.slots}, or some have nothing to do"
@@ -95,6 +104,24 @@ class Work:
                 f"shard_workers is {self.shard_workers}: it must divide workers, {self.workers}, and fill nodes of "
                 f"{self.neighbours} or divide them"
             )
+
+    def _check_mesh(self) -> None:
+        if self.workers % self.group_workers:
+            raise TrialError(f"workers is {self.workers}: it must be a multiple of a group's, {self.group_workers}")
+        if self.groups > self.slots:
+            raise TrialError(f"workers is {self.workers}: slots, {self.slots}, must be at least its {self.groups} groups")
+        if self.groups % self.shards:
+            raise TrialError(f"shard_workers is {self.shard_workers}: it must divide the groups, {self.groups}")
+
+    @property
+    def group_workers(self) -> int:
+        """Workers that compute a slot together."""
+        return self.mesh.group_workers if self.mesh else 1
+
+    @property
+    def groups(self) -> int:
+        """Groups of workers, or without a mesh workers, among which slots are shared out."""
+        return self.workers // self.group_workers
 
     @property
     def nodes(self) -> int:
@@ -108,18 +135,19 @@ class Work:
 
     @property
     def shards(self) -> int:
-        """Workers that hold one copy of the model between them."""
-        return self.shard_workers or self.workers
+        """Workers that hold one copy of the model between them; with a mesh groups of them."""
+        return self.shard_workers or self.groups
 
     @property
     def micro_batches(self) -> int:
         """Forwards and backwards of the busiest worker in a step."""
-        return math.ceil(math.ceil(self.slots / self.workers) / self.slots_per_micro_batch)
+        return math.ceil(math.ceil(self.slots / self.groups) / self.slots_per_micro_batch)
 
     @property
-    def tokens_per_worker(self) -> int:
-        """Tokens of the busiest worker in a step; empty slots take as long as full ones."""
-        return math.ceil(self.slots / self.workers) * self.tokens_per_slot
+    def tokens_per_worker(self) -> float:
+        """Tokens of the busiest worker in a step, its share of the group's; empty slots take as long as full ones."""
+        share = math.ceil(self.slots / self.groups) * self.tokens_per_slot
+        return share if self.mesh is None else share / self.group_workers
 
     @property
     def tokens(self) -> int:
@@ -132,23 +160,34 @@ class Work:
         parts = [self.device, self.model, self.precision, f"{self.threads} threads" * (self.threads > 0)]
         return " ".join(filter(None, [*parts, "recompute" * self.recompute, self.variant]))
 
-    def at(self, workers: int, workers_per_node: int) -> "Work":
+    def at(self, workers: int, workers_per_node: int, mesh: WorkMesh | None = None) -> "Work":
         """The same work on another number of workers, each with as much to do as now, so that the batch grows with them.
 
-        A hybrid's groups stay as large, where there are as many workers. Raises TrialError where `workers` cannot be cut
-        into nodes or groups.
+        Groups of a mesh stay as they are, or become those of `mesh`; a hybrid's stay as large, where there are as many
+        workers. Raises TrialError where `workers` cannot be cut into nodes or groups.
         """
-        slots = math.ceil(self.slots / self.workers) * workers
+        mesh = mesh or self.mesh
+        group = mesh.group_workers if mesh else 1
+        groups = workers // group
+        if workers % group or not groups:
+            raise TrialError(f"workers is {workers}: it must be a multiple of a group's, {group}")
+        share = math.ceil(math.ceil(self.slots / self.groups) * group / self.group_workers)
         strategy: Strategy = "ddp" if self.strategy == "single" and workers > 1 else self.strategy
-        shards = min(self.shard_workers, workers)
         return replace(
             self,
             workers=workers,
             workers_per_node=workers_per_node,
-            slots=slots,
+            slots=share * groups,
             strategy=strategy,
-            shard_workers=shards,
+            shard_workers=min(self.shard_workers, groups),
+            mesh=mesh,
         )
+
+    def alone(self) -> "Work":
+        """A group's slots on one worker."""
+        slots = math.ceil(self.slots / self.groups)
+        shards = min(self.shard_workers, 1)
+        return replace(self, workers=1, workers_per_node=1, slots=slots, shard_workers=shards, mesh=None)
 
 
 @dataclass(frozen=True)

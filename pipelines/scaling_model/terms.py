@@ -8,6 +8,14 @@ Work of the busiest worker, seconds:
     sent      = bytes over the slower link + hops x latency, inside nodes and between them
     overhead  = micro-batches x (seconds a micro-batch) + seconds a step
 
+Of a mesh (`mesh`) a worker computes a part of its group's tokens, at the pace of the costliest stage, and besides
+
+    bubble    = compute x the schedule's share
+    exposed  += what is sent inside of groups, of which what computing goes on beside is hidden as above
+
+Neighbours along tensor are numbered next to each other, then those along context, the groups, and the pipeline, so that
+nodes take apart the pipeline first and tensor last.
+
 E(n) is the expected largest of n standard normal numbers, by Blom's approximation (1958): a group waits for its slowest.
 
 Bytes and hops of a collective of b bytes over n workers (Thakur, Rabenseifner and Gropp, 2005; Patarasuk and Yuan, 2009): a
@@ -28,6 +36,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
+from raystride.pipelines.scaling_model.mesh import Exchange, WorkMesh
 from raystride.pipelines.scaling_model.observation import Work
 
 Array = NDArray[np.float64]
@@ -57,6 +66,10 @@ class Traffic:
     gathers: Route = Route()
     ring: Route = Route()
     tree: Route = Route()
+    blocking: Route = Route()
+    """What the workers of a group send while they can do nothing else."""
+    passing: Route = Route()
+    """What they send while they compute something else."""
 
 
 def gather(size: float, messages: int, local: int, nodes: int, abreast: int = 1) -> Route:
@@ -89,14 +102,32 @@ def all_reduce(size: float, messages: int, local: int, nodes: int, *, trees: boo
     return Traffic(ring=ring, tree=tree)
 
 
+@dataclass(frozen=True)
+class Placed:
+    """Workers that exchange, where nodes cut them apart: on one node, how many nodes, and how many such sets a node has."""
+
+    local: int
+    nodes: int
+    abreast: int
+
+
+def placed(work: Work, count: int, stride: int) -> Placed:
+    """Where `count` workers are, each `stride` after the one before."""
+    local = min(count, max(1, work.neighbours // stride))
+    return Placed(local, math.ceil(count / local), work.neighbours // local)
+
+
 def traffic_of(work: Work) -> Traffic:
     """What one step of `work` sends.
 
     ddp sums gradients once, in the last micro-batch. fsdp gathers parameters for every forward, and with reshard for every
     backward, and scatters gradients in the last; copies then sum their shards. ZeRO by DeepSpeed sums whole buckets in
     stages 1 (last micro-batch) and 2 (every one), and gathers parameters after the update; stage 3 gathers twice and
-    scatters once in every micro-batch.
+    scatters once in every micro-batch. Of a mesh every worker holds its part of the parameters, whose gradients are summed
+    over groups and context; with a pipeline, fsdp gathers once a step.
     """
+    if work.mesh is not None:
+        return _traffic_of_mesh(work, work.mesh)
     gradients, weights = work.parameters * work.gradient_bytes, work.parameters * work.gather_bytes
     trees, messages, local = work.backend == "nccl", work.messages, min(work.shards, work.neighbours)
     everybody = all_reduce(gradients, messages, work.neighbours, work.nodes, trees=trees)
@@ -126,6 +157,60 @@ def _between_copies(work: Work, gradients: float, trees: bool) -> Traffic:
     return all_reduce(gradients / work.shards, work.messages, local, nodes, trees=trees, abreast=abreast)
 
 
+def _traffic_of_mesh(work: Work, mesh: WorkMesh) -> Traffic:
+    """Between groups, of what a worker holds; and inside of a group."""
+    trees, messages = work.backend == "nccl", math.ceil(work.messages * mesh.held)
+    gradients = work.parameters * mesh.held * work.gradient_bytes
+    if work.strategy == "fsdp":
+        traffic = _fsdp_of_mesh(work, mesh, gradients, trees)
+    else:
+        alike = placed(work, work.groups * mesh.context, mesh.tensor)
+        traffic = all_reduce(gradients, messages, alike.local, alike.nodes, trees=trees, abreast=alike.abreast)
+    tokens = work.slots_per_micro_batch * work.tokens_per_slot
+    sent = list(mesh.exchanges(tokens=tokens, micro_batches=work.micro_batches, recompute=work.recompute))
+    for each in sent:
+        route = _route(work, mesh, each)
+        name = "passing" if each.hidden else "blocking"
+        traffic = replace(traffic, **{name: getattr(traffic, name) + route})
+    return traffic
+
+
+def _fsdp_of_mesh(work: Work, mesh: WorkMesh, gradients: float, trees: bool) -> Traffic:
+    """Sets of groups hold a copy in shards; workers along context, and then copies, sum theirs."""
+    inside, messages = mesh.context * mesh.tensor, math.ceil(work.messages / mesh.pipeline)
+    weights = work.parameters * mesh.held * work.gather_bytes
+    sharing = placed(work, work.shards, inside)
+    passes = 1 if mesh.pipeline > 1 else (2 if work.reshard else 1) * work.micro_batches
+    gathered = gather(weights, messages, sharing.local, sharing.nodes, sharing.abreast).times(passes)
+    scattered = gather(gradients, messages, sharing.local, sharing.nodes, sharing.abreast).times(1 if trees else 2)
+    parts = []
+    for count, stride in ((mesh.context, mesh.tensor), (work.groups // work.shards, inside * work.shards)):
+        at = placed(work, count, stride)
+        parts.append(all_reduce(gradients / work.shards, messages, at.local, at.nodes, trees=trees, abreast=at.abreast))
+    return Traffic(gathered + scattered, parts[0].ring + parts[1].ring, parts[0].tree + parts[1].tree)
+
+
+def _route(work: Work, mesh: WorkMesh, exchange: Exchange) -> Route:
+    """The links that an exchange inside of a group takes."""
+    inside = mesh.context * mesh.tensor
+    count, stride = {
+        "tensor": (mesh.tensor, 1),
+        "context": (mesh.context, mesh.tensor),
+        "pipeline": (mesh.pipeline, inside * work.groups),
+    }[exchange.along]
+    at = placed(work, count, stride)
+    if exchange.kind == "pass":
+        # The border that crosses nodes, where one does, holds up the others.
+        if at.nodes > 1:
+            return Route(inter_bytes=exchange.size * at.abreast, inter_hops=exchange.messages)
+        return Route(intra_bytes=exchange.size, intra_hops=exchange.messages)
+    # Hops are counted by message: the sizes are those of all messages together.
+    once = gather(exchange.size, 1, at.local, at.nodes, at.abreast)
+    hops = gather(0.0, 1, at.local, at.nodes).times(exchange.messages)
+    route = replace(once, intra_hops=hops.intra_hops, inter_hops=hops.inter_hops)
+    return route.times(2 if exchange.kind == "sum" else 1)
+
+
 def hideable_of(work: Work) -> float:
     """The share of a worker's compute behind which it may send: the last backward under ddp, all of it where parameters
     are gathered too. A backward takes two forwards' time, and one more where activations are computed again."""
@@ -147,6 +232,14 @@ def slowest_of(workers: int) -> float:
     return NormalDist().inv_cdf((workers - 0.375) / (workers + 0.25))
 
 
+def bubble_of(work: Work) -> float:
+    """Time in which a worker of a pipeline has nothing to do, as a multiple of what it computes; 0 without a mesh."""
+    if work.mesh is None:
+        return 0.0
+    # It fills and drains through stages of which most cost less than the one that sets the pace.
+    return work.mesh.bubble(work.micro_batches, recompute=work.recompute) / work.mesh.busiest
+
+
 @dataclass(frozen=True)
 class Table:
     """What the formulas need of several works: arrays (works,) by name, and the works' groups."""
@@ -166,7 +259,8 @@ def terms_table(works: Sequence[Work]) -> Table:
         rows.append(
             {
                 **{f"{way} {name}": value for way, route in vars(sent).items() for name, value in vars(route).items()},
-                "tokens": work.tokens_per_worker,
+                "tokens": work.tokens_per_worker * work.effort * (work.mesh.busiest if work.mesh else 1.0),
+                "bubble": bubble_of(work),
                 "micro_batches": work.micro_batches,
                 "others": work.neighbours - 1,
                 "slowest": slowest_of(work.workers),
@@ -188,11 +282,13 @@ class Parts:
     exposed: Array
     """Communication that nothing hides."""
     overhead: Array
+    bubble: Array
+    """While a pipeline fills and drains."""
 
     @property
     def total(self) -> Array:
         """Seconds of a step without waiting for data, draws x works."""
-        return self.compute + self.waiting + self.exposed + self.overhead
+        return self.compute + self.waiting + self.exposed + self.overhead + self.bubble
 
 
 def seconds_of(works: Table, values: Mapping[str, Array]) -> Parts:
@@ -204,10 +300,12 @@ def seconds_of(works: Table, values: Mapping[str, Array]) -> Parts:
     compute = works["tokens"] * a_token * (1 + values["crowding"] * works["others"])
     sent = _sent(works, values, "gathers") + np.minimum(_sent(works, values, "ring"), _sent(works, values, "tree"))
     hidden = values["overlap"] * works["hideable"] * compute
+    inside = _sent(works, values, "blocking") + np.maximum(_sent(works, values, "passing") - values["overlap"] * compute, 0)
     return Parts(
         compute=compute,
         waiting=compute * values["slowest"] * works["slowest"],
-        exposed=np.maximum(sent - hidden, works["tail"] * sent),
+        exposed=np.maximum(sent - hidden, works["tail"] * sent) + inside,
+        bubble=compute * works["bubble"],
         overhead=works["micro_batches"] * values["micro-batch"] + values["fixed"],
     )
 

@@ -6,10 +6,13 @@ observation = observation_of(candidate.config, result)
 import math
 import statistics
 
+from raystride.model.shape import DecoderShape, is_tied, key_width, matrices, query_width
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.combinations import SHARDED
 from raystride.pipelines.memory.activations import Arithmetic, Network
+from raystride.pipelines.memory.estimate import arithmetic_of
 from raystride.pipelines.memory.networks import expected, network_of
+from raystride.pipelines.scaling_model.mesh import WorkMesh
 from raystride.pipelines.scaling_model.observation import Observation, Strategy, TrialError, Work
 from raystride.pipelines.sweep.result import Result
 
@@ -33,12 +36,15 @@ def observation_of(config: Config, result: Result) -> Observation:
 def work_of(config: Config, result: Result) -> Work:
     """What each step of the trial computed and sent. Raises TrialError where nothing tells its number of parameters."""
     scaling, train = config.scaling, config.train
-    strategy: Strategy = scaling.strategy if scaling.strategy != "auto" else "ddp" if result.workers > 1 else "single"
+    several = result.workers > 1
+    strategy: Strategy = scaling.strategy if scaling.strategy != "auto" else "ddp" if several else "single"
     network = network_of(config, expected(config), slots=1, arithmetic=Arithmetic())
     parameters = int(result.figures.get("parameters") or (network.count if network else 0))
     if not parameters:
         raise TrialError(f"task is {config.task!r} and the trial's summary has no parameters: measure it again")
-    share = math.ceil(train.slots / result.workers)
+    # Slots are shared out among groups of workers, and where there are stages they are micro-batches.
+    share = math.ceil(train.slots / max(1, result.workers // scaling.group))
+    together = 1 if scaling.pipeline > 1 else min(share, train.together or share)
     half = train.precision == "pure_bf16" or (strategy == "fsdp" and train.precision in ("bf16", "fp16"))
     return Work(
         device=result.device,
@@ -50,7 +56,7 @@ def work_of(config: Config, result: Result) -> Work:
         slots=train.slots,
         tokens_per_slot=max(1, round(result.tokens_per_step / train.slots)),
         messages=_messages(config, strategy, parameters, network),
-        slots_per_micro_batch=min(share, train.together or share),
+        slots_per_micro_batch=together,
         zero=scaling.zero,
         reshard=scaling.reshard,
         shard_workers=scaling.shard_workers,
@@ -63,7 +69,39 @@ def work_of(config: Config, result: Result) -> Work:
         variant=_variant(config, strategy),
         backend="gloo" if result.device == "cpu" else "nccl",
         flops_per_token=result.figures.get("flops_per_token"),
+        mesh=_mesh(config, result, together) if scaling.group > 1 else None,
     )
+
+
+def _mesh(config: Config, result: Result, together: int) -> WorkMesh:
+    """How a group of workers computes a slot together."""
+    scaling, model, words = config.scaling, config.model, config.tokenizer.vocabulary_size
+    means = arithmetic_of(config, "cpu" if result.device == "cpu" else "cuda")
+    return WorkMesh(
+        pipeline=scaling.pipeline,
+        context=scaling.context,
+        tensor=scaling.tensor,
+        schedule=scaling.schedule,
+        stages_per_worker=scaling.stages // scaling.pipeline,
+        context_exchange=scaling.context_exchange,
+        layers=model.layers,
+        width=model.width,
+        queries=query_width(model),
+        keys=2 * key_width(model),
+        words=words if is_tied(model) else 0,
+        head_blocks=head_in_blocks(model, words),
+        # Of packed documents nobody knows how long they are: one is the most to send.
+        documents=1 if config.train.slot_tokens else together * config.train.slot_size,
+        stream_bytes=means.stream,
+        product_bytes=means.product,
+        gradient_bytes=FP32_BYTES,
+    )
+
+
+def head_in_blocks(shape: DecoderShape, words: int) -> float:
+    """Operations of the head of a decoder with so many words, in those of a block; as `strategies.stages.cut_stages`."""
+    block = 6.0 * matrices(shape) + 12.0 * query_width(shape) * shape.context
+    return 6.0 * words * shape.width / block
 
 
 def _described(config: Config, parameters: int) -> str:
