@@ -2,7 +2,7 @@
 
 Small decoders in all flavours, with windows and with packed documents, with tied and with own heads, take 30 steps on every
 mesh of 2 and 4 processes and on six of 8. Losses must agree with one worker's within 1e-5, and each parameter's gradient,
-at the first step and, without ReLUs, at the last, within 1e-4 of its norm. All in fp32, by PyTorch's products; dropout by place.
+at the first step and, without ReLUs, at the last, within 1e-4 of its norm. In fp32, PyTorch's products, dropout by place.
 
     python -m benchmarks.mesh                                 # one case a mesh; some minutes on two cores
     python -m benchmarks.mesh --all                           # all of them; half an hour
