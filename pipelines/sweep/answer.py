@@ -17,7 +17,7 @@ from raystride.pipelines.scaling_model.observation import Observation, TrialErro
 from raystride.pipelines.sweep.choice import UNITS, best_of, by_settings, front_of, price_of, recommendation, score
 from raystride.pipelines.sweep.observed import observation_of
 from raystride.pipelines.sweep.result import Result
-from raystride.pipelines.sweep.space import Candidate
+from raystride.pipelines.sweep.space import Candidate, mesh_words
 
 AIM = 0.1
 """The median error on trials held back that we aim for."""
@@ -119,7 +119,9 @@ def _in_words(
     lines = [f"Use {best.label}."]
     others = [result for result in merged if result.status == "measured" and result not in alike]
     spread = f" ± {best.spread:.1%}" if len(best.speeds) > 1 else ""
-    lines.append(f"It trains {best.speed:,.0f}{spread} tokens a second on {best.workers} worker{'s' * (best.workers > 1)}.")
+    groups = mesh_words(base.scaling, best.settings)
+    on = f"{best.workers} worker{'s' * (best.workers > 1)}" + f" in {groups}" * bool(groups)
+    lines.append(f"It trains {best.speed:,.0f}{spread} tokens a second on {on}.")
     if objective == "loss":
         steps = Candidate(base, best.settings).config
         after = f" after {steps.train.steps:,} steps" if steps else ""

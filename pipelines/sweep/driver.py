@@ -33,7 +33,7 @@ from raystride.pipelines.sweep.choice import price_of, undecided
 from raystride.pipelines.sweep.page import write_report
 from raystride.pipelines.sweep.progress import Board
 from raystride.pipelines.sweep.result import WITHOUT_FIGURES, Result, forget, keep_result, keys, results
-from raystride.pipelines.sweep.space import Candidate, draw, grid
+from raystride.pipelines.sweep.space import Candidate, draw, grid, mesh_flags
 from raystride.pipelines.sweep.tracking import Tracking
 from raystride.pipelines.sweep.tuning import SweepPlan, measure
 from raystride.pipelines.tasks import build_task
@@ -248,5 +248,8 @@ def _show_closing(folder: Folder, outcome: Answer, tracking: Tracking, unfinishe
     screen.line(f"results  {folder}")
     ui = pasted("ui", storage=str(storage))
     screen.line(f"mlflow   {tracking.link or (ui if tracking.run_id else 'not logged there')}")
-    next_job = f"{program()} train --config {quote(str(folder / 'recommended.yaml'))} {of_storage(str(storage))}".rstrip()
+    # Whoever starts it sees over how many workers a model is spread, and what to change where there are others.
+    flags = mesh_flags(outcome.best.settings) if outcome.best else ""
+    parts = [program(), "train --config", quote(str(folder / "recommended.yaml")), flags, of_storage(str(storage))]
+    next_job = " ".join(filter(None, parts))
     screen.line(f"next     {next_job if outcome.best else 'look at the causes in report.html, and change sweep.space'}")

@@ -24,11 +24,13 @@ def observation_of(config: Config, result: Result) -> Observation:
     """A measured trial. Raises TrialError where its workers do not fill nodes evenly, or nothing tells its parameters."""
     seconds = statistics.median(result.step_seconds)
     joules = result.figures.get("joules_per_token")
+    # In a mesh that is but one of several exchanges, and stages of a pipeline come to it one after another.
+    tells_the_wait = config.scaling.strategy not in SHARDED and config.scaling.group == 1
     return Observation(
         work_of(config, result),
         step_seconds=result.step_seconds,
         data_seconds=result.shares.get("data", 0.0) * seconds,
-        reduce_seconds=None if config.scaling.strategy in SHARDED else result.shares.get("reduce", 0.0) * seconds,
+        reduce_seconds=result.shares.get("reduce", 0.0) * seconds if tells_the_wait else None,
         joules_per_token=float(joules) if isinstance(joules, int | float) else None,
     )
 

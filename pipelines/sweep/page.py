@@ -20,6 +20,7 @@ from raystride.pipelines.sweep import pictures, views
 from raystride.pipelines.sweep.answer import AIM, Answer
 from raystride.pipelines.sweep.choice import HOUR_S
 from raystride.pipelines.sweep.result import Result
+from raystride.pipelines.sweep.space import mesh_words
 from raystride.pipelines.sweep.views import plain_number
 
 MIB = 2**20
@@ -64,6 +65,7 @@ def _figures(answer: Answer, result: Result) -> list[tuple[str, str]]:
         ("loss", plain_number(result.final_loss) if math.isfinite(result.final_loss) else ""),
         ("tokens/s", _speed(result)),
         ("workers", str(result.workers)),
+        ("mesh", mesh_words(answer.base.scaling, result.settings)),
         ("device", result.device),
         ("step, ms", plain_number(1e3 * fmean(result.step_seconds))),
         ("model FLOP utilisation", _shown(figure("mfu"), "{:.1%}")),

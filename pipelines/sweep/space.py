@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config import Config, Scaling, SettingError
 from raystride.pipelines.config.condition import Condition
 from raystride.pipelines.config.parse import as_typed
 from raystride.pipelines.config.sweep import SweepConfig
@@ -29,6 +29,8 @@ ATTEMPTS = 100
 """Random draws for each candidate before the conditions are taken to leave no more."""
 DECISIVE = ("scaling", "warmup_steps", "window_steps", "windows", "objective", "target_loss")
 """Settings of a sweep on which a trial's figures depend."""
+MESH = ("scaling.tensor", "scaling.pipeline", "scaling.schedule", "scaling.context", "scaling.context_exchange")
+"""Settings that say how a group of workers computes a slot together."""
 ASIDE = ("run", "storage", "launch.", "record.")
 """Settings of a training on which they do not, or names that begin so."""
 
@@ -124,6 +126,28 @@ def short(key: str) -> str:
 def shown_value(value: Any) -> str:
     """A value as people read it."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def mesh_words(scaling: Scaling, settings: Settings) -> str:
+    """How a combination's groups of workers compute a slot together; empty where a group is one worker.
+
+    In words: `groups of 4 (pipeline 2 zbv, tensor 2)`. Raises SettingError where `settings` has what is no mesh.
+    """
+    scaling = replace(scaling, **{short(key): settings[key] for key in MESH if key in settings})
+    if scaling.group == 1:
+        return ""
+    several = {
+        "pipeline": f"pipeline {scaling.pipeline} {scaling.schedule}",
+        "context": f"context {scaling.context} {scaling.context_exchange}",
+        "tensor": f"tensor {scaling.tensor}",
+    }
+    named = ", ".join(words for name, words in several.items() if getattr(scaling, name) > 1)
+    return f"groups of {scaling.group} ({named})"
+
+
+def mesh_flags(settings: Settings) -> str:
+    """The mesh of a combination as flags of a command line; empty where none varies."""
+    return " ".join(f"--{key} {settings[key]}" for key in MESH if key in settings)
 
 
 def with_settings(config: Config, settings: Settings) -> Config:

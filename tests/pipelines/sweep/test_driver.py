@@ -77,6 +77,22 @@ def test_a_share_answers_where_no_other_has_anything_left(tmp_path: Path, capsys
     assert "share: ''" in folder.read("config.yaml").decode()
 
 
+def test_the_command_that_it_ends_with_says_over_which_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = at(tmp_path, space={"scaling.tensor": [1, 2], "scaling.pipeline": [1, 2]})
+    base = replace(base, run="s", scaling=replace(base.scaling, workers=4), record=replace(base.record, mlflow=False))
+    folder = Folder(str(tmp_path)) / "s"
+    for speed, candidate in enumerate(candidates_of(base), start=1):
+        settings = dict(candidate.settings)
+        keep_result(folder, replace(trial(1000.0 * speed, 4), key=candidate.key, label=candidate.label, settings=settings))
+    assert run_sweep(Parsed(base, "s")) == 0
+    said = capsys.readouterr().out
+    assert "tokens a second on 4 workers in groups of 4 (pipeline 2 1f1b, tensor 2)." in said
+    assert f"train --config {folder}/recommended.yaml --scaling.tensor 2 --scaling.pipeline 2 --storage {tmp_path}" in said
+    recommended = folder.read("recommended.yaml").decode()
+    assert "tensor: 2" in recommended
+    assert "pipeline: 2" in recommended
+
+
 @pytest.mark.parametrize("share", ["2/2", "1", "-1/2", "a/b"])
 def test_a_share_that_is_none_is_refused(tmp_path: Path, share: str) -> None:
     with pytest.raises(SettingError, match=f"sweep.share is '{share}': it must be k/n"):

@@ -20,7 +20,7 @@ TWO: Result = replace(trial(1000.0, 2), tokens_per_step=8 * 4 * 64, figures={"jo
 
 def config(**changes: Any) -> Config:
     """The base, with these settings of `scaling`, or of `train`."""
-    ours = {"strategy", "bucket_mib", "zero", "shard_workers", "reshard"}
+    ours = {"strategy", "bucket_mib", "zero", "shard_workers", "reshard", "context", "context_exchange"}
     scaling = {key: value for key, value in changes.items() if key in ours}
     train = {key: value for key, value in changes.items() if key not in ours}
     return replace(BASE, scaling=Scaling(workers=2, **scaling), train=replace(BASE.train, **train))
@@ -82,6 +82,25 @@ def test_micro_batches_are_as_large_as_settings_and_shares_allow() -> None:
     sizes = [observation_of(config(micro_batch_slots=most), TWO).work.slots_per_micro_batch for most in (1, 3, 8)]
     assert sizes == [1, 3, 4]
     assert observation_of(config(exact=True), TWO).work.slots_per_micro_batch == 1
+
+
+def test_a_group_of_workers_is_told_with_its_mesh() -> None:
+    four = replace(TWO, workers=4)
+    spread = Scaling(workers=4, tensor=2, pipeline=2, schedule="interleaved", strategy="ddp")
+    deep = replace(BASE, model=replace(MODEL, layers=4), scaling=spread)
+    found = observation_of(deep, four)
+    work, mesh = found.work, found.work.mesh
+    assert mesh
+    assert (work.group_workers, work.groups, work.micro_batches, work.slots_per_micro_batch) == (4, 1, 8, 1)
+    assert (mesh.tensor, mesh.pipeline, mesh.stages_per_worker, mesh.schedule) == (2, 2, 2, "interleaved")
+    assert (mesh.layers, mesh.width, mesh.queries, mesh.keys) == (4, 64, 64, 128)
+    assert (mesh.stream_bytes, mesh.product_bytes, mesh.documents) == (4, 4, 4)
+    assert found.reduce_seconds is None
+    assert work.tokens_per_worker == 8 * 4 * 64 / 4
+    shared = observation_of(config(context=2, context_exchange="keys", micro_batch_slots=2, strategy="fsdp"), TWO).work.mesh
+    assert shared
+    assert (shared.context, shared.context_exchange, shared.documents, shared.pipeline) == (2, "keys", 8, 1)
+    assert observation_of(config(), TWO).work.mesh is None
 
 
 def test_workers_that_fill_no_node_are_not_described() -> None:

@@ -297,3 +297,22 @@ def test_a_sweep_of_speed_and_loss_shows_the_front() -> None:
     assert f"both faster and better than these: {every[2].label} (300 tokens/s, loss 2.1); {every[0].label}" in found.text
     assert found.summary["front"] == [every[2].run, every[0].run]
     assert "on the front" in sweep_page(found)
+
+
+def test_a_mesh_is_named_in_the_answer_and_on_the_page() -> None:
+    base = sweep(space={"scaling.tensor": [1, 2], "scaling.pipeline": [1, 2]})
+    base = replace(base, scaling=replace(base.scaling, workers=4))
+    every = []
+    for tensor, pipeline, speed in ((1, 1, 1000), (2, 1, 3000), (1, 2, 2000), (2, 2, 1500)):
+        settings = {"scaling.tensor": tensor, "scaling.pipeline": pipeline}
+        label = f"tensor {tensor}, pipeline {pipeline}"
+        every.append(replace(trial(speed, 4), key=label, label=label, settings=settings))
+    found = answer(base, every, None)
+    assert "Use tensor 2, pipeline 1." in found.text
+    assert "tokens a second on 4 workers in groups of 2 (tensor 2)." in found.text
+    assert found.recommended
+    assert "tensor: 2" in found.recommended
+    assert [found.observed[one.key].work.group_workers for one in every] == [1, 2, 2, 4]
+    assert found.model
+    rows = read(sweep_page(found)).rows
+    assert ["mesh", "groups of 2 (tensor 2)"] in rows

@@ -1,20 +1,33 @@
 """What a sweep tries: every combination once a round, in an order that a second start repeats."""
 
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystride.pipelines.config import Scaling, Train
+from raystride.pipelines.config import Model, Scaling, Tokenizer, Train
 from raystride.pipelines.config.parse import configured
 from raystride.pipelines.config.sweep import Sweep, SweepConfig
-from raystride.pipelines.sweep.space import draw, grid, meets
+from raystride.pipelines.sweep.space import draw, grid, meets, mesh_flags, mesh_words
 
 SPACE = {"scaling.workers": [1, 2, 8], "train.precision": ["fp32", "bf16"]}
 
 
 def sweep(**settings: object) -> SweepConfig:
     return SweepConfig(run="s", train=Train(slots=4, slot_size=2), sweep=Sweep(space=SPACE, **settings))  # type: ignore[arg-type]
+
+
+def meshes(space: dict[str, list[int]], *, workers: Any = 4, **settings: Any) -> SweepConfig:
+    """A sweep over meshes of a model of two layers and two heads."""
+    return SweepConfig(
+        run="s",
+        tokenizer=Tokenizer(kind="bytes"),
+        model=Model(layers=2, heads=2, width=32, context=32),
+        train=Train(slots=4, slot_size=2),
+        scaling=Scaling(workers=workers, threads=1),
+        sweep=Sweep(space=space, **settings),
+    )
 
 
 def test_a_grid_is_every_combination_and_says_which_rules_refuse() -> None:
@@ -49,6 +62,44 @@ def test_keys_tell_trials_apart_that_measure_something_else_and_no_others() -> N
     assert next(grid(sweep(window_steps=3))).key != first
     other = SweepConfig(run="t", storage="/elsewhere", train=Train(slots=4, slot_size=2), sweep=Sweep(space=SPACE))
     assert next(grid(other)).key == first
+
+
+def test_a_mesh_may_vary_and_what_cannot_be_says_why() -> None:
+    space = {"scaling.tensor": [1, 2, 3], "scaling.pipeline": [1, 2, 4], "scaling.context": [1, 2]}
+    found = list(grid(meshes(space)))
+    left_out = {each.label: each.refusal for each in found if each.refusal}
+    assert len(found) == 18
+    assert sorted(each.label for each in found if each.config) == [
+        "tensor 1, pipeline 1, context 1",
+        "tensor 1, pipeline 1, context 2",
+        "tensor 1, pipeline 2, context 1",
+        "tensor 1, pipeline 2, context 2",
+        "tensor 2, pipeline 1, context 1",
+        "tensor 2, pipeline 1, context 2",
+        "tensor 2, pipeline 2, context 1",
+    ]
+    assert "it makes 4 stages with schedule `1f1b`, of model.layers 2" in left_out["tensor 1, pipeline 4, context 1"]
+    assert "must be a multiple of scaling.pipeline x context x tensor, 8" in left_out["tensor 2, pipeline 2, context 2"]
+    free = meshes(space, workers="auto")
+    assert (
+        "it must divide model.heads, 2" in next(each for each in grid(free) if each.settings["scaling.tensor"] == 3).refusal
+    )
+
+
+def test_weak_scaling_keeps_the_work_of_a_worker_in_every_mesh() -> None:
+    found = grid(meshes({"scaling.workers": [2, 4], "scaling.tensor": [1, 2]}, scaling="weak"))
+    assert [each.config.train.slots for each in found if each.config] == [8, 8, 16, 16]
+
+
+def test_a_mesh_is_named_in_words_and_flags() -> None:
+    assert mesh_words(Scaling(workers=4), SPACE) == ""
+    assert mesh_words(Scaling(workers=2, context=2, context_exchange="keys"), {}) == "groups of 2 (context 2 keys)"
+    whole = Scaling(workers=8, pipeline=2, schedule="zbv", tensor=2)
+    assert mesh_words(whole, {"scaling.tensor": 4}) == "groups of 8 (pipeline 2 zbv, tensor 4)"
+    assert mesh_flags({"scaling.workers": 4, "scaling.pipeline": 2, "scaling.tensor": 1}) == (
+        "--scaling.tensor 1 --scaling.pipeline 2"
+    )
+    assert mesh_flags(SPACE) == ""
 
 
 @given(seed=st.integers(0, 2**32), trials=st.integers(1, 8))

@@ -207,6 +207,10 @@ def test_what_cannot_run_is_not_started_and_says_why() -> None:
     crowded = refusal(candidate(scaling__workers=4, scaling__threads=2), THERE)
     assert crowded
     assert crowded.cause == "resources: CPU: 8 asked, 4 there"
+    spread = refusal(candidate(scaling__workers=8, scaling__tensor=2, scaling__threads=1, train__slots=8), THERE)
+    assert spread
+    assert spread.cause == "resources: CPU: 8 asked, 4 there"
+    assert refusal(candidate(scaling__workers=4, scaling__tensor=2, scaling__pipeline=2, scaling__threads=1), THERE) is None
     untyped = refusal(candidate(train__precision="fp7"), THERE)
     assert untyped
     assert "train.precision is 'fp7': it must be one of auto, fp32" in untyped.cause
