@@ -15,14 +15,15 @@ from raystride.model.hugging_face import to_hugging_face
 from raystride.model.transformer import Decoder
 from raystride.pipelines.config import Checkpoint, Config, Guard, Model, Optimizer, Scaling, SettingError, Train
 from raystride.pipelines.tokenizers.alphabets import ByteEncoder
+from raystride.pipelines.train.fingerprint import parameters_sha256
 from raystride.pipelines.worker.job import Job, WorkerInfo
 from raystride.pipelines.worker.worker import build_training
 from tests.distributed import run_distributed
 from tests.pipelines.strategies.course import Course, changed, course_job, documents, run_course
 
-STEPS, SLOTS = 10, 8
+STEPS, SLOTS = 6, 8
 LOSS, NORM = 1e-6, 1e-5
-"""Relative. The issue asks for 1e-5 and 1e-4 after 30 steps, which `benchmarks.mesh --all` shows for all meshes."""
+"""Relative; `benchmarks.mesh --all` holds all meshes to 1e-5 and 1e-4 after 30 steps."""
 Kind = tuple[str, str, str, float]
 """Flavour, windows or documents, tied or untied, dropout."""
 MESHES: list[tuple[int, Scaling, Kind]] = [
@@ -31,16 +32,14 @@ MESHES: list[tuple[int, Scaling, Kind]] = [
     (2, Scaling(pipeline=2, schedule="zbv"), ("original", "windows", "tied", 0.0)),
     (2, Scaling(context=2), ("gpt2", "documents", "untied", 0.1)),
     (2, Scaling(context=2, context_exchange="keys"), ("llama", "windows", "tied", 0.1)),
+]
+"""With those below each value of an axis meets each of the others, about."""
+MORE: list[tuple[int, Scaling, Kind]] = [
     (4, Scaling(tensor=2, strategy="fsdp"), ("original", "documents", "tied", 0.1)),
     (4, Scaling(pipeline=2, schedule="interleaved", strategy="fsdp"), ("llama", "windows", "tied", 0.0)),
     (4, Scaling(context=2, tensor=2, context_exchange="heads"), ("original", "windows", "untied", 0.1)),
-]
-"""Each value of each axis with each of each other, about."""
-MORE: list[tuple[int, Scaling, Kind]] = [
     (4, Scaling(pipeline=2, tensor=2), ("gpt2", "windows", "untied", 0.1)),
     (4, Scaling(pipeline=2, context=2, schedule="zbv"), ("llama", "documents", "untied", 0.1)),
-    (4, Scaling(tensor=2, strategy="ddp"), ("gpt2", "documents", "tied", 0.0)),
-    (4, Scaling(context=2, strategy="fsdp"), ("gpt2", "documents", "tied", 0.1)),
     (4, Scaling(context=4), ("llama", "documents", "untied", 0.0)),
     (4, Scaling(tensor=4), ("gpt2", "windows", "tied", 0.1)),
     (4, Scaling(pipeline=4), ("original", "documents", "untied", 0.1)),
@@ -108,7 +107,9 @@ def test_a_mesh_takes_the_course_of_one_worker(folder: Path, world: int, scaling
     assert found.validations == pytest.approx(wanted.validations, rel=LOSS)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", *(pytest.param(each, marks=pytest.mark.long) for each in ("interleaved", "zbv"))]
+)
 def test_a_pipeline_alone_has_the_bits_of_one_worker(folder: Path, schedule: Any) -> None:
     """But where a tied embedding's gradient comes from two stages, which are added in another order."""
     kind = ("llama", "documents", "untied", 0.1)
@@ -118,7 +119,7 @@ def test_a_pipeline_alone_has_the_bits_of_one_worker(folder: Path, schedule: Any
 
 @pytest.mark.parametrize(
     "scaling",
-    [Scaling(tensor=2, context=1), pytest.param(Scaling(pipeline=2, context=2), marks=pytest.mark.long)],
+    [pytest.param(Scaling(tensor=2), marks=pytest.mark.long), Scaling(pipeline=2)],
     ids=_name,
 )
 def test_exact_groups_end_with_the_same_bits_whatever_their_number(folder: Path, scaling: Scaling) -> None:
@@ -143,6 +144,10 @@ LEGS: list[tuple[int, Scaling]] = [
 ]
 
 
+def _tell_what_was_loaded(training: Any) -> None:
+    training.log(parameters_sha256(training.model, training.optimizer))
+
+
 def test_checkpoints_go_from_any_mesh_to_any_other(folder: Path) -> None:
     """Each goes on from the one before, and what it loads is what that saved, to the bit."""
     kind, leg = ("llama", "windows", "tied", 0.0), 3
@@ -153,10 +158,8 @@ def test_checkpoints_go_from_any_mesh_to_any_other(folder: Path) -> None:
     for number, (world, scaling) in enumerate(LEGS):
         train = replace(job.config.train, steps=leg * (number + 1))
         here = changed(job, f"a{number}", scaling=replace(scaling, workers=world), train=train)
-        if before:
-            loaded = run_course(changed(here, f"b{number}", train=replace(train, steps=leg * number)), world)
-            assert loaded.sha256 == before
-        course = run_course(here, world)
+        course = run_course(here, world, _tell_what_was_loaded)
+        assert before in ("", course.said[-1])
         assert course.step == leg * (number + 1)
         losses += course.losses
         before = course.sha256
@@ -167,7 +170,6 @@ def _opened(rank: int, world: int, job: Job) -> tuple[str, list[float], str]:
     """What a fresh training's model writes, the losses of some rows, and its hash."""
     from raystride.pipelines.config import Sample
     from raystride.pipelines.evaluate.writing import write_text
-    from raystride.pipelines.train.fingerprint import parameters_sha256
 
     training = build_training(job, WorkerInfo(rank=rank, world=world), [], lambda: False, lambda _: None)
     task = training.loader.samples.task
