@@ -121,24 +121,13 @@ class Meshed(OneByOne):
 
     def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> tuple[nn.Module, Optimizer]:
         """Puts this worker's part on its device, where it exchanges what it must, with the values of the first group."""
-        tied = isinstance(model, Decoder) and is_tied(model.shape)
         for name, _ in reversed(list(self._absent(model))):
             parent, _, child = name.rpartition(".")
             if name.count(".") < 2:
                 setattr(model.get_submodule(parent), child, nn.Identity())
         model = model.to(self.device)
-        named = [name for name, _ in model.named_parameters()]
         self._give_first_groups_values(model)
-        first, last = self._workers[0], self._workers[-1]
-        ends = (first, last) if tied and first != last else ()
-        self._ends = [self._worker_at(worker) for worker in ends] if self.place.pipeline in ends else []
-        """The workers that have the tied embedding, of which this is one."""
-        self._second = self._ends and self.place.pipeline == last
-        own = self.place.replica == self.place.shard == self.place.context == 0
-        alone = {name for name in named if name in self.spread.cuts and name not in self._shared}
-        told = {name for name in named if self.place.tensor == 0 or name in alone}
-        self._counted = {name for name in told if not (self._second and name == "embedding.weight")}
-        self.spread.gives = self._counted if own else set()
+        self._divide_up(model)
         stages = self._enter(model)
         if self.sharded:
             model = self._shard(model, stages)
@@ -153,6 +142,22 @@ class Meshed(OneByOne):
         self._order = {name: number for number, name in enumerate(self.spread.shapes)}
         self._named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
         return model, make_optimizer(model)
+
+    def _divide_up(self, model: nn.Module) -> None:
+        """Finds which parameters are for this worker to tell of, where several have the same part."""
+        named = {name for name, _ in model.named_parameters()}
+        first, last = self._workers[0], self._workers[-1]
+        tied = isinstance(model, Decoder) and is_tied(model.shape)
+        ends = (first, last) if tied and first != last else ()
+        self._ends = [self._worker_at(worker) for worker in ends] if self.place.pipeline in ends else []
+        """The workers that have the tied embedding, if this is one of them."""
+        self._second = bool(self._ends) and self.place.pipeline == last
+        alone = {name for name in named if name in self.spread.cuts and name not in self._shared}
+        self._counted = named if self.place.tensor == 0 else alone
+        """Of the workers of a group that have the same part of a parameter, one counts it for the norm."""
+        self._counted -= {"embedding.weight"} if self._second else set()
+        own = self.place.replica == self.place.shard == self.place.context == 0
+        self.spread.gives = self._counted if own else set()
 
     def _parts(self, model: nn.Module, stages: list[DecoderStage]) -> Sequence[nn.Module]:
         """What has gradients, or shards, of its own: the stages here, or the whole model."""
