@@ -1,25 +1,326 @@
-"""The loss of a language model whose words are spread over the workers of a group; nobody ever holds all logits.
+"""The loss of a language model whose words are spread over the workers of a group, who never gather their logits.
 
-    z = x W_r^T of a worker's own words;  m = max over all workers of z;  l = m + log sum over all workers of exp(z - m)
-    loss = (1 - s) (l - z_t) + s (l - mean_j z_j) + c l^2,  as `linear_cross_entropy`
+    z_r = x W_r^T;  m = max_r max_j z_rj;  l = m + log sum_r sum_j exp(z_rj - m)
+    loss = (1 - s) (l - z_t) + s (l - mean_j z_j) + c l^2
+    dloss/dz_rj = (1 + 2 c l) exp(z_rj - l) - (1 - s) [j = t] - s / V
 
-For a chunk of tokens at a time, workers exchange their largest logit, and then in one sum their part of the exponentials,
-the target's logit, which one of them has, and with label smoothing the plain sum (Shoeybi et al., 2019, section 3).
-Gradients are made in the forward, as there; that of x is this worker's part of a sum over the workers, for the caller to
-take. The logits are computed and walked over by PyTorch, on GPUs as well.
-Shapes: x (..., C), the same on all workers, W_r (V_r, C), targets (...), the same on all.
+with label smoothing s and z-loss c, as in `linear_cross_entropy`. Worker r has the rows W_r (V_r, C) of the head, x (N, C)
+and targets (N) are the same on all. They give each other, for a chunk of tokens at a time, each token's largest logit, and
+then its sum of exponentials, its target's logit and, for label smoothing, its sum of logits: three or four numbers a token
+in place of V (Shoeybi et al., "Megatron-LM", 2019, section 3). Each worker has its logits from one product and puts their
+gradient in their place, in the forward. Two chunks are in flight: while one's numbers are on their way, the gradients of the
+one before are computed, or the logits of the next.
 
-    loss_sum, counted = linear_cross_entropy_sharded(x, rows, targets, first_word=128, words=256, group=group)
+    loss_sum, counted = linear_cross_entropy_sharded(x, own_rows, targets, first_word=first, words=words, group=group)
+    (loss_sum / counted).backward()                           # own_rows.grad is complete, x.grad a part of the sum:
+    dist.all_reduce(x.grad, group=group)
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from raystride.triton_kernels.arguments import expect
-from raystride.triton_kernels.linear_cross_entropy import Product, rows_of_a_chunk
+from raystride.triton_kernels.dispatch import takes_triton
+from raystride.triton_kernels.language import cdiv, jit, jit_varying, next_power_of_2, tl
+from raystride.triton_kernels.launch import launch
+from raystride.triton_kernels.linear_cross_entropy import Product, linear_cross_entropy, rows_of_a_chunk
+
+_NAME = "linear_cross_entropy_sharded"
+_BLOCK = 4096
+"""Logits that a program holds at once."""
+_ALIGNMENT = 64
+"""Rows of logits begin at multiples of this, as in `linear_cross_entropy`."""
+
+
+class WordShard(NamedTuple):
+    """Which words a worker has, and what the loss is."""
+
+    first: int
+    """The number of its first word."""
+    words: int
+    """V: how many words all workers have."""
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+
+class _Call(NamedTuple):
+    """What a call is about, beside its tensors."""
+
+    shard: WordShard
+    group: dist.ProcessGroup | None
+    product: Product
+    for_x: bool
+    """Whether the gradient of x is wanted."""
+    for_weight: bool
+    triton: bool
+
+
+def _exact(x: torch.Tensor) -> torch.dtype:
+    """What sums are in."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _placed(targets: torch.Tensor, shard: WordShard, own: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each target's column among this worker's (0 where another has it), and whether it is here."""
+    places = targets - shard.first
+    here = (places >= 0) & (places < own) & (targets != shard.ignore_index)
+    return places.where(here, 0), here
+
+
+_Measured = tuple[torch.Tensor, torch.Tensor]
+
+
+def measure_words_reference(logits: torch.Tensor, targets: torch.Tensor, shard: WordShard) -> _Measured:
+    """Each row's largest logit (N), and (3, N): its sum of exp(z - largest), its target's logit or 0, its sum of logits.
+
+    logits (N, V_r), in fp32 at least and with V_r > 0, are replaced by exp(z - largest), so that each is raised once only.
+    """
+    places, here = _placed(targets, shard, logits.shape[1])
+    sums = logits.new_zeros(3, len(logits))
+    largest = logits.amax(1)
+    sums[1] = logits.gather(1, places[:, None])[:, 0].where(here, 0.0)
+    if shard.label_smoothing:
+        sums[2] = logits.sum(1)
+    # What is -inf throughout has no exponentials; taking away -inf would give NaN.
+    logits.sub_(largest.clamp(min=torch.finfo(logits.dtype).min)[:, None]).exp_()
+    sums[0] = logits.sum(1)
+    return largest, sums
+
+
+def words_gradient_reference(
+    exponentials: torch.Tensor, targets: torch.Tensor, largest: torch.Tensor, log_sums: torch.Tensor, shard: WordShard
+) -> torch.Tensor:
+    """dloss/dz (N, V_r), in place of what `measure_words_reference` has left; log_sums (N): l over all words."""
+    places, here = _placed(targets, shard, exponentials.shape[1])
+    counts, is_word = targets != shard.ignore_index, (targets >= 0) & (targets < shard.words)
+    factors = (largest - log_sums).exp() * (1 + 2 * shard.z_loss * log_sums).where(is_word, float("nan"))
+    exponentials.mul_(factors[:, None])
+    if shard.label_smoothing:
+        exponentials.sub_(shard.label_smoothing / shard.words)
+    rows = torch.arange(len(targets), device=targets.device)
+    exponentials[rows, places] -= here.to(exponentials.dtype) * (1 - shard.label_smoothing)
+    return exponentials.masked_fill_(~counts[:, None], 0.0)
+
+
+def words_losses(largest: torch.Tensor, sums: torch.Tensor, targets: torch.Tensor, shard: WordShard) -> _Measured:
+    """Each row's loss and l, (N) both, from the largest logits (N) and the sums (3, N) over all workers."""
+    log_sums = largest + sums[0].log()
+    losses = log_sums - (1 - shard.label_smoothing) * sums[1] + shard.z_loss * log_sums.square()
+    if shard.label_smoothing:
+        losses -= shard.label_smoothing / shard.words * sums[2]
+    is_word = (targets >= 0) & (targets < shard.words)
+    return losses.where(is_word, float("nan")).where(targets != shard.ignore_index, 0.0), log_sums
+
+
+@jit_varying("rows")
+def _measure_words_kernel(
+    logits_ptr, row_stride, targets_ptr, largest_ptr, sums_ptr, rows, columns, first_word, ignore_index,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row's largest logit, and of its sums the exponentials relative to it, the target's logit (0 elsewhere), all."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * row_stride
+    target = tl.load(targets_ptr + row)
+    place = target - first_word
+    here = (place >= 0) & (place < columns) & (target != ignore_index)
+    z_target = tl.load(logits_ptr + place, mask=here, other=0.0).to(tl.float32)
+    offsets = tl.arange(0, BLOCK)
+    largest, total, plain = -float("inf"), 0.0, 0.0
+    for start in range(0, columns, BLOCK):
+        z = tl.load(logits_ptr + start + offsets, mask=start + offsets < columns, other=-float("inf")).to(tl.float32)
+        higher = tl.maximum(largest, tl.max(z, 0))
+        # As the reference: what is -inf throughout has no exponentials, -inf - -inf would be NaN.
+        finite = tl.maximum(higher, -3.0e38)
+        total = total * tl.exp(largest - finite) + tl.sum(tl.exp(z - finite), 0)
+        plain += tl.sum(tl.where(start + offsets < columns, z, 0.0), 0)
+        largest = higher
+    tl.store(largest_ptr + row, largest)
+    tl.store(sums_ptr + row, total)
+    tl.store(sums_ptr + rows + row, z_target)
+    tl.store(sums_ptr + rows + rows + row, plain)
+
+
+@jit
+def _words_gradient_kernel(
+    logits_ptr, row_stride, targets_ptr, log_sums_ptr, columns, first_word, words, ignore_index, smoothing, z_loss,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row's logits are replaced by the gradient of the loss; its log-sum-exp is that over all workers' words."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * row_stride
+    target = tl.load(targets_ptr + row)
+    log_sum = tl.load(log_sums_ptr + row)
+    counts, is_word = target != ignore_index, (target >= 0) & (target < words)
+    factor = tl.where(is_word, 1.0 + 2.0 * z_loss * log_sum, float("nan"))
+    offsets = tl.arange(0, BLOCK)
+    for start in range(0, columns, BLOCK):
+        inside = start + offsets < columns
+        z = tl.load(logits_ptr + start + offsets, mask=inside, other=-float("inf")).to(tl.float32)
+        gradient = factor * tl.exp(z - log_sum) - smoothing / words
+        gradient -= tl.where(start + offsets == target - first_word, 1.0 - smoothing, 0.0)
+        gradient = tl.where(counts, gradient, 0.0)
+        tl.store(logits_ptr + start + offsets, gradient.to(logits_ptr.dtype.element_ty), mask=inside)
+
+
+def measure_words(logits: torch.Tensor, targets: torch.Tensor, shard: WordShard) -> _Measured:
+    """As `measure_words_reference` by a kernel, in fp32; logits (N, V_r), whose rows are contiguous, stay as they are."""
+    largest, sums = (torch.empty(*n, len(logits), dtype=torch.float32, device=logits.device) for n in ((), (3,)))
+    launch(
+        _measure_words_kernel, (len(logits),), logits, logits.stride(0), targets, largest, sums, len(logits),
+        logits.shape[1], shard.first, shard.ignore_index, BLOCK=_block(logits), num_warps=8,
+    )  # fmt: skip
+    return largest, sums
+
+
+def words_gradient(logits: torch.Tensor, targets: torch.Tensor, log_sums: torch.Tensor, shard: WordShard) -> None:
+    """Puts dloss/dz in the place of logits (N, V_r) by a kernel; log_sums (N), fp32: l over all words."""
+    launch(
+        _words_gradient_kernel, (len(logits),), logits, logits.stride(0), targets, log_sums, logits.shape[1],
+        shard.first, shard.words, shard.ignore_index, shard.label_smoothing, shard.z_loss,
+        BLOCK=_block(logits), num_warps=8,
+    )  # fmt: skip
+
+
+def _block(logits: torch.Tensor) -> int:
+    return min(_BLOCK, next_power_of_2(logits.shape[1]))
+
+
+class _Chunk:
+    """Some tokens on their way: logits, exchange, losses, gradients."""
+
+    def __init__(
+        self, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, call: _Call, buffer: torch.Tensor | None
+    ) -> None:
+        self.x, self.weight, self.targets, self.call = x, weight, targets, call
+        logits = self._multiplied() if buffer is None else torch.mm(x, weight.t(), out=buffer[: len(x), : len(weight)])
+        self._logits = logits if call.triton else logits.to(_exact(logits))
+        if len(weight):
+            measure = measure_words if call.triton else measure_words_reference
+            self._own_largest, self._sums = measure(self._logits, targets, call.shard)
+        else:
+            self._sums = x.new_zeros(3, len(x), dtype=_exact(x))
+            self._own_largest = torch.full_like(self._sums[0], -float("inf"))
+        self._largest = self._own_largest.clone()
+        self._work = dist.all_reduce(self._largest, dist.ReduceOp.MAX, call.group, async_op=True)
+
+    def _multiplied(self) -> torch.Tensor:
+        """The product has its own gradients, by whatever the model multiplies with.
+
+        What it saves for them is needed within this forward; hooks would recompute it, or move it, in the middle of that.
+        """
+        call = self.call
+        self._leaves = [self.x.detach().requires_grad_(call.for_x), self.weight.detach().requires_grad_(call.for_weight)]
+        # Not every library multiplies by a matrix without rows.
+        multiply = call.product if len(self.weight) else F.linear
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            self._product = multiply(*self._leaves)
+        return self._product.detach()
+
+    def add_up(self) -> None:
+        """Waits for the largest logits, and sends the sums on their way."""
+        self._work.wait()
+        self._sums[0] *= (self._own_largest - self._largest).exp()
+        sent = self._sums if self.call.shard.label_smoothing else self._sums[:2]
+        self._work = dist.all_reduce(sent, group=self.call.group, async_op=True)
+
+    def losses(self) -> torch.Tensor:
+        """Waits for the sums; (n)."""
+        self._work.wait()
+        losses, self._log_sums = words_losses(self._largest, self._sums, self.targets, self.call.shard)
+        return losses
+
+    def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of x and of weight, None where not wanted."""
+        shard, logits, call = self.call.shard, self._logits, self.call
+        if call.triton:
+            if len(self.weight):
+                words_gradient(logits, self.targets, self._log_sums, shard)
+            return logits @ self.weight if call.for_x else None, logits.t() @ self.x if call.for_weight else None
+        if len(self.weight):
+            words_gradient_reference(logits, self.targets, self._own_largest, self._log_sums, shard)
+        wanted = [leaf for leaf in self._leaves if leaf.requires_grad]
+        found = iter(torch.autograd.grad(self._product, wanted, logits.to(self._product.dtype)))
+        return next(found) if call.for_x else None, next(found) if call.for_weight else None
+
+
+class _Result:
+    """Losses and gradients of all tokens, as they come by chunks."""
+
+    def __init__(self, x: torch.Tensor, weight: torch.Tensor, call: _Call, one: bool) -> None:
+        self._one = one
+        self.losses = x.new_empty(len(x), dtype=_exact(x))
+        self.of_x = torch.empty_like(x, memory_format=torch.contiguous_format) if call.for_x else x.new_empty(0)
+        self._of_weight: torch.Tensor | None = None
+        self._weight = weight
+
+    def take(self, chunk: _Chunk, part: slice) -> None:
+        """Takes what comes of the tokens of this part."""
+        self.losses[part] = chunk.losses()
+        if not (chunk.call.for_x or chunk.call.for_weight):
+            return
+        of_x, of_weight = chunk.gradients()
+        if of_x is not None:
+            self.of_x[part] = of_x
+        if of_weight is None:
+            return
+        if self._of_weight is None:
+            # A single chunk's product is rounded already, so fp32 would hold the same numbers.
+            self._of_weight = of_weight if self._one else of_weight.to(_exact(of_weight))
+        else:
+            self._of_weight += of_weight
+
+    def of_weight(self) -> torch.Tensor:
+        """Zeros where no chunk was taken."""
+        return torch.zeros_like(self._weight) if self._of_weight is None else self._of_weight.to(self._weight.dtype)
+
+
+def _compute(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, call: _Call) -> _Result:
+    """x (N, C), weight (V_r, C), targets (N)."""
+    rows, size = len(x), rows_of_a_chunk(len(x))
+    result = _Result(x, weight, call, rows <= size)
+    # One for each chunk in flight; zeros for the reason in `linear_cross_entropy`.
+    aligned = cdiv(len(weight), _ALIGNMENT) * _ALIGNMENT
+    buffers = [x.new_zeros(size, aligned) if call.triton and n * size < rows else None for n in range(2)]
+    before: tuple[_Chunk, slice] | None = None
+    for number, start in enumerate(range(0, rows, size)):
+        part = slice(start, min(start + size, rows))
+        chunk = _Chunk(x[part], weight, targets[part], call, buffers[number % 2])
+        if before:
+            result.take(*before)
+        chunk.add_up()
+        before = chunk, part
+    if before:
+        result.take(*before)
+    return result
+
+
+class _SpreadLoss(torch.autograd.Function):
+    """Gradients are there since the forward; they only lack the factor that comes from what follows the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, call: _Call) -> torch.Tensor:
+        result = _compute(x, weight, targets, call)
+        ctx.call = call
+        ctx.save_for_backward(result.of_x, result.of_weight() if call.for_weight else weight.new_empty(0))
+        return result.losses.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        call = ctx.call
+        scaled = torch.ops.raystride.linear_cross_entropy_backward if call.triton else _scaled
+        pairs = zip(ctx.saved_tensors, (call.for_x, call.for_weight), strict=True)
+        return (*(scaled(saved, grad) if wanted else None for saved, wanted in pairs), None, None)
+
+
+def _scaled(saved: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Multiplied in fp32: 1 / counted in bf16 would be off by up to 2^-9, and so would all gradients."""
+    return (saved.to(_exact(saved)) * grad).to(saved.dtype)
 
 
 def linear_cross_entropy_sharded(
@@ -29,7 +330,7 @@ def linear_cross_entropy_sharded(
     *,
     first_word: int,
     words: int,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -37,96 +338,63 @@ def linear_cross_entropy_sharded(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of the losses in nats over targets that are not `ignore_index` (fp32 scalar), and how many those are (int64).
 
-    All workers of `group` call it together and get the same; their `weight` (V_r, C) are the rows `first_word` to
-    `first_word` + V_r - 1 of `words`, of which a worker may have none. The gradient of x is this worker's part of the whole.
-    The rest is as `linear_cross_entropy` has it: a target that is no word makes the loss NaN.
+    The same on all workers of the group, who call it at the same time with the same x, targets and settings. A worker's
+    gradient of weight is complete, and that of x its own words' part: the sum over the workers is the whole.
 
-    Raises ValueError for shapes or types that do not go together, and for rows that are not among the words.
+    Args:
+        x: hidden states, (..., C).
+        weight: this worker's rows of the head, (V_r, C), V_r >= 0, of x's dtype outside autocast.
+        targets: words, (...), int64; each `ignore_index` or 0 to words - 1.
+        first_word: the word of weight's first row.
+        words: V, of all workers together.
+        group: who has the words; None: all processes. One worker alone calls `linear_cross_entropy`, with its very bits.
+        ignore_index: marks a target that does not count.
+        label_smoothing: share of the target's probability spread evenly over all words, 0 to 1.
+        z_loss: coefficient of the squared log-sum-exp.
+        product: multiplies x W^T where the reference runs.
+
+    A target that is no word makes the loss NaN (with one worker as in `linear_cross_entropy`).
+
+    Raises:
+        ValueError: what `linear_cross_entropy` raises it for, rows that are not among the words, or one worker without all.
     """
-    expect("linear_cross_entropy_sharded", "weight", weight, shape=(*weight.shape[:1], *x.shape[-1:]), beside=x)
-    expect("linear_cross_entropy_sharded", "targets", targets, shape=x.shape[:-1], dtypes=(torch.int64,), beside=x)
-    if not 0 <= first_word <= first_word + len(weight) <= words:
-        raise ValueError(
-            f"linear_cross_entropy_sharded: rows {first_word} to {first_word + len(weight) - 1} are not among {words} words"
-        )
-    if torch.is_autocast_enabled(x.device.type):
+    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+    shard = WordShard(first_word, words, ignore_index, label_smoothing, z_loss)
+    _expect(x, weight, targets, shard, ranks)
+    if ranks == 1:
+        return linear_cross_entropy(
+            x, weight, targets,
+            ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, product=product,
+        )  # fmt: skip
+    refusal = f"weight is {weight.dtype}, x {x.dtype}" if weight.dtype != x.dtype else ""
+    # As autocast has it, which leaves float64 alone.
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight = x.to(dtype), weight.to(dtype)
-    flat, rows = targets.reshape(-1), x.reshape(-1, x.shape[-1])
-    rules = (first_word, words, group, ignore_index, label_smoothing, z_loss, product)
-    loss: torch.Tensor = _Loss.apply(rows, weight, flat, torch.is_grad_enabled(), *rules)  # type: ignore[no-untyped-call]
+        x, weight, refusal = x.to(dtype), weight.to(dtype), ""
+    triton = takes_triton(_NAME, x, refusal)
+    graph = torch.is_grad_enabled()
+    call = _Call(shard, group, product, graph and x.requires_grad, graph and weight.requires_grad, triton)
+    flat = targets.reshape(-1).contiguous()
+    arguments = x.reshape(-1, x.shape[-1]), weight, flat, call
+    loss = _SpreadLoss.apply(*arguments) if call.for_x or call.for_weight else _compute(*arguments).losses.sum()
     return loss, (flat != ignore_index).sum()
 
 
-def bytes_exchanged(tokens: int, *, label_smoothing: float = 0.0, itemsize: int = 4) -> int:
-    """Bytes that a worker gives to sums and maxima over its group for so many tokens; backward exchanges nothing here."""
+def _expect(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, shard: WordShard, ranks: int) -> None:
+    if not 0 <= shard.label_smoothing <= 1:
+        raise ValueError(f"{_NAME}: label_smoothing must be between 0 and 1, but is {shard.label_smoothing}")
+    expect(_NAME, "weight", weight, shape=(*weight.shape[:1], *x.shape[-1:]), beside=x)
+    expect(_NAME, "targets", targets, shape=x.shape[:-1], dtypes=(torch.int64,), beside=x)
+    after = shard.first + len(weight)
+    if shard.first < 0 or after > shard.words or (ranks == 1 and len(weight) != shard.words):
+        raise ValueError(
+            f"{_NAME}: rows {shard.first} to {after - 1} are not among {shard.words} words, or not all of one worker"
+        )
+
+
+def bytes_exchanged(tokens: int, label_smoothing: float = 0.0, *, itemsize: int = 4) -> int:
+    """How many bytes each of several workers gives to all-reduces in a forward; a backward gives none.
+
+    `itemsize` is that of a sum: 4, with x in float64 8.
+    """
     return tokens * itemsize * (4 if label_smoothing else 3)
-
-
-class _Loss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        targets: torch.Tensor,
-        graph: bool,
-        first_word: int,
-        words: int,
-        group: dist.ProcessGroup,
-        ignore_index: int,
-        smoothing: float,
-        z_loss: float,
-        product: Product,
-    ) -> torch.Tensor:
-        for_x, for_weight = (graph and each for each in ctx.needs_input_grad[:2])
-        grad_x = torch.zeros_like(x) if for_x else None
-        # Sums over chunks in fp32 at least.
-        wide = torch.promote_types(x.dtype, torch.float32)
-        grad_weight = torch.zeros_like(weight, dtype=wide) if for_weight else None
-        total = torch.zeros((), dtype=wide, device=x.device)
-        for start in range(0, len(x), rows_of_a_chunk(len(x))):
-            part = slice(start, start + rows_of_a_chunk(len(x)))
-            z, target = product(x[part], weight).to(wide), targets[part]
-            counts = target != ignore_index
-            own = target - first_word
-            here = counts & (own >= 0) & (own < len(weight))
-            log_sum, z_target, plain = _exchanged(z, own, here, smoothing, group)
-            # What is no word has no logit, and a loss that is not a number.
-            is_word = (target >= 0) & (target < words)
-            losses = log_sum - (1 - smoothing) * z_target - smoothing * plain / words + z_loss * log_sum.square()
-            total += torch.where(counts, losses.where(is_word, float("nan")), 0.0).sum()
-            if not (for_x or for_weight):
-                continue
-            factor = torch.where(counts, (1 + 2 * z_loss * log_sum).where(is_word, float("nan")), 0.0)
-            gradient = z.sub_(log_sum[:, None]).exp_().mul_(factor[:, None])
-            if smoothing:
-                gradient -= counts[:, None].to(wide) * (smoothing / words)
-            if len(weight):
-                gradient.scatter_add_(1, own.masked_fill(~here, 0)[:, None], here[:, None].to(wide) * (smoothing - 1))
-            gradient = gradient.to(x.dtype)
-            if grad_x is not None:
-                grad_x[part] = gradient @ weight
-            if grad_weight is not None:
-                grad_weight += gradient.t() @ x[part]
-        ctx.save_for_backward(grad_x, None if grad_weight is None else grad_weight.to(weight.dtype))
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients are there since the forward; they lack the factor that comes from what follows the loss."""
-        scaled = (None if each is None else (each * grads[0]).to(each.dtype) for each in ctx.saved_tensors)
-        return (*scaled, *[None] * 9)
-
-
-def _exchanged(
-    z: torch.Tensor, own: torch.Tensor, here: torch.Tensor, smoothing: float, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of logits (N, V_r): the log-sum-exp over all words, the target's logit and, with smoothing, all logits' sum, (N)."""
-    largest = z.amax(-1) if z.shape[1] else z.new_full((len(z),), -torch.inf)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    z_target = z.gather(1, own.masked_fill(~here, 0)[:, None])[:, 0] if z.shape[1] else torch.zeros_like(largest)
-    sums = [(z - largest[:, None]).exp_().sum(-1), z_target.masked_fill(~here, 0.0)]
-    parts = torch.stack([*sums, z.sum(-1)] if smoothing else sums)
-    dist.all_reduce(parts, group=group)
-    return largest + parts[0].log(), parts[1], parts[2] if smoothing else torch.zeros_like(largest)

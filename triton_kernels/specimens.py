@@ -21,6 +21,7 @@ from raystride.triton_kernels.gelu import gelu
 from raystride.triton_kernels.launch import architecture
 from raystride.triton_kernels.layer_norm import add_layer_norm, layer_norm
 from raystride.triton_kernels.linear_cross_entropy import linear_cross_entropy
+from raystride.triton_kernels.linear_cross_entropy_sharded import WordShard, measure_words, words_gradient
 from raystride.triton_kernels.mse import mse
 from raystride.triton_kernels.relu import relu
 from raystride.triton_kernels.rms_norm import add_rms_norm, rms_norm
@@ -58,6 +59,7 @@ def specimens(device: torch.device) -> Iterator[Specimen]:
         yield Specimen("rope", f"{kind} D 128", partial(_rope, [], dtype, device))
         yield Specimen("rope", f"{kind} D 128, norms", partial(_rope, [(128,), (128,)], dtype, device))
         yield Specimen("linear_cross_entropy", kind, partial(_linear_cross_entropy, dtype, device))
+        yield Specimen("linear_cross_entropy_sharded", kind, partial(_linear_cross_entropy_sharded, dtype, device))
         yield Specimen("adamw", kind, partial(_adamw, dtype, device))
     yield Specimen("byte_pack", "", partial(_byte_pack, device))
 
@@ -200,6 +202,14 @@ def _rope(norms: list[Shape], dtype: torch.dtype, device: torch.device) -> None:
 def _linear_cross_entropy(dtype: torch.dtype, device: torch.device) -> None:
     x, weight = (torch.empty(n, 64, dtype=dtype, device=device, requires_grad=True) for n in (64, 50_304))
     linear_cross_entropy(x, weight, torch.zeros(64, dtype=torch.int64, device=device))[0].backward()
+
+
+def _linear_cross_entropy_sharded(dtype: torch.dtype, device: torch.device) -> None:
+    """The second of two workers; what they exchange is not launched here."""
+    logits, targets = torch.empty(64, 25_152, dtype=dtype, device=device), torch.zeros(64, dtype=torch.int64, device=device)
+    shard = WordShard(25_152, 50_304)
+    largest, _ = measure_words(logits, targets, shard)
+    words_gradient(logits, targets, largest, shard)
 
 
 def _adamw(dtype: torch.dtype, device: torch.device) -> None:
