@@ -185,10 +185,11 @@ def _checks_of_place(kind: Kind, request: Deploy, place: Place, config: Config, 
     yield Check("nodes", nodes <= place.nodes, f"{nodes} asked, {place.nodes} there", f"lower --nodes to {place.nodes}")
     fewer = f"lower --gpus-per-node to {place.gpus_per_node}, or name another --place"
     yield Check("GPUs", gpus <= place.gpus_per_node, f"{gpus} a node asked, {place.gpus_per_node} there", fewer)
-    slots, every = config.train.slots, nodes * gpus
-    idle = isinstance(config.scaling.workers, str) and slots < every
-    more = f"give --train.slots {every} (and lower train.slot_size to keep the batch), or fewer GPUs"
-    yield Check("slots", not idle, f"{slots} slots a step leave {every - slots} of {every} GPUs without work", more)
+    slots, every, group = config.train.slots, nodes * gpus, config.scaling.group
+    groups = every // group
+    idle = isinstance(config.scaling.workers, str) and slots < groups
+    more = f"give --train.slots {groups} (and lower train.slot_size to keep the batch), or fewer GPUs"
+    yield Check("slots", not idle, f"{slots} slots a step leave {every - slots * group} of {every} GPUs without work", more)
     yield _check_storage(kind, request, place)
     yield _check_data(kind, place, config)
     if kind == "slurm":
