@@ -17,10 +17,11 @@ gradients are until the last one. `deepspeed` (ZeRO; Rajbhandari et al., 2020, s
     need.total                                                # bytes
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.memory.activations import FP32, Arithmetic, Moment, Network, moments
+from raystride.pipelines.memory.cut import cut_config, cut_facts, micro_batches_held
 from raystride.pipelines.memory.networks import Facts, network_of
 from raystride.pipelines.strategies.tree import roots, visits
 
@@ -55,6 +56,8 @@ def estimate(config: Config, facts: Facts, *, workers: int, device: str) -> Memo
 
     `facts` are what preparation learned, or `networks.expected`.
     """
+    if config.scaling.group > 1:
+        return _meshed(config, facts, workers=workers // config.scaling.group, device=device)
     slots = -(-config.train.slots // workers)
     together = min(slots, config.train.together or slots)
     means = arithmetic_of(config, device)
@@ -67,6 +70,19 @@ def estimate(config: Config, facts: Facts, *, workers: int, device: str) -> Memo
     if config.scaling.strategy == "deepspeed":
         return _deepspeed(config, network, held, workers, device)
     return _whole(config, network, held, workers, several=slots > together)
+
+
+def _meshed(config: Config, facts: Facts, *, workers: int, device: str) -> MemoryEstimate | None:
+    """The estimate for the first worker of a mesh of so many groups, which keeps most micro-batches' saved tensors."""
+    alone = cut_config(config)
+    found = estimate(alone, cut_facts(facts, config.scaling), workers=workers, device=device)
+    if found is None or config.scaling.pipeline == 1:
+        return found
+    held = micro_batches_held(config.scaling, -(-config.train.slots // workers))
+    network = network_of(alone, cut_facts(facts, config.scaling), slots=1, arithmetic=arithmetic_of(alone, device))
+    assert network is not None
+    more = (held - 1) * sum(block.kept(config.train.activation_checkpointing) for block in network.blocks)
+    return replace(found, activations=found.activations + more, tensors=found.tensors + more)
 
 
 def arithmetic_of(config: Config, device: str) -> Arithmetic:
