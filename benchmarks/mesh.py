@@ -100,14 +100,13 @@ class Case:
 def cases(everything: bool, wanted: str = "") -> Iterator[Case]:
     """The cases of each mesh: one, or each variant; schedules and exchanges take turns, so that all meet all."""
     turn = 0
-    for workers, meshes in MESHES.items():
-        for mesh in meshes:
-            if wanted and wanted.replace(" ", "=") not in mesh and wanted != mesh:
-                continue
-            for number, variant in enumerate(VARIANTS):
-                turn += 1
-                if everything or number == turn // len(VARIANTS) * 5 % len(VARIANTS):
-                    yield Case(workers, mesh + _turns(mesh, turn), variant, dropout=0.1 * (turn % 4 == 0))
+    for place, (workers, mesh) in enumerate((workers, mesh) for workers, meshes in MESHES.items() for mesh in meshes):
+        if wanted and wanted.replace(" ", "=") not in mesh and wanted != mesh:
+            continue
+        for number, variant in enumerate(VARIANTS):
+            turn += 1
+            if everything or number == place * 5 % len(VARIANTS):
+                yield Case(workers, mesh + _turns(mesh, turn), variant, dropout=0.1 * (turn % 4 == 0))
 
 
 def _turns(mesh: str, turn: int) -> str:
