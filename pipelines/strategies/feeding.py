@@ -15,11 +15,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from raystride.triton_kernels.attention_context import attention_context
 
 from raystride.model.attention import Attention
 from raystride.model.dropout import Dropout, Part
 from raystride.model.transformer import Decoder, document_positions
+from raystride.triton_kernels.attention_context import attention_context
 from raystride.triton_kernels.attention_packed import attention_packed
 from raystride.triton_kernels.context_plan import ContextPlan, context_plan
 
