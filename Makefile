@@ -107,6 +107,6 @@ sanitize: install
 	@$(RUN) -m raystride.triton_kernels.sanitize
 
 lint: install
-	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff check --no-cache .
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy

@@ -19,7 +19,8 @@ from shutil import which
 
 from tests.ray_jobs.jobs import ROOT
 
-TOOLS = ("podman", "buildah", "runc", "debootstrap")
+TOOLS = ("podman", "buildah", "runc", "debootstrap", "iptables")
+"""netavark calls iptables; without it no container with a network starts."""
 NAMES = ("netavark", "aardvark-dns")
 """By which containers find each other's names."""
 RELEASE = "bookworm"
