@@ -1,12 +1,12 @@
 """The memory that a worker is told to need beside what it is measured to hold.
 
-For several shapes and all tasks' networks on one worker, and for every strategy, precision and way of saving activations on
-one shape: a training is built as a worker builds it, makes a step, and is followed through a second one. Parameters,
-gradients and the optimiser's state are the live objects' memory, each storage once; activations are the most that all else
-held at a moment, the total the most of everything, on GPUs by PyTorch's allocator. PyTorch itself and its libraries are not
-in these figures.
+For several shapes and all tasks' networks on one worker, and for every strategy, mesh, precision and way of saving
+activations on one shape: a training is built as a worker builds it, makes a step, and is followed through a second one.
+Parameters, gradients and the optimiser's state are the live objects' memory, each storage once; activations are the most
+that all else held at a moment, the total the most of everything, on GPUs by PyTorch's allocator. Of several workers it is
+the one with the largest total that counts. PyTorch itself and its libraries are not in these figures.
 
-    python -m benchmarks.memory                               # one worker, then two on gloo; a minute on two cores
+    python -m benchmarks.memory                               # one worker, then two and four on gloo; some minutes
     python -m benchmarks.memory --workers 1                   # one worker alone
 """
 
@@ -76,6 +76,35 @@ STRATEGIES = {
     "deepspeed, ZeRO 3": "--scaling.strategy=deepspeed --scaling.zero=3",
 }
 """For two workers."""
+MESHES = {
+    2: {
+        "tensor": "--scaling.tensor=2",
+        "tensor, exact": "--scaling.tensor=2 --train.exact=true",
+        "tensor, own head": "--scaling.tensor=2 --model.tied=false",
+        "tensor, llama": "--scaling.tensor=2 --model.flavour=llama",
+        "tensor, activations full": "--scaling.tensor=2 --train.activation_checkpointing=full",
+        "context": "--scaling.context=2",
+        "context, by heads": "--scaling.context=2 --scaling.context_exchange=heads",
+        "context, by keys": "--scaling.context=2 --scaling.context_exchange=keys",
+        "pipeline": "--scaling.pipeline=2",
+        "pipeline, own head": "--scaling.pipeline=2 --model.tied=false",
+        "pipeline, activations full": "--scaling.pipeline=2 --train.activation_checkpointing=full",
+        "pipeline, interleaved": "--scaling.pipeline=2 --scaling.schedule=interleaved --model.layers=4",
+        "pipeline, there and back": "--scaling.pipeline=2 --scaling.schedule=zbv --model.layers=4",
+    },
+    4: {
+        "tensor and ddp": "--scaling.tensor=2",
+        "tensor and fsdp": "--scaling.tensor=2 --scaling.strategy=fsdp",
+        "tensor by four": "--scaling.tensor=4",
+        "context and fsdp": "--scaling.context=2 --scaling.strategy=fsdp",
+        "context and tensor": "--scaling.context=2 --scaling.tensor=2",
+        "pipeline and tensor": "--scaling.pipeline=2 --scaling.tensor=2",
+        "pipeline and context": "--scaling.pipeline=2 --scaling.context=2",
+        "pipeline and fsdp": "--scaling.pipeline=2 --scaling.strategy=fsdp",
+        "pipeline by four": "--scaling.pipeline=4 --model.layers=4",
+    },
+}
+"""For so many workers."""
 
 
 def cases(workers: int) -> Iterator[tuple[str, list[str]]]:
@@ -83,7 +112,7 @@ def cases(workers: int) -> Iterator[tuple[str, list[str]]]:
     small = SHAPES["small"].split()
     if workers > 1:
         for shape in ("small", "wide"):
-            for name, flags in STRATEGIES.items():
+            for name, flags in ((STRATEGIES if workers == 2 else {}) | MESHES[workers]).items():
                 yield f"{name}, {shape}", [*SHAPES[shape].split(), f"--scaling.workers={workers}", *flags.split()]
         return
     for flavour, kind in FLAVOURS.items():
@@ -157,7 +186,8 @@ def measure(job: Job, place: WorkerInfo) -> dict[str, float]:
 def _gradients(strategy: Any, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
     """Gradients, and the buffers in which they are summed."""
     found = [p.grad for p in parameters if p.grad is not None]
-    if buckets := getattr(strategy, "_buckets", None):
+    summed = strategy._all_buckets() if hasattr(strategy, "_all_buckets") else [getattr(strategy, "_buckets", None)]
+    for buckets in filter(None, summed):
         found += [*buckets.flat, *getattr(buckets, "_received", [])]
         found += [flat for row in getattr(buckets, "_rows", []) for flat in row]
     return found
@@ -182,7 +212,7 @@ def predict(job: Job, workers: int) -> MemoryEstimate:
 
 
 def measure_on(workers: int, jobs: list[tuple[str, Job]], folder: Path) -> dict[str, dict[str, float] | str]:
-    """Rank 0's measurements by name, each job in fresh processes if there are several workers; else in this one."""
+    """Measurements of the worker that holds most by name, in fresh processes if there are several; else in this one."""
     if workers == 1:
         return {name: _measure_or_say(job, WorkerInfo()) for name, job in jobs}
     with socket.socket() as listener:
@@ -196,8 +226,12 @@ def measure_on(workers: int, jobs: list[tuple[str, Job]], folder: Path) -> dict[
             pool.submit(runs.run, "-m", "benchmarks.memory", "--rank", str(rank), str(workers), port, *files)
             for rank in range(workers)
         ]
-        answer = ranks[0].result().answer
-    return {name: answer[file] for (name, _), file in zip(jobs, files, strict=True)}
+        answers = [rank.result().answer for rank in ranks]
+    return {name: max((each[file] for each in answers), key=_total) for (name, _), file in zip(jobs, files, strict=True)}
+
+
+def _total(held: dict[str, float] | str) -> float:
+    return 0.0 if isinstance(held, str) else held["tensors"]
 
 
 def _measure_or_say(job: Job, place: WorkerInfo) -> dict[str, float] | str:
@@ -236,7 +270,9 @@ def main() -> None:
         run_rank(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:])
         return
     parser: argparse.ArgumentParser = command_line("memory", __doc__)
-    parser.add_argument("--workers", type=int, choices=(1, 2), help="measure with so many alone (default: with 1, then 2)")
+    parser.add_argument(
+        "--workers", type=int, choices=(1, 2, 4), help="measure with so many alone (default: with 1, 2 and 4)"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what to measure on (default cpu)")
     given = parser.parse_args()
     described = machine("1 thread a worker")
@@ -244,7 +280,7 @@ def main() -> None:
     found: dict[str, dict[str, tuple[MemoryEstimate, dict[str, float] | str]]] = {}
     with tempfile.TemporaryDirectory(prefix="memory-") as scratch:
         text = runs.small_text(Path(scratch))
-        for workers in (given.workers,) if given.workers else (1, 2):
+        for workers in (given.workers,) if given.workers else (1, 2, 4):
             jobs = list(make_jobs(workers, text, Path(scratch) / "runs", given.device))
             measured = measure_on(workers, jobs, Path(scratch))
             found[f"{workers} worker(s)"] = each = {name: (predict(job, workers), measured[name]) for name, job in jobs}

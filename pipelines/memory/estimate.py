@@ -21,8 +21,9 @@ from dataclasses import dataclass, replace
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.memory.activations import FP32, Arithmetic, Moment, Network, moments
-from raystride.pipelines.memory.cut import cut_config, cut_facts, micro_batches_held
+from raystride.pipelines.memory.cut import NetworkPart, cut_config, cut_facts, network_parts
 from raystride.pipelines.memory.networks import Facts, network_of
+from raystride.pipelines.strategies.stage_plan import Schedule
 from raystride.pipelines.strategies.tree import roots, visits
 
 FRAMEWORK_BYTES = 400 * 2**20
@@ -54,35 +55,55 @@ class MemoryEstimate:
 def estimate(config: Config, facts: Facts, *, workers: int, device: str) -> MemoryEstimate | None:
     """Bytes of a worker, one of `workers` that compute on `device` (`cpu` or `cuda`); None where the network is not known.
 
-    `facts` are what preparation learned, or `networks.expected`.
+    Of the workers of a mesh that which needs most. `facts` are what preparation learned, or `networks.expected`.
     """
-    if config.scaling.group > 1:
-        return _meshed(config, facts, workers=workers // config.scaling.group, device=device)
+    groups = workers // config.scaling.group
+    parts = network_parts(config, int(facts.get("vocabulary_size", 0)), -(-config.train.slots // groups))
+    found = [_of_part(config, facts, part, workers=groups, device=device) for part in parts]
+    return max((each for each in found if each), key=lambda each: each.tensors, default=None)
+
+
+def _of_part(config: Config, facts: Facts, part: NetworkPart, *, workers: int, device: str) -> MemoryEstimate | None:
+    """The estimate for a worker with a part of the network, in one of so many groups of workers."""
+    meshed = config.scaling.group > 1
+    if meshed:
+        config, facts = cut_config(config, part), cut_facts(facts, config.scaling)
     slots = -(-config.train.slots // workers)
     together = min(slots, config.train.together or slots)
     means = arithmetic_of(config, device)
-    network = network_of(config, facts, slots=together, arithmetic=means)
+    network = network_of(config, facts, slots=together, arithmetic=means, part=part)
     if network is None:
         return None
     held = moments(network, means, config.train.activation_checkpointing)
+    if part.stages:
+        more = _on_their_way(network, part, slots, config.train.activation_checkpointing, config.scaling.schedule)
+        held = [replace(each, activations=each.activations + more) for each in held]
+    several = slots > together
     if config.scaling.strategy == "fsdp":
-        return _fsdp(config, network, held, workers, device, several=slots > together)
+        several = slots > max(part.on_their_way) if part.stages else several
+        whole = Whole(config, network, several=several, staged=bool(part.stages))
+        return _fsdp(whole, held, workers, device)
     if config.scaling.strategy == "deepspeed":
         return _deepspeed(config, network, held, workers, device)
-    return _whole(config, network, held, workers, several=slots > together)
+    return _whole(config, network, held, workers, several=several, buckets=meshed or config.train.exact or workers > 1)
 
 
-def _meshed(config: Config, facts: Facts, *, workers: int, device: str) -> MemoryEstimate | None:
-    """The estimate for the first worker of a mesh of so many groups, which keeps most micro-batches' saved tensors."""
-    alone = cut_config(config)
-    found = estimate(alone, cut_facts(facts, config.scaling), workers=workers, device=device)
-    if found is None or config.scaling.pipeline == 1:
-        return found
-    held = micro_batches_held(config.scaling, -(-config.train.slots // workers))
-    network = network_of(alone, cut_facts(facts, config.scaling), slots=1, arithmetic=arithmetic_of(alone, device))
-    assert network is not None
-    more = (held - 1) * sum(block.kept(config.train.activation_checkpointing) for block in network.blocks)
-    return replace(found, activations=found.activations + more, tensors=found.tensors + more)
+def _on_their_way(network: Network, part: NetworkPart, count: int, checkpointing: str, schedule: Schedule) -> float:
+    """Bytes that a worker of a pipeline keeps of other micro-batches than the one whose backward runs, and for receiving.
+
+    PyTorch's stages have a buffer for each of a step's `count` micro-batches, of the stream from the stage before, in which
+    the first block finds its input, and of its gradient from the stage behind. What a stage gives is kept till its backward.
+    A backward in two halves (zbv) keeps the gradients of what products have given for the second.
+    """
+    block, last = network.blocks[0], len(part.stages) - 1
+    kept, stream = block.kept(checkpointing), block.input
+    more = -len(network.blocks) * kept - network.front
+    more += max(part.stages) * (block.products - stream) * (schedule == "zbv")
+    for stage, (blocks, held) in enumerate(zip(part.stages, part.on_their_way, strict=True)):
+        before, behind = stage > 0 or not part.first, stage < last or not part.last
+        more += held * blocks * kept + (0 if before else held * network.front)
+        more += stream * (before * (count - held) + behind * (count + held))
+    return more
 
 
 def arithmetic_of(config: Config, device: str) -> Arithmetic:
@@ -100,14 +121,15 @@ def _moments_of(config: Config) -> int:
     return 2 if config.optimizer.kind == "adamw" else 1 if config.optimizer.momentum else 0
 
 
-def _whole(config: Config, network: Network, held: list[Moment], workers: int, *, several: bool) -> MemoryEstimate:
-    """The estimate for strategies under which every worker holds everything."""
+def _whole(
+    config: Config, network: Network, held: list[Moment], workers: int, *, several: bool, buckets: bool
+) -> MemoryEstimate:
+    """The estimate for strategies under which a worker's gradients lie whole; in `buckets`, they are there all the time."""
     count = network.count
     pure, stochastic = config.train.precision == "pure_bf16", config.train.stochastic_rounding
     parameters = (HALF if pure else FP32) * count
     optimizer = FP32 * count * (_moments_of(config) + (pure and not stochastic))
     gradients = float(FP32 * count)
-    buckets = config.train.exact or workers > 1
     if config.train.exact:
         gradients = _exact_gradients(config, network, workers)
     # The update widens all parameters of a group before it rounds them.
@@ -142,15 +164,12 @@ def _largest_bucket(config: Config, network: Network) -> float:
     return largest
 
 
-def _fsdp(
-    config: Config, network: Network, held: list[Moment], workers: int, device: str, *, several: bool
-) -> MemoryEstimate:
+def _fsdp(whole: "Whole", held: list[Moment], workers: int, device: str) -> MemoryEstimate:
     """FSDP2: fp32 shards of everything, and what is whole of it for a while."""
+    config, network, blocks = whole.config, whole.network, whole.blocks
     shards = config.scaling.shard_workers or workers
     shard = FP32 * network.count / shards
     optimizer = shard * _moments_of(config)
-    whole = Whole(config, network, several=several)
-    blocks = whole.blocks
     activations = max(each.activations + whole.bytes_at(each) for each in held)
     most = max(
         each.activations + whole.bytes_at(each) + FP32 * sum(blocks[len(blocks) - each.done :]) / shards for each in held
@@ -193,7 +212,9 @@ class Whole:
     config: Config
     network: Network
     several: bool
-    """Several micro-batches: gradients stay whole until the last of them."""
+    """Several micro-batches (of a pipeline: more than are on their way at once): gradients stay whole until the last."""
+    staged: bool = False
+    """Stages of a pipeline: all they have is gathered, and gradients are whole, until the last backward is over."""
 
     @property
     def blocks(self) -> list[int]:
@@ -204,6 +225,8 @@ class Whole:
         """Bytes that lie whole, with the buffers in which they came or go."""
         blocks, count, left = self.blocks, self.network.count, len(self.network.blocks) - moment.done
         compute = HALF if self.config.train.precision == "pure_bf16" else FP32
+        if self.staged:
+            return compute * count + FP32 * (count if self.several else moment.arisen)
         reshard = self.config.scaling.reshard
         outer = count - sum(blocks)
         waiting = FP32 * count if self.several else 0

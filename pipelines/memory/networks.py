@@ -15,8 +15,10 @@ from raystride.model.shape import convnet_layers, is_tied, pooled_width, post_no
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.model import Model
 from raystride.pipelines.memory.activations import FP32, Arithmetic, BlockMemory, Moment, Network, PartMemory
+from raystride.pipelines.memory.cut import NetworkPart
 from raystride.pipelines.memory.saved import Saved, attention_sizes, cross_sizes, feed_forward_sizes, norm_sizes
 
+WHOLE = NetworkPart()
 Facts = Mapping[str, Any]
 """What a task knows of prepared data; see `raystride.pipelines.tasks.task`."""
 LABELS = 10
@@ -34,34 +36,44 @@ def expected(config: Config) -> Facts:
     return {"vocabulary_size": words, "target_vocabulary_size": words, "labels": range(LABELS), **image}
 
 
-def network_of(config: Config, facts: Facts, *, slots: int, arithmetic: Arithmetic) -> Network | None:
-    """The network with so many slots; None of a task that is not ours, and of images whose size is not known."""
+def network_of(
+    config: Config, facts: Facts, *, slots: int, arithmetic: Arithmetic, part: NetworkPart = WHOLE
+) -> Network | None:
+    """The network with so many slots; None of a task that is not ours, and of images whose size is not known.
+
+    Of a `part`, settings and facts are those that `cut` gives.
+    """
     build = NETWORKS.get(config.task)
-    return build(config, facts, slots, arithmetic) if build else None
+    return build(config, facts, slots, arithmetic, part) if build else None
 
 
-def decoder(config: Config, facts: Facts, slots: int, arithmetic: Arithmetic) -> Network:
+def decoder(config: Config, facts: Facts, slots: int, arithmetic: Arithmetic, part: NetworkPart = WHOLE) -> Network:
     """The network of language modelling and of completion, with so many slots in a micro-batch."""
     shape, words = config.model, int(facts["vocabulary_size"])
-    saved = Saved(shape, arithmetic, _tokens(config, slots))
-    tied, head = is_tied(shape), words * shape.width
-    sizes = _embedding_sizes(shape, words) + shape.layers * _block_sizes(shape) + _final_sizes(shape)
-    sizes += [] if tied else [head]
+    saved = Saved(shape, arithmetic, _tokens(config, slots) // part.context, shared=part.tensor)
+    head = words * shape.width
+    # Where one backward comes through both uses of a tied embedding.
+    tied, own_head = is_tied(shape) and not part.stages, part.last and not (is_tied(shape) and part.first)
+    sizes = _embedding_sizes(shape, words) if part.first else []
+    sizes += shape.layers * _block_sizes(shape)
+    sizes += _final_sizes(shape) if part.last else []
+    sizes += [head] if own_head else []
+    ending = max(saved.stream, saved.gathered) + 2 * FP32 * head * tied
     return Network(
         sizes=sizes,
         blocks=[saved.block()] * shape.layers,
-        front=saved.embedded,
-        loss=_loss_of_words(saved, words, tied=tied),
-        ending=Moment(saved.stream + 2 * FP32 * head * tied, sum(sizes), head, "embedding", shape.layers),
-        head=0 if tied else head,
+        front=saved.embedded if part.first else 0.0,
+        loss=_loss_of_words(saved, words, tied=tied) if part.last else [],
+        ending=Moment(ending, sum(sizes), head * part.first, "embedding", shape.layers),
+        head=head * own_head,
         waiting=FP32 * head * tied,
     )
 
 
-def classifier(config: Config, facts: Facts, slots: int, arithmetic: Arithmetic) -> Network:
+def classifier(config: Config, facts: Facts, slots: int, arithmetic: Arithmetic, part: NetworkPart = WHOLE) -> Network:
     """The network of classification of texts, with so many slots in a micro-batch."""
     shape, words, labels = config.model, int(facts["vocabulary_size"]), len(facts["labels"])
-    saved = Saved(shape, arithmetic, _tokens(config, slots), padded=True)
+    saved = Saved(shape, arithmetic, _tokens(config, slots), padded=True, shared=part.tensor)
     head, windows = [labels * pooled_width(shape), labels], _windows(saved, shape)
     blocks = [saved.block()] * shape.layers + windows
     # A parameter of the model itself comes before those of its modules.
@@ -72,7 +84,7 @@ def classifier(config: Config, facts: Facts, slots: int, arithmetic: Arithmetic)
         blocks=blocks,
         front=saved.embedded,
         loss=[Moment(0.0 if windows else saved.final + 2 * saved.stream, sum(head))],
-        ending=Moment(saved.stream, sum(sizes), words * shape.width, "embedding", len(blocks)),
+        ending=Moment(max(saved.stream, saved.gathered), sum(sizes), words * shape.width, "embedding", len(blocks)),
         head=sum(head),
     )
 
@@ -96,13 +108,13 @@ def _windows(saved: Saved, shape: Model) -> list[BlockMemory]:
     return blocks
 
 
-def translator(config: Config, facts: Facts, slots: int, arithmetic: Arithmetic) -> Network:
+def translator(config: Config, facts: Facts, slots: int, arithmetic: Arithmetic, part: NetworkPart = WHOLE) -> Network:
     """The network of translation: the encoder's blocks, then the decoder's."""
     shape, words = config.model, int(facts["vocabulary_size"])
     encoders, shared = shape.encoder_layers or shape.layers, config.tokenizer.shared
     targets = words if shared else int(facts["target_vocabulary_size"])
     tokens = _tokens(config, slots, sides=2)
-    saved, target = Saved(shape, arithmetic, tokens, padded=True), Saved(shape, arithmetic, tokens)
+    saved, target = (Saved(shape, arithmetic, tokens, padded=side == 0, shared=part.tensor) for side in range(2))
     last = replace(saved.block(), beside=saved.final + saved.embedded)
     block = target.target_block(tokens)
     head, positions = targets * shape.width, _embedding_sizes(shape, words)[1:]
@@ -113,7 +125,7 @@ def translator(config: Config, facts: Facts, slots: int, arithmetic: Arithmetic)
     embedded = PartMemory(0.0, FP32 * head * (1 + shared), 0, 0 if shared else head)
     first = replace(block, parts=(*block.parts, embedded))
     blocks = [*[saved.block()] * (encoders - 1), last, first, *[block] * (shape.layers - 1)]
-    ending = saved.stream + 2 * FP32 * head * shared
+    ending = max(saved.stream, saved.gathered) + 2 * FP32 * head * shared
     return Network(
         sizes=sizes,
         blocks=blocks,
@@ -124,7 +136,7 @@ def translator(config: Config, facts: Facts, slots: int, arithmetic: Arithmetic)
     )
 
 
-def convnet(config: Config, facts: Facts, slots: int, arithmetic: Arithmetic) -> Network | None:
+def convnet(config: Config, facts: Facts, slots: int, arithmetic: Arithmetic, _: NetworkPart = WHOLE) -> Network | None:
     """The network of classification of images: its stages, then its fully connected layers. None where sizes are unknown."""
     if not facts["image"]:
         return None
@@ -189,11 +201,12 @@ def _loss_of_words(saved: Saved, words: int, *, tied: bool) -> list[Moment]:
     arithmetic, tokens, width = saved.arithmetic, saved.tokens, saved.shape.width
     p, head, below = arithmetic.product, words * width, saved.final
     logits, hidden, own = tokens * words, tokens * width * p, 0 if tied else head
+    if saved.gathered:
+        return _loss_of_spread_words(saved, words, tied=tied)
     if not arithmetic.kernels:
         made = Moment(below + p * logits + hidden + FP32 * head * tied, own, own)
         return [Moment(below + 3 * FP32 * logits), made]
-    rows = min(tokens, max(_SMALLEST_CHUNK, -(-tokens // _CHUNKS)))
-    chunk = p * rows * -(-words // _ALIGNMENT) * _ALIGNMENT
+    rows, chunk = _chunk(saved, words)
     # The hidden states are not saved, but are there until the loss is done; their gradient is.
     forward = below + hidden + chunk + head * (p + FP32 * (rows < tokens) + p * arithmetic.cast)
     forward += saved.stream * arithmetic.cast
@@ -201,7 +214,24 @@ def _loss_of_words(saved: Saved, words: int, *, tied: bool) -> list[Moment]:
     return [Moment(forward), Moment(backward, own, own)]
 
 
-NETWORKS: dict[str, Callable[[Config, Facts, int, Arithmetic], Network | None]] = {
+def _chunk(saved: Saved, words: int) -> tuple[int, int]:
+    """Rows of a chunk of logits, and its bytes."""
+    rows = min(saved.tokens, max(_SMALLEST_CHUNK, -(-saved.tokens // _CHUNKS)))
+    return rows, saved.arithmetic.product * rows * -(-words // _ALIGNMENT) * _ALIGNMENT
+
+
+def _loss_of_spread_words(saved: Saved, words: int, *, tied: bool) -> list[Moment]:
+    """As above with some of the words: two chunks are on their way, and PyTorch, too, makes gradients in the forward."""
+    arithmetic, head, (rows, chunk) = saved.arithmetic, words * saved.shape.width, _chunk(saved, words)
+    p, several = arithmetic.product, rows < saved.tokens
+    hidden = saved.tokens * saved.shape.width * p
+    forward = saved.final + hidden + (1 + several) * chunk + p * head + FP32 * head * several + p * head * arithmetic.cast
+    # What is saved is scaled into new memory.
+    backward = saved.final + 2 * hidden + p * head + FP32 * head * tied
+    return [Moment(forward), Moment(backward, 0 if tied else head, 0 if tied else head)]
+
+
+NETWORKS: dict[str, Callable[[Config, Facts, int, Arithmetic, NetworkPart], Network | None]] = {
     "language_model": decoder,
     "completion": decoder,
     "classification": classifier,

@@ -13,6 +13,8 @@ T the context; p are the bytes of a number that products read and write, s those
     feed-forward  input C p; ReLU: out F p; GELU: in and out 2 F p; SwiGLU: gate, up and out 3 F p, without our kernels
                   silu(gate) as well
     dropout       a mask of C numbers: a byte each on GPUs, p on CPUs
+    tensor        norms, masks and the stream of a worker's own tokens alone; attention and feed-forward read all, and the
+                  gradient of what they give, as of what they read, is there for all tokens, twice while it is laid out
 
     saved = Saved(shape, Arithmetic(), tokens=8 * 128)
     saved.block().saved                                       # bytes
@@ -32,10 +34,16 @@ from raystride.pipelines.memory.activations import FP32, Arithmetic, BlockMemory
 
 
 class Saved:
-    """Bytes of the parts of a transformer that is given so many tokens, of which lengths hide some if they are `padded`."""
+    """Bytes of the parts of a transformer that is given so many tokens, of which lengths hide some if they are `padded`.
 
-    def __init__(self, shape: DecoderShape, arithmetic: Arithmetic, tokens: int, *, padded: bool = False) -> None:
-        self.shape, self.arithmetic, self.tokens = shape, arithmetic, tokens
+    `shared`: workers of whom each has some of the tokens between attention and feed-forward; the shape is what one has.
+    """
+
+    def __init__(
+        self, shape: DecoderShape, arithmetic: Arithmetic, tokens: int, *, padded: bool = False, shared: int = 1
+    ) -> None:
+        self.shape, self.arithmetic, self.tokens, self._shared = shape, arithmetic, tokens, shared
+        own = -(-tokens // shared)
         width, p = shape.width, arithmetic.product
         self._queries, self._keys, self._hidden = query_width(shape) * p, key_width(shape) * p, hidden_width(shape) * p
         self._llama, self._mask = shape.flavour == "llama", width * arithmetic.mask if shape.dropout else 0
@@ -47,11 +55,14 @@ class Saved:
         self._padding = padded * self._hiding
         norm = width * arithmetic.stream + (4 if self._llama else 8)
         norm += width * arithmetic.stream if self._llama and not arithmetic.kernels else 0
-        self._read = norm + width * p
+        self._read = own * norm + tokens * width * p
         """A norm, and what the product after it reads."""
-        self.stream = tokens * width * arithmetic.stream
+        self._masks = own * self._mask
+        self.stream = own * width * arithmetic.stream
         """The residual stream, or its gradient."""
-        self.final = tokens * self._read
+        self.gathered = tokens * width * arithmetic.stream if shared > 1 else 0.0
+        """All tokens of a stream of which each worker has some."""
+        self.final = self._read
         """The last norm, and what the head reads."""
         self.embedded = tokens * self._mask + 2 * FP32 * shape.context * head_size(shape) * self._llama
         """What comes before the blocks."""
@@ -66,9 +77,9 @@ class Saved:
         queries, memory = self.tokens * self._queries, source * 2 * self._keys
         sums = self.tokens * (3 * self._matrix + self._queries if self._plain else 4 * heads)
         copies = source * 2 * self._queries if self._plain else memory
-        saved = self.tokens * (self._read + self._mask + self._hiding) + 2 * queries + sums + copies
+        saved = self._read + self._masks + self.tokens * self._hiding + 2 * queries + sums + copies
         saved += source * width * p * self.arithmetic.cast
-        working = self.tokens * self._matrix if self._plain else 2 * queries + memory
+        working = max(self.tokens * self._matrix if self._plain else 2 * queries + memory, 2 * self.gathered)
         sizes = cross_sizes(self.shape)
         cross = PartMemory(saved, working, sum(sizes), width * query_width(self.shape))
         products = (
@@ -90,17 +101,18 @@ class Saved:
         if shape.qk_norm:
             attending += 4 * (shape.heads + (shape.kv_heads or shape.heads)) + qkv * self._plain
             attending += (queries + keys) * ((not self._llama and not self._plain) + (not self.arithmetic.kernels))
-        saved = self.tokens * (self._read + attending + queries + self._mask + self._padding)
-        working = self.tokens * (self._matrix if self._plain else queries + qkv)
+        saved = self._read + self._masks + self.tokens * (attending + queries + self._padding)
+        working = max(self.tokens * (self._matrix if self._plain else queries + qkv), 2 * self.gathered)
         return PartMemory(saved, working, sum(attention_sizes(shape)), shape.width * query_width(shape))
 
     def _feed_forward(self) -> PartMemory:
         shape, arithmetic = self.shape, self.arithmetic
         times = (3 if arithmetic.kernels else 4) if self._llama else 2 if shape.flavour == "gpt2" else 1
-        saved = self.tokens * (self._read + times * self._hidden + self._mask)
-        working = (2 if self._llama else 1) * self._hidden
-        working += shape.width * arithmetic.product - self._mask if shape.dropout else 0
-        return PartMemory(saved, self.tokens * working, sum(feed_forward_sizes(shape)), shape.width * hidden_width(shape))
+        saved = self._read + self._masks + self.tokens * times * self._hidden
+        working = self.tokens * (2 if self._llama else 1) * self._hidden
+        working += self.tokens * shape.width * arithmetic.product - self._masks if shape.dropout else 0
+        largest, sizes = shape.width * hidden_width(shape), feed_forward_sizes(shape)
+        return PartMemory(saved, max(working, 2 * self.gathered), sum(sizes), largest)
 
     def _products(self) -> float:
         """What products and self-attention give."""

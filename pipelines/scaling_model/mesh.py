@@ -99,7 +99,7 @@ class WorkMesh:
     def busiest(self) -> float:
         """Operations of the costliest worker, which sets the pace, beside the mean.
 
-        Stages are cut as `strategies.stages.cut_stages` cuts them.
+        Stages are cut as `strategies.stage_plan.cut_stages` cuts them.
         """
         stages, several = self.pipeline * self.stages_per_worker, self.stages_per_worker
         if self.pipeline == 1:

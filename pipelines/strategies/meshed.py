@@ -40,7 +40,8 @@ from raystride.pipelines.strategies.mesh import NAMES, Coordinates, mesh_of
 from raystride.pipelines.strategies.pipeline import Pipeline
 from raystride.pipelines.strategies.reduction import Buckets
 from raystride.pipelines.strategies.spread import Spread
-from raystride.pipelines.strategies.stages import DecoderStage, cut_stages, stage_workers
+from raystride.pipelines.strategies.stage_plan import cut_stages, stage_workers
+from raystride.pipelines.strategies.stages import DecoderStage
 from raystride.pipelines.strategies.strategy import Forward, OneByOne, Optimizer, Slotted
 from raystride.pipelines.strategies.tensor_parallel import TokenShards, parallelize
 

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 from raystride.pipelines.strategies.feeding import Fed, Feeding
-from raystride.pipelines.strategies.stages import DecoderStage, Schedule
+from raystride.pipelines.strategies.stage_plan import Schedule
+from raystride.pipelines.strategies.stages import DecoderStage
 from raystride.pipelines.strategies.strategy import Forward, Slotted
 from raystride.pipelines.strategies.tensor_parallel import TokenShards
 

@@ -1,56 +1,18 @@
-"""A decoder in stages, one after another: which blocks each has, and which worker.
+"""A stage of a decoder: neighbouring blocks, with what stands before the first and behind the last of all stages.
 
-Stages are cut so that the costliest costs as little as can be: a block's operations, and for the last stage those of the
-head. The first has the embedding, whose rows are looked up and cost next to nothing.
-
-    cut_stages(shape, vocabulary_size=50257, stages=2)        # [range(0, 9), range(9, 12)], of twelve blocks
-    stage_workers(stages=4, workers=2, schedule="zbv")        # (0, 1, 1, 0)
+stage = DecoderStage(model, range(0, 6), first=True, last=False)
+stage.through(x, ids)                                     # the stream behind block 5
 """
 
 from contextlib import AbstractContextManager
-from functools import cache
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from raystride.model.block import build_rotation
-from raystride.model.shape import DecoderShape, matrices, query_width
 from raystride.model.transformer import Decoder
 from raystride.pipelines.strategies.feeding import Fed
-
-Schedule = Literal["1f1b", "interleaved", "zbv"]
-
-
-def stage_workers(stages: int, workers: int, schedule: Schedule) -> tuple[int, ...]:
-    """Which worker has which stage: round and round, or there and back (zbv, whose two ends are one worker's)."""
-    there = tuple(stage % workers for stage in range(stages))
-    return there if schedule != "zbv" else (*range(workers), *reversed(range(workers)))
-
-
-def cut_stages(shape: DecoderShape, vocabulary_size: int, stages: int) -> list[range]:
-    """The blocks of each stage, one at least. Raises ValueError where there are fewer blocks than stages."""
-    if shape.layers < stages:
-        raise ValueError(
-            f"{shape.layers} layers cannot be cut into {stages} stages: lower scaling.pipeline to {shape.layers}"
-        )
-    block = 6.0 * matrices(shape) + 12.0 * query_width(shape) * shape.context
-    head = 6.0 * vocabulary_size * shape.width
-
-    @cache
-    def best(first: int, left: int) -> tuple[float, tuple[int, ...]]:
-        """The least cost of the costliest of the `left` last stages, which begin with block `first`; and where they end."""
-        if left == 1:
-            return (shape.layers - first) * block + head, (shape.layers,)
-        options = (
-            (max((end - first) * block, best(end, left - 1)[0]), (end, *best(end, left - 1)[1]))
-            for end in range(first + 1, shape.layers - left + 2)
-        )
-        # Of equal ones that which leaves the last stages least.
-        return min(options, key=lambda option: (option[0], tuple(-end for end in option[1])))
-
-    ends = best(0, stages)[1]
-    return [range(begin, end) for begin, end in zip((0, *ends), ends, strict=False)]
 
 
 class StepData(Protocol):

@@ -1,7 +1,6 @@
 """A mesh's formulas against schedules played out, against what attention says it sends, and against published tables."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,12 +26,13 @@ from raystride.pipelines.scaling_model import (
 )
 from raystride.pipelines.scaling_model.mesh import LOSS_BYTES
 from raystride.pipelines.scaling_model.terms import Route, bubble_of, traffic_of
-from raystride.pipelines.strategies.stages import cut_stages, stage_workers
+from raystride.pipelines.strategies.stage_plan import cut_stages, stage_workers
 from raystride.pipelines.sweep.observed import head_in_blocks
 from raystride.triton_kernels.attention_context import bytes_sent
 from raystride.triton_kernels.context_plan import context_plan
 from raystride.triton_kernels.linear_cross_entropy_sharded import bytes_exchanged
 from tests.pipelines.scaling_model.synthetic import LARGE, SMALL, TRUTH, measure, parts, seconds
+from tests.pipelines.strategies.test_stage_plan import order_of
 
 TABLE, STRONG = "Megatron-LM, GPT 1.7B to 1T on A100", "Megatron-LM, GPT 175B and 530B on A100 with ever fewer micro-batches"
 NET = {"layers": 24, "width": 1024, "queries": 1024, "keys": 2048}
@@ -45,19 +45,7 @@ def meshed(work: Work, workers: int, slots: int, **sizes: Any) -> Work:
 
 def played(schedule: Any, workers: int, stages: int, count: int, times: tuple[float, float, float]) -> float:
     """Seconds of a step in PyTorch's order; a worker's forward, and backward for inputs and for weights, take `times`."""
-    facts = SimpleNamespace(
-        _n_microbatches=count,
-        n_microbatches=count,
-        pp_group_size=workers,
-        n_local_stages=stages,
-        num_stages=stages * workers,
-        number_of_rounds=max(1, count // workers),
-        microbatches_per_round=count // max(1, count // workers),
-    )
-    orders = [
-        [each for each in schedule._calculate_single_rank_operations(facts, rank) if each is not None]
-        for rank in range(workers)
-    ]
+    orders = [order_of(schedule, workers, stages, count, rank) for rank in range(workers)]
     forward, for_inputs, for_weights = (each / stages for each in times)
     takes = {Kind.FORWARD: forward, Kind.BACKWARD_INPUT: for_inputs, Kind.BACKWARD_WEIGHT: for_weights}
     takes[Kind.FULL_BACKWARD] = for_inputs + for_weights
