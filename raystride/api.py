@@ -68,7 +68,8 @@ def check(config: Given, settings: Settings | None = None, *, storage: str = "ru
     """
     located, place = _located(config, settings, None, storage)
     with cluster(located.launch):
-        return driver.checks_for(located, place, *driver.resources_for(located))
+        settled, there, share = driver.resources_for(located, place, Quiet().line)
+        return driver.checks_for(settled, place, there, share)
 
 
 def sweep(

@@ -68,7 +68,7 @@ class Config(Section):
     def __post_init__(self) -> None:
         """Raises SettingError where settings of several sections do not go together, or `run` cannot be a folder's name."""
         super().__post_init__()
-        workers = self.scaling.workers
+        workers = self.scaling.workers if self.scaling.mesh == "given" else "auto"
         if isinstance(workers, int) and workers // self.scaling.group > self.train.slots:
             raise self.scaling.error(
                 "workers",
@@ -94,7 +94,8 @@ class Config(Section):
     def masks_by_place(self) -> bool:
         """Whether dropout's masks follow from their place and not from how many were drawn before."""
         masks = self.train.dropout_masks
-        return self.scaling.group > 1 if masks == "auto" else masks == "place"
+        meshed = self.scaling.group > 1 or self.scaling.mesh == "auto"
+        return meshed if masks == "auto" else masks == "place"
 
     def flat(self) -> dict[str, Any]:
         """Every setting under its full name, `train.steps` for instance, without passwords and keys, to be written down."""

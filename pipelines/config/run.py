@@ -33,6 +33,9 @@ class Scaling(Section):
     reshard: bool = setting(True)
     """With `fsdp`, drop a block's whole parameters after its forward and gather them again for its backward, which saves
     memory; without, they stay, which saves a third of the traffic."""
+    mesh: Literal["given", "auto"] = setting("given", since="0.3")
+    """`auto`: tensor, pipeline and context, where they are 1, and an open strategy are chosen when the run starts: what a
+    sweep has recommended for the same steps, or the smallest that memory allows. `given`: they are as they stand."""
     tensor: int = setting(1, at_least=1, since="0.3")
     """Workers that share a model's heads, hidden units and words, and between them its tokens (tensor and sequence
     parallelism); must divide model.heads and model.kv_heads."""

@@ -186,6 +186,8 @@ class SweepConfig(Config):
                 raise self.sweep.error("space", f"names {key}, which each trial sets by itself")
         for text in self.sweep.where:
             Condition(text, known)
+        if self.scaling.mesh == "auto" or "scaling.mesh" in self.sweep.space:
+            raise self.scaling.error("mesh", "must be `given` in a sweep: vary scaling.tensor, pipeline or context")
 
     def training(self) -> Config:
         """The settings of a training alone."""

@@ -22,6 +22,7 @@ from raystride.pipelines.config.deploy import Deploy, Place
 from raystride.pipelines.config.parse import Parsed, configured
 from raystride.pipelines.credentials import masked_all
 from raystride.pipelines.files import absolute
+from raystride.pipelines.launch.mesh_choice import choose_mesh
 from raystride.pipelines.launch.place import is_path, settled
 from raystride.pipelines.launch.preflight import GIB, Check, checks_of_settings, estimate_memory, failing
 
@@ -120,6 +121,7 @@ def plan(kind: Kind, request: Deploy, place: Place, parsed: Parsed[Any]) -> Depl
     cpus, memory = _of_a_node(request, place)
     there = _resources(request, place, cpus, memory)
     config = replace(config, scaling=replace(config.scaling, device="cuda" if request.gpus_per_node else "cpu"))
+    config = choose_mesh(config, there, None, print)
     share = resolve(config, there)
     grace_s = _grace_s(config, share, request.nodes)
     checks = list(_checks_of_place(kind, request, place, config, grace_s))

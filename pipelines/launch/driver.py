@@ -34,6 +34,7 @@ from raystride.pipelines.hang.process import process_start
 from raystride.pipelines.launch.exit_codes import CANNOT_RUN, CODE_OF_SIGNAL, DONE, guarded
 from raystride.pipelines.launch.failure import TrainingFailed
 from raystride.pipelines.launch.job_page import JobPage, metadata_of
+from raystride.pipelines.launch.mesh_choice import choose_mesh
 from raystride.pipelines.launch.owner import Ownership, new_attempt
 from raystride.pipelines.launch.place import locate, settled
 from raystride.pipelines.launch.preflight import Check, failing, preflight
@@ -130,7 +131,7 @@ def train(
         JobPage(told, folder) as page,
     ):
         milestones["cluster"] = time.time()
-        there, share = resources_for(config)
+        config, there, share = resources_for(config, storage, screen.line)
         if there.gpu_problem and config.scaling.device == "auto":
             screen.warning(f"training on CPUs: {there.gpu_problem}")
         _refuse_failing(checks_for(config, storage, there, share))
@@ -219,7 +220,8 @@ def _prepare(config: Config, storage: Folder) -> int:
 
 def _check(config: Config, storage: Folder) -> int:
     with cluster(config.launch):
-        checks = checks_for(config, storage, *resources_for(config))
+        config, there, share = resources_for(config, storage, print)
+        checks = checks_for(config, storage, there, share)
         for check in checks:
             print(f"{'ok  ' if check.passed else 'FAIL'} {check.name:<15} {check.found}")
             if not check.passed:
@@ -231,15 +233,16 @@ def _check(config: Config, storage: Folder) -> int:
     return DONE if passed else CANNOT_RUN
 
 
-def resources_for(config: Config) -> tuple[Resources, Share]:
-    """The resources that there are, of this machine or of the cluster, and the share that the run will take of them.
+def resources_for(config: Config, storage: Folder, said: Callable[[str], None]) -> tuple[Config, Resources, Share]:
+    """The settings with their mesh, the resources of this machine or the cluster, and the share that the run takes of them.
 
     Raises SettingError where the settings contradict each other or the device.
     """
     asked = config.scaling.device != "cpu"
     inline = config.launch.mode == "inline"
     there = Resources.of_this_machine(gpus=asked) if inline else Resources.of_cluster(gpus=asked)
-    return there, resolve(config, there)
+    config = choose_mesh(config, there, storage, said)
+    return config, there, resolve(config, there)
 
 
 def surroundings(config: Config, there: Resources, share: Share) -> Environment:

@@ -21,6 +21,7 @@ from raystride.pipelines.config.sweep import SweepConfig
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.exit_codes import DONE, FAILED, guarded
 from raystride.pipelines.launch.job_page import metadata_of
+from raystride.pipelines.launch.mesh_choice import keep_mesh
 from raystride.pipelines.launch.owner import Ownership, new_attempt
 from raystride.pipelines.launch.place import locate
 from raystride.pipelines.launch.screen import Screen
@@ -33,7 +34,7 @@ from raystride.pipelines.sweep.choice import price_of, undecided
 from raystride.pipelines.sweep.page import write_report
 from raystride.pipelines.sweep.progress import Board
 from raystride.pipelines.sweep.result import WITHOUT_FIGURES, Result, forget, keep_result, keys, results
-from raystride.pipelines.sweep.space import Candidate, draw, grid, mesh_flags
+from raystride.pipelines.sweep.space import MESH, Candidate, draw, grid, mesh_flags
 from raystride.pipelines.sweep.tracking import Tracking
 from raystride.pipelines.sweep.tuning import SweepPlan, measure
 from raystride.pipelines.tasks import build_task
@@ -232,6 +233,8 @@ def _conclude(
     if outcome.recommended:
         folder.put("recommended.yaml", outcome.recommended)
         tracking.artifact("recommended.yaml")
+    if outcome.best and set(MESH) & set(outcome.best.settings):
+        keep_mesh(folder.parent, Candidate(base, outcome.best.settings).recommended, str(base.run))
     folder.put_json("summary.json", outcome.summary | {"mlflow_run_id": tracking.run_id, "unfinished": unfinished})
     tracking.end("finished" if outcome.best and not unfinished else "stopped" if unfinished else "failed")
     _show_closing(folder, outcome, tracking, unfinished, screen)
