@@ -170,7 +170,7 @@ def _whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> to
     return _packed(q, k, v, _placed_offsets(call.plan, q.device), call, 0)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _placed_offsets(plan: ContextPlan, device: torch.device) -> _Offsets:
     offsets = on_device(np.array(plan.offsets, np.int32), device)
     return offsets, offsets
@@ -192,7 +192,7 @@ class _Exchange(NamedTuple):
     silent: bool
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _placed_exchange(plan: ContextPlan, rank: int, window: int, device: torch.device) -> _Exchange:
     exchange = key_exchange(plan, rank, window)
     query_offsets, key_offsets = (
@@ -259,7 +259,7 @@ def _heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> to
     return back.flatten(1, 2)  # type: ignore[no-any-return]
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _placed_order(plan: ContextPlan, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows of one rank after another, (N,) int64, and where each row is among them."""
     rows = np.concatenate(plan.rows)

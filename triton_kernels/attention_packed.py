@@ -25,13 +25,13 @@ from raystride.triton_kernels.operation import operation
 class _Group(NamedTuple):
     """Sequences of like length, which are computed side by side, padded to the longest of them."""
 
-    numbers: torch.Tensor
+    numbers: np.ndarray
     """Which they are, (n) int64."""
-    queries: torch.Tensor
+    queries: np.ndarray
     """Their rows of q, (n T) int64; where there is padding, any row."""
-    keys: torch.Tensor
+    keys: np.ndarray
     """Their rows of k and v, (n S) int64."""
-    key_lengths: torch.Tensor | None
+    key_lengths: np.ndarray | None
     """How many keys each has, (n) int64, where there is padding."""
 
 
@@ -59,13 +59,13 @@ def attention_packed_reference(
         return attention_reference(*(x.transpose(0, 1)[None] for x in (q, k, v)))[0].transpose(0, 1)
     results = []
     for group in groups:
-        numbers, queries, keys = (each.to(q.device) for each in group[:3])
+        numbers, queries, keys = (torch.from_numpy(each).to(q.device) for each in group[:3])
         one = [
             x.index_select(0, rows).unflatten(0, (len(numbers), -1)).transpose(1, 2)
             for x, rows in ((q, queries), (k, keys), (v, keys))
         ]
         # Under a causal mask padding, which stands behind, is seen by padding alone.
-        lengths = None if causal or group.key_lengths is None else group.key_lengths.to(q.device)
+        lengths = None if causal or group.key_lengths is None else torch.from_numpy(group.key_lengths).to(q.device)
         o = attention_reference(
             *one,
             causal=causal,
@@ -79,7 +79,7 @@ def attention_packed_reference(
             first_head=first_head,
         )
         results.append(o.transpose(1, 2).flatten(0, 1))
-    return torch.cat(results).index_select(0, back.to(q.device))
+    return torch.cat(results).index_select(0, torch.from_numpy(back).to(q.device))
 
 
 _reference = attention_packed_reference
@@ -95,8 +95,11 @@ def leave_uncompiled() -> None:
 
 
 @lru_cache(maxsize=2)
-def _plan(query_offsets: tuple[int, ...], key_offsets: tuple[int, ...]) -> tuple[list[_Group], torch.Tensor]:
-    """The groups, and where each row of q is among theirs, (N) int64. All layers of a network ask for the same one."""
+def _plan(query_offsets: tuple[int, ...], key_offsets: tuple[int, ...]) -> tuple[list[_Group], np.ndarray]:
+    """The groups, and where each row of q is among theirs, (N) int64. All layers of a network ask for the same one.
+
+    In NumPy: a forward that is computed again must do the same on tensors, whether the plan is still known or not.
+    """
     starts, key_starts = np.array(query_offsets[:-1], np.int64), np.array(key_offsets[:-1], np.int64)
     lengths, key_lengths = np.diff(query_offsets), np.diff(key_offsets)
     # Padding leaves positions as they are only where each sequence looks at itself; others wait for one of their lengths.
@@ -109,9 +112,8 @@ def _plan(query_offsets: tuple[int, ...], key_offsets: tuple[int, ...]) -> tuple
         back[rows[real]] = first + np.flatnonzero(real)
         first += len(rows)
         keys, real_keys = _rows(key_starts[numbers], key_lengths[numbers])
-        padded = None if real_keys.all() else torch.from_numpy(key_lengths[numbers])
-        groups.append(_Group(torch.from_numpy(numbers), torch.from_numpy(rows), torch.from_numpy(keys), padded))
-    return groups, torch.from_numpy(back)
+        groups.append(_Group(numbers, rows, keys, None if real_keys.all() else key_lengths[numbers]))
+    return groups, back
 
 
 def _rows(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -65,7 +65,7 @@ class _Step(NamedTuple):
     """How many return."""
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _placed_steps(plan: ContextPlan, rank: int, window: int, device: torch.device) -> list[_Step]:
     """All layers of a network ask for the same ones."""
     steps = []

@@ -219,7 +219,7 @@ class _Chunk:
         multiply = call.product if len(self.weight) else F.linear
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
             self._product = multiply(*self._leaves)
-        return self._product.detach()
+        return self._product.data  # not `detach()`, which tells the graph that its result is written over; it reads none
 
     def add_up(self) -> None:
         """Waits for the largest logits, and sends the sums on their way."""

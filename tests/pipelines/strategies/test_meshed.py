@@ -108,6 +108,31 @@ def test_a_mesh_takes_the_course_of_one_worker(folder: Path, world: int, scaling
 
 
 @pytest.mark.parametrize(
+    ("scaling", "train", "rounded"),
+    [
+        (Scaling(tensor=2), {"precision": "bf16"}, 2**-8),
+        (Scaling(pipeline=2), {"precision": "pure_bf16", "stochastic_rounding": True}, 2**-7),
+        (Scaling(context=2), {"activation_checkpointing": "full"}, LOSS),
+        (Scaling(pipeline=2), {"activation_checkpointing": "selective", "precision": "pure_bf16"}, 2**-7),
+        (Scaling(tensor=2), {"activation_checkpointing": "selective", "precision": "pure_bf16"}, 2**-7),
+    ],
+    ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else _name(value),
+)
+@pytest.mark.long
+def test_it_does_so_in_every_precision_and_with_activations_computed_again(
+    folder: Path, scaling: Scaling, train: dict[str, Any], rounded: float
+) -> None:
+    """Products of other sizes round to 8 bits elsewhere: a loss is of hundreds of such numbers, which hardly add up."""
+    kind = ("llama", "documents", "tied", 0.1)
+    words = " ".join(map(str, train.values()))
+    wanted = run_course(_job(folder, f"alone {words}", kind, Scaling(), train=train), 1)
+    meshed = _job(folder, f"{_name(scaling)} {words}", kind, replace(scaling, workers=2), train=train)
+    found = run_course(meshed, 2)
+    assert found.losses == pytest.approx(wanted.losses, rel=rounded)
+    assert found.validations == pytest.approx(wanted.validations, rel=rounded)
+
+
+@pytest.mark.parametrize(
     "schedule", ["1f1b", *(pytest.param(each, marks=pytest.mark.long) for each in ("interleaved", "zbv"))]
 )
 def test_a_pipeline_alone_has_the_bits_of_one_worker(folder: Path, schedule: Any) -> None:
