@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Self
 
-from tests.deploy.hosts import Hosts, unable
+from tests.cluster.hosts import Hosts, unable
 
 CONFIGURATION = """
 ClusterName=test

@@ -1,4 +1,4 @@
-"""Hosts of this machine, see `hosts`, that are reached by ssh as machines of one's own are.
+"""Hosts of this machine, see `tests.cluster.hosts`, that are reached by ssh as machines of one's own are.
 
     with SshHosts(tmp_path, 2) as machines:               # needs root, sshd and rsync; `no_ssh()` says what is missing
         machines.addresses, machines.key                  # ["10.77.3.1", "10.77.3.2"], a private key that opens both
@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 from typing import Self
 
-from tests.deploy.hosts import Hosts, unable
+from tests.cluster.hosts import Hosts, unable
 
 CONFIGURATION = """
 ListenAddress {address}

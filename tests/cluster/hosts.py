@@ -1,15 +1,21 @@
 """Hosts on this machine: each with its own name, address, processes, /tmp, /dev/shm and home, on a network of their own.
 
-    with Hosts(tmp_path, 2) as hosts:                     # needs root; `unable()` says what is missing
-        hosts[0].run("hostname")                          # h1, at 10.77.3.1; tmp_path is the same on all
+    with Hosts(tmp_path, 3, bandwidth="100mbit") as hosts:    # needs root; `unable()` says what is missing
+        hosts[0].run("hostname")                              # h1, at 10.77.3.1; tmp_path is the same on all
+        hosts.part([0], [1, 2])                               # nothing passes between them any more ...
+        hosts.heal()                                          # ... and now it does
+        hosts[2].end()                                        # its processes are gone, as if it had lost its power
 
-By Linux's namespaces and a bridge between pairs of veth. What they share: the kernel, the clock, processors and memory, and
-all of the disk that is not named above.
+By Linux's namespaces and a bridge between pairs of veth. Each is called 127.0.1.1 in its own /etc/hosts, as Debian has it.
+What they share: the kernel, the clock, processors and memory, and all of the disk that is not named above. The kernel can
+neither delay packets nor lose some (it has no netem).
 """
 
 import contextlib
+import itertools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -49,6 +55,8 @@ class Host:
     address: str
     init: int
     """Its first process, as this machine numbers it."""
+    link: str
+    """Its end of the cable on this machine."""
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         """What runs a command there."""
@@ -63,12 +71,18 @@ class Host:
         variables = os.environ | {"HOME": "/tmp/home"}
         return subprocess.Popen(self.command(arguments), stdout=log.open("ab"), stderr=subprocess.STDOUT, env=variables)
 
+    def end(self) -> None:
+        """Ends all of its processes at once."""
+        os.kill(self.init, signal.SIGKILL)
+
 
 class Hosts(contextlib.AbstractContextManager["Hosts"]):
-    """So many hosts, `h1` and on, and a bridge that this machine is on, too."""
+    """So many hosts, `h1` and on, and a bridge that this machine is on, too; `bandwidth` of each both ways, as tc has it."""
 
-    def __init__(self, shared: Path, count: int) -> None:
+    def __init__(self, shared: Path, count: int, bandwidth: str = "") -> None:
         self._shared, self._count, self._running = shared, count, contextlib.ExitStack()
+        self._bandwidth = bandwidth
+        self._parted: list[tuple[Host, Host]] = []
         # A process's number, so that two test processes at a time do not meet.
         self._number = os.getpid()
         self._network = f"10.{77 + self._number // 250 % 100}.{self._number % 250}"
@@ -111,12 +125,36 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         init = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
-        host = Host(name, f"{self._network}.{number}", init)
+        host = Host(name, f"{self._network}.{number}", init, outer)
         _ip("link", "add", outer, "type", "veth", "peer", "name", inner, "netns", str(init))
         _ip("link", "set", outer, "master", bridge, "up")
-        for command in (f"addr add {host.address}/24 dev {inner}", f"link set {inner} up", "link set lo up"):
+        commands = (f"addr add {host.address}/24 dev {inner}", f"link set {inner} up", "link set lo up")
+        for command in (*commands, f"route add default via {self.here}"):
             host.run("ip", *command.split())
+        if self._bandwidth:
+            slowed = ["root", "tbf", "rate", self._bandwidth, "burst", "64kb", "latency", "50ms"]
+            host.run("tc", "qdisc", "add", "dev", inner, *slowed)
+            subprocess.run(["tc", "qdisc", "add", "dev", outer, *slowed], check=True, capture_output=True)
         return host
+
+    def cut(self, number: int) -> None:
+        """Pulls a host's cable; `heal` puts it back."""
+        _ip("link", "set", self[number].link, "down")
+
+    def part(self, some: Sequence[int], others: Sequence[int]) -> None:
+        """Has nothing pass between some hosts and others, both of which reach the rest."""
+        for one, other in itertools.product(some, others):
+            for here, there in ((self[one], self[other]), (self[other], self[one])):
+                here.run("ip", "route", "add", "blackhole", f"{there.address}/32")
+                self._parted.append((here, there))
+
+    def heal(self) -> None:
+        """Puts all cables back, and has everything pass again."""
+        while self._parted:
+            here, there = self._parted.pop()
+            here.run("ip", "route", "del", "blackhole", f"{there.address}/32")
+        for host in self.all:
+            _ip("link", "set", host.link, "up")
 
 
 def _ip(*arguments: str) -> None:

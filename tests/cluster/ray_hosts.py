@@ -1,0 +1,105 @@
+"""A Ray cluster on hosts of this machine, see `hosts`, with a token, as its users start one.
+
+with RayHosts(tmp_path, 4, others=1) as cluster:          # h1 is the head, h5 has no Ray: a user's machine
+    done = cluster.submit("train", "--run", "tiny", on=cluster.hosts[4])
+"""
+
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Self
+
+from tests.cluster.hosts import ROOT, Host, Hosts
+
+PORT, DASHBOARD = 6379, 8265
+PYTHON = Path(sys.prefix) / "bin" / "python"
+
+
+class RayHosts(contextlib.AbstractContextManager["RayHosts"]):
+    """So many hosts with Ray, the first its head, and others without; `folder` is the same on all."""
+
+    def __init__(self, folder: Path, nodes: int, others: int = 0, bandwidth: str = "", cpus: int = 1) -> None:
+        self.folder, self.nodes, self._cpus = folder, nodes, cpus
+        self.hosts = Hosts(folder, nodes + others, bandwidth)
+        token = folder / "token"
+        token.write_text(secrets.token_hex(32))
+        token.chmod(0o600)
+        self.variables = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "HOME": "/tmp/home",
+            "PATH": f"{PYTHON.parent}{os.pathsep}{os.environ['PATH']}",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "OMP_NUM_THREADS": "1",
+        }
+        self._running = contextlib.ExitStack()
+
+    @property
+    def head(self) -> Host:
+        """The host with the head."""
+        return self.hosts[0]
+
+    @property
+    def address(self) -> str:
+        """Where jobs are submitted."""
+        return f"http://{self.head.address}:{DASHBOARD}"
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.hosts)
+            self.start(0)
+            starting = [self._popen(host, self._start(host)) for host in self.hosts.all[1 : self.nodes]]
+            for process in starting:
+                said = process.communicate(timeout=180)[0]
+                assert not process.returncode, said
+            self._running = stack.pop_all()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._running.close()
+
+    def start(self, number: int) -> None:
+        """Starts Ray on a host, the head's on the first."""
+        process = self._popen(self.hosts[number], self._start(self.hosts[number]))
+        said = process.communicate(timeout=180)[0]
+        assert not process.returncode, said
+
+    def _start(self, host: Host) -> list[str]:
+        place = ["--head", f"--port={PORT}", "--dashboard-host=0.0.0.0"] if host is self.head else []
+        place = place or [f"--address={self.head.address}:{PORT}"]
+        limits = [f"--num-cpus={self._cpus}", "--object-store-memory=100000000", "--disable-usage-stats"]
+        return [str(PYTHON.with_name("ray")), "start", *place, *limits]
+
+    def _popen(self, host: Host, command: list[str], **variables: str) -> "subprocess.Popen[str]":
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+        return subprocess.Popen(
+            host.command(command), env=os.environ | self.variables | variables, cwd=ROOT, text=True, **pipes
+        )
+
+    def run(self, host: Host, *command: str, limit_s: float = 300, **variables: str) -> tuple[int, str]:
+        """A command of ours on a host, to its end; its exit code, and what it printed."""
+        process = self._popen(host, list(command), **variables)
+        said = process.communicate(timeout=limit_s)[0]
+        return process.returncode, said
+
+    def submit(self, on: Host, job: str, *arguments: str, limit_s: float = 300) -> tuple[int, str]:
+        """`ray job submit` of one of our jobs from a host, to its end."""
+        ray = str(PYTHON.with_name("ray"))
+        script = [str(PYTHON), str(ROOT / "ray_jobs" / f"{job}.py"), *arguments]
+        return self.run(on, ray, "job", "submit", f"--address={self.address}", "--", *script, limit_s=limit_s)
+
+    def alive(self) -> int:
+        """How many of the nodes Ray takes to be alive."""
+        script = "import ray; ray.init('auto', logging_level='ERROR'); print(sum(n['Alive'] for n in ray.nodes()))"
+        return int(self.run(self.head, str(PYTHON), "-c", script)[1].split()[-1])
+
+    def wait_for(self, nodes: int, seconds: float = 60) -> None:
+        """Waits until so many nodes are there."""
+        deadline = time.monotonic() + seconds
+        while (there := self.alive()) != nodes:
+            assert time.monotonic() < deadline, f"{there} nodes in place of {nodes}"
+            time.sleep(0.5)
