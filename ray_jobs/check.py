@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check(parsed: Parsed[Config]) -> int:
-    from raystride.pipelines.launch.driver import run_check  # when the settings stand: it takes most of a second
+    from raystride.pipelines.launch.check import run_check  # when the settings stand: it takes most of a second
 
     return run_check(parsed)
 

@@ -18,6 +18,7 @@ from raystride.pipelines.config.jobs import Evaluate, Export, Generate, Predict
 from raystride.pipelines.config.parse import configured
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch import driver
+from raystride.pipelines.launch.check import checks_for, resources_for
 from raystride.pipelines.launch.place import locate
 from raystride.pipelines.launch.screen import Quiet, Screen
 from raystride.run import Run
@@ -68,8 +69,8 @@ def check(config: Given, settings: Settings | None = None, *, storage: str = "ru
     """
     located, place = _located(config, settings, None, storage)
     with cluster(located.launch):
-        settled, there, share = driver.resources_for(located, place, Quiet().line)
-        return driver.checks_for(settled, place, there, share)
+        settled, there, share = resources_for(located, place, Quiet().line)
+        return checks_for(settled, place, there, share)
 
 
 def sweep(

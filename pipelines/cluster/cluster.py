@@ -212,7 +212,7 @@ def ask_a_node(function: Callable[[], T], timeout_s: float, *, gpu: bool = False
         others = [here]
     strategy = NodeAffinitySchedulingStrategy(others[0] if others else here, soft=True)
     # Without a processor: on a cluster that is in use there may be none free.
-    task = ray.remote(num_cpus=0, scheduling_strategy=strategy)(_call)
+    task = ray.remote(num_cpus=0, scheduling_strategy=strategy)(call)
     try:
         found: T = ray.get(task.remote(function), timeout=timeout_s)
     except GetTimeoutError:
@@ -229,5 +229,6 @@ def several_nodes() -> bool:
     return len([node for node in ray.nodes() if node["Alive"]]) > 1
 
 
-def _call(function: Callable[[], T]) -> T:
+def call(function: Callable[[], T]) -> T:
+    """What a function gives, as a task of Ray's: that of an object that can be called is none."""
     return function()

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from raystride.pipelines.cluster.fallback import NotThere, Warn, fallen, fell_back, known, overrides, part, say, takes
-from raystride.pipelines.cluster.meeting import free_address, meet_here, set_address
+from raystride.pipelines.cluster.meeting import free_address, meet, set_address
 from raystride.pipelines.worker.group import LOOPBACK
 
 TRAIN = "ray.train.v2._internal"
@@ -204,9 +204,7 @@ def _rendezvous_class() -> type:
         share_cuda_visible_devices = True
 
         def on_start(self, worker_group: Any, backend_config: Any) -> None:
-            if not meet_here(worker_group):
-                address, port = worker_group.execute_single(0, free_address)
-                worker_group.execute(set_address, address, port)
+            meet(worker_group)
 
     class Rendezvous(BackendConfig):  # type: ignore[misc]
         @property

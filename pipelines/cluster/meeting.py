@@ -4,7 +4,7 @@ The one that is asked is the machine, not the cluster: a run whose workers all f
 opens no port to the others either.
 
     trainer = TorchTrainer(function, torch_config=torch_config(), **settings)
-    meet_here(worker_group)                                   # in a backend's on_start; False where a network is needed
+    meet(worker_group)                                        # in a backend's on_start
 """
 
 import os
@@ -25,23 +25,25 @@ def meet_here(worker_group: Any) -> bool:
     return here
 
 
+def meet(worker_group: Any) -> None:
+    """Has the workers meet on their machine, or on the first one's network; they join the group by themselves."""
+    if not meet_here(worker_group):
+        address, port = worker_group.execute_single(0, free_address)
+        worker_group.execute(set_address, address, port)
+
+
 def torch_config() -> Any:
-    """Ray Train's TorchConfig, whose workers meet on their machine where they are on one."""
+    """Ray Train's TorchConfig, whose workers meet as `meet` has them, and join the group by themselves."""
     from ray.train.torch import TorchConfig
 
     backend: Any = TorchConfig().backend_cls
 
     class MeetingBackend(backend):  # type: ignore[misc]
-        here = False
-
         def on_start(self, worker_group: Any, backend_config: Any) -> None:
-            self.here = meet_here(worker_group)
-            if not self.here:  # the workers join the group by themselves otherwise
-                super().on_start(worker_group, backend_config)
+            meet(worker_group)
 
         def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
-            if not self.here:
-                super().on_shutdown(worker_group, backend_config)
+            pass
 
     class MeetingConfig(TorchConfig):  # type: ignore[misc]
         @property

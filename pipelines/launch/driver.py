@@ -17,10 +17,10 @@ from functools import partial
 from typing import Any, cast
 
 from raystride.model.hugging_face_config import check_description
-from raystride.pipelines.cluster.cluster import CannotRun, ask_a_node, cluster, joined, several_nodes
+from raystride.pipelines.cluster.cluster import CannotRun, ask_a_node, cluster, several_nodes
 from raystride.pipelines.cluster.internals import submission_id
 from raystride.pipelines.cluster.places import PlacesWatch
-from raystride.pipelines.cluster.resources import Resources, Share, resolve
+from raystride.pipelines.cluster.resources import Resources, Share
 from raystride.pipelines.commands import of_storage, pasted, program
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import Parsed
@@ -31,13 +31,13 @@ from raystride.pipelines.feed.stream import TokenStream
 from raystride.pipelines.files import Folder
 from raystride.pipelines.hang.detector import Hung
 from raystride.pipelines.hang.process import process_start
-from raystride.pipelines.launch.exit_codes import CANNOT_RUN, CODE_OF_SIGNAL, DONE, guarded
+from raystride.pipelines.launch.check import checks_for, resources_for
+from raystride.pipelines.launch.exit_codes import CODE_OF_SIGNAL, DONE, guarded
 from raystride.pipelines.launch.failure import TrainingFailed
 from raystride.pipelines.launch.job_page import JobPage, metadata_of
-from raystride.pipelines.launch.mesh_choice import choose_mesh
 from raystride.pipelines.launch.owner import Ownership, new_attempt
 from raystride.pipelines.launch.place import locate, settled
-from raystride.pipelines.launch.preflight import Check, failing, preflight
+from raystride.pipelines.launch.preflight import Check, failing
 from raystride.pipelines.launch.profiled import under_profiler
 from raystride.pipelines.launch.resume import (
     Earlier,
@@ -80,11 +80,6 @@ def run_training(parsed: Parsed[Config]) -> int:
 def run_preparation(parsed: Parsed[Config]) -> int:
     """Prepares the data of a configuration; returns the exit code."""
     return guarded(lambda: _prepare(*locate(parsed)))
-
-
-def run_check(parsed: Parsed[Config]) -> int:
-    """Prints what there is and whether the configuration will run on it; returns the exit code."""
-    return guarded(lambda: _check(*locate(parsed)))
 
 
 def _train(config: Config, storage: Folder) -> int:
@@ -218,33 +213,6 @@ def _prepare(config: Config, storage: Folder) -> int:
     return DONE
 
 
-def _check(config: Config, storage: Folder) -> int:
-    with cluster(config.launch):
-        config, there, share = resources_for(config, storage, print)
-        checks = checks_for(config, storage, there, share)
-        for check in checks:
-            print(f"{'ok  ' if check.passed else 'FAIL'} {check.name:<15} {check.found}")
-            if not check.passed:
-                print(f"     {'':<15} {check.remedy}")
-    passed = all(check.passed for check in checks)
-    print(f"results  {storage}")
-    print("mlflow   not logged there")
-    print(f"next     {program()} train with the same settings" if passed else "next     mend what failed, and check again")
-    return DONE if passed else CANNOT_RUN
-
-
-def resources_for(config: Config, storage: Folder, said: Callable[[str], None]) -> tuple[Config, Resources, Share]:
-    """The settings with their mesh, the resources of this machine or the cluster, and the share that the run takes of them.
-
-    Raises SettingError where the settings contradict each other or the device.
-    """
-    asked = config.scaling.device != "cpu"
-    inline = config.launch.mode == "inline"
-    there = Resources.of_this_machine(gpus=asked) if inline else Resources.of_cluster(gpus=asked)
-    config = choose_mesh(config, there, storage, said)
-    return config, there, resolve(config, there)
-
-
 def surroundings(config: Config, there: Resources, share: Share) -> Environment:
     """What the run runs on: of this process, and versions and hardware of a node where its workers are."""
     found = describe_environment()
@@ -253,13 +221,6 @@ def surroundings(config: Config, there: Resources, share: Share) -> Environment:
     if share.device == "cuda" and not found["gpus"] and there.gpu_name:  # no NVML there, or GPUs of another make
         found["gpus"] = [{"name": there.gpu_name, "memory_bytes": int(there.gpu_memory_bytes or 0), "driver": ""}]
     return found
-
-
-def checks_for(config: Config, storage: Folder, there: Resources, share: Share) -> list[Check]:
-    """All that the preflight looks at. Needs ray.init unless the run is inline."""
-    asks = config.launch.mode == "ray" and joined(config.launch)
-    probe = partial(ask_a_node, timeout_s=config.launch.timeout_s) if asks else None
-    return preflight(config, share, there, storage, config.tokenizer.vocabulary_size, probe)
 
 
 def _complete(folder: Folder, config: Config, reached: str, earlier: Earlier) -> str:

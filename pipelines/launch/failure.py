@@ -41,6 +41,10 @@ REMEDIES = (
         "free space under the storage, or lower checkpoint.keep",
     ),
     (
+        r"Unreachable",
+        "`raystride check` with the same settings says of each host what it reaches",
+    ),
+    (
         r"NCCL|gloo|Connection (reset|closed|refused)|timed out",
         "the network between workers broke, or one of them died: --launch.restarts 3 resumes the run by itself",
     ),

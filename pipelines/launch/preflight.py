@@ -6,7 +6,7 @@ failed = [check for check in checks if not check.passed]  # non-empty: exit code
 
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -32,19 +32,9 @@ class Check:
     """What to do, where it did not pass."""
 
 
-def preflight(
-    config: Config,
-    share: Share,
-    there: Resources,
-    storage: Folder,
-    vocabulary_size: int,
-    on_a_worker: Callable[[Callable[[], str]], str] | None = None,
-) -> list[Check]:
-    """Makes all checks, in the order in which they are shown.
-
-    `on_a_worker` runs a function where workers will run; None: this process will do.
-    """
-    return [*checks_of_settings(config, share, there, vocabulary_size), _check_storage(storage, on_a_worker)]
+def preflight(config: Config, share: Share, there: Resources, storage: Folder, vocabulary_size: int) -> list[Check]:
+    """Makes all checks of settings and of this machine, in the order in which they are shown; see `hosts` for others."""
+    return [*checks_of_settings(config, share, there, vocabulary_size), _check_storage(storage)]
 
 
 def checks_of_settings(config: Config, share: Share, there: Resources, vocabulary_size: int) -> list[Check]:
@@ -152,37 +142,16 @@ def estimate_memory(config: Config, share: Share, vocabulary_size: int) -> Memor
     return estimate(config, facts, workers=share.workers, device=share.device)
 
 
-def _check_storage(storage: Folder, on_a_worker: Callable[[Callable[[], str]], str] | None) -> Check:
-    """A file written where workers run must be readable here: a path of one machine is no shared storage."""
+def _check_storage(storage: Folder) -> Check:
     name = f".probe-{uuid.uuid4().hex[:8]}"
     problem = ""
     try:
         storage.put(name, "driver")
         storage.remove(name)
-        if on_a_worker:
-            problem = on_a_worker(_Probe(storage, name))
-            if not problem and not storage.exists(name):
-                problem = "a file that a worker wrote is not seen by the driver"
-            storage.remove(name)
     except Exception as error:  # what a file system raises depends on its library
         problem = f"{type(error).__name__}: {error}"
     remedy = "give --storage a folder or URI that every node can write, such as a network drive or an object store"
     return Check("storage", not problem, problem or f"{storage} can be written", remedy)
-
-
-@dataclass(frozen=True)
-class _Probe:
-    """Writes a file from a worker; returns what went wrong, or nothing."""
-
-    storage: Folder
-    name: str
-
-    def __call__(self) -> str:
-        try:
-            self.storage.put(self.name, "worker")
-        except Exception as error:  # as above
-            return f"from a worker: {type(error).__name__}: {error}"
-        return ""
 
 
 def failing(checks: list[Check]) -> Iterator[str]:

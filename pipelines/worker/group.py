@@ -18,14 +18,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raystride.pipelines.worker.reachable import GLOO, prove_reachable
+
 if TYPE_CHECKING:
     import torch
 
 LOOPBACK = "127.0.0.1"
 MEETING = "RAYSTRIDE_MEETING"
 """The file in which the workers of one machine meet, in their environment."""
-GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-"""What gloo and NCCL take as the interface to talk over; a user's own words stand."""
+NCCL = "NCCL_SOCKET_IFNAME"
+"""What NCCL takes as the interface to talk over, as GLOO is what gloo takes; a user's own words stand."""
 LIMIT = timedelta(minutes=30)
 
 
@@ -66,15 +68,22 @@ def meet_in(file: str | None) -> None:
 
 
 def join_group(backend: str, rank: int, world: int) -> None:
-    """Makes this process part of its run's group. One worker alone needs no one to meet."""
-    import torch.distributed as dist
+    """Makes this process part of its run's group. One worker alone needs no one to meet.
 
-    store: Any = None
+    Raises Unreachable where workers on several machines cannot talk over the interfaces that gloo takes.
+    """
+    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
+
+    store: Any
     if world == 1:
         use_interface_of(LOOPBACK)
         store = dist.HashStore()  # type: ignore[attr-defined]
     elif file := os.environ.get(MEETING):
         store = dist.FileStore(file, world)  # type: ignore[attr-defined]
+    else:
+        store, _, _ = next(rendezvous("env://", rank, world, timeout=LIMIT))
+        prove_reachable(store, rank, world, waits=LIMIT)
     dist.init_process_group(backend, rank=rank, world_size=world, timeout=LIMIT, store=store)
 
 

@@ -62,9 +62,9 @@ class RayHosts(contextlib.AbstractContextManager["RayHosts"]):
     def __exit__(self, *raised: object) -> None:
         self._running.close()
 
-    def start(self, number: int) -> None:
-        """Starts Ray on a host, the head's on the first."""
-        process = self._popen(self.hosts[number], self._start(self.hosts[number]))
+    def start(self, number: int, **variables: str) -> None:
+        """Starts Ray on a host, the head's on the first, with more in its environment."""
+        process = self._popen(self.hosts[number], self._start(self.hosts[number]), **variables)
         said = process.communicate(timeout=180)[0]
         assert not process.returncode, said
 
@@ -76,9 +76,8 @@ class RayHosts(contextlib.AbstractContextManager["RayHosts"]):
 
     def _popen(self, host: Host, command: list[str], **variables: str) -> "subprocess.Popen[str]":
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
-        return subprocess.Popen(
-            host.command(command), env=os.environ | self.variables | variables, cwd=ROOT, text=True, **pipes
-        )
+        there = host.command(["env", "--chdir", str(ROOT), *command])  # who enters a mount namespace is at its root
+        return subprocess.Popen(there, env=os.environ | self.variables | variables, text=True, **pipes)
 
     def run(self, host: Host, *command: str, limit_s: float = 300, **variables: str) -> tuple[int, str]:
         """A command of ours on a host, to its end; its exit code, and what it printed."""

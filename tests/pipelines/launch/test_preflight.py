@@ -1,8 +1,6 @@
 """Each check of the preflight fails where it should, and says what was asked, what there is and what to do."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,9 +22,8 @@ def _checks(
     storage: Folder,
     share: Share = TWO_WORKERS,
     there: Resources = THERE,
-    on_a_worker: Callable[[Callable[[], str]], str] | None = None,
 ) -> dict[str, Check]:
-    checks = preflight(CONFIG, share, there, storage, vocabulary_size=257, on_a_worker=on_a_worker)
+    checks = preflight(CONFIG, share, there, storage, vocabulary_size=257)
     return {check.name: check for check in checks}
 
 
@@ -43,7 +40,7 @@ def storage(tmp_path: Path) -> Folder:
 
 
 def test_a_healthy_place_passes_and_no_probe_is_left(storage: Folder) -> None:
-    checks = _checks(storage, on_a_worker=lambda probe: probe())
+    checks = _checks(storage)
     assert set(checks) == {"kernels", "slots", "resources", "memory", "storage"}
     assert not list(failing(list(checks.values())))
     assert storage.names() == []
@@ -145,26 +142,3 @@ def test_a_storage_that_cannot_be_written(tmp_path: Path) -> None:
     text = _only_failure(_checks(Folder(str(tmp_path / "file" / "runs"))))
     assert text.startswith("storage: NotADirectoryError")
     assert "--storage" in text
-
-
-def test_a_storage_that_workers_do_not_share(storage: Folder, tmp_path: Path) -> None:
-    def elsewhere(probe: Callable[[], str]) -> str:
-        """A worker on a machine where the same path is another folder."""
-        return replace(probe, storage=Folder(str(tmp_path / "other")))()  # type: ignore[type-var, misc]
-
-    text = _only_failure(_checks(storage, on_a_worker=elsewhere))
-    assert "is not seen by the driver" in text
-
-    def read_only(probe: Callable[[], str]) -> str:
-        (tmp_path / "file").write_text("in the way")
-        return replace(probe, storage=Folder(str(tmp_path / "file" / "runs")))()  # type: ignore[type-var, misc]
-
-    assert "from a worker: NotADirectoryError" in _only_failure(_checks(storage, on_a_worker=read_only))
-
-
-@pytest.mark.usefixtures("ray_cluster")
-def test_the_probe_runs_in_a_real_worker(storage: Folder) -> None:
-    from raystride.pipelines.cluster.cluster import ask_a_node
-
-    assert _checks(storage, on_a_worker=partial(ask_a_node, timeout_s=60))["storage"].passed
-    assert storage.names() == []

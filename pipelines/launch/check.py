@@ -1,0 +1,73 @@
+"""Whether a configuration will run here: what there is, what is asked of it, and `raystride check`, which prints both.
+
+config, there, share = resources_for(config, storage, print)
+checks_for(config, storage, there, share)                 # a training's preflight
+"""
+
+from collections.abc import Callable
+
+from raystride.pipelines.cluster.cluster import cluster, joined
+from raystride.pipelines.cluster.nodes import measure_network
+from raystride.pipelines.cluster.resources import Resources, Share, resolve
+from raystride.pipelines.commands import program
+from raystride.pipelines.config import Config
+from raystride.pipelines.config.parse import Parsed
+from raystride.pipelines.files import Folder
+from raystride.pipelines.launch.exit_codes import CANNOT_RUN, DONE, guarded
+from raystride.pipelines.launch.hosts import look_at_hosts
+from raystride.pipelines.launch.mesh_choice import choose_mesh
+from raystride.pipelines.launch.place import locate
+from raystride.pipelines.launch.preflight import Check, preflight
+
+
+def run_check(parsed: Parsed[Config]) -> int:
+    """Prints what there is and whether the configuration will run on it; returns the exit code."""
+    return guarded(lambda: _check(*locate(parsed)))
+
+
+def _check(config: Config, storage: Folder) -> int:
+    with cluster(config.launch):
+        config, there, share = resources_for(config, storage, print)
+        checks, table = preflight(config, share, there, storage, config.tokenizer.vocabulary_size), ""
+        if _on_hosts(config) and all(check.passed for check in checks):
+            hosts, links = look_at_hosts(config, storage), measure_network(config.launch.timeout_s)
+            checks += [*hosts.checks(), *hosts.more_checks(links)]
+            table = hosts.table(links)
+    for check in checks:
+        print(f"{'ok  ' if check.passed else 'FAIL'} {check.name:<15} {check.found}")
+        if not check.passed:
+            print(f"     {'':<15} {check.remedy}")
+    if table:
+        print(f"\n{table}\n")
+    passed = all(check.passed for check in checks)
+    print(f"results  {storage}")
+    print("mlflow   not logged there")
+    print(f"next     {program()} train with the same settings" if passed else "next     mend what failed, and check again")
+    return DONE if passed else CANNOT_RUN
+
+
+def resources_for(config: Config, storage: Folder, said: Callable[[str], None]) -> tuple[Config, Resources, Share]:
+    """The settings with their mesh, the resources of this machine or the cluster, and the share that the run takes of them.
+
+    Raises SettingError where the settings contradict each other or the device.
+    """
+    asked = config.scaling.device != "cpu"
+    inline = config.launch.mode == "inline"
+    there = Resources.of_this_machine(gpus=asked) if inline else Resources.of_cluster(gpus=asked)
+    config = choose_mesh(config, there, storage, said)
+    return config, there, resolve(config, there)
+
+
+def checks_for(config: Config, storage: Folder, there: Resources, share: Share) -> list[Check]:
+    """All that a training's preflight looks at, on every host of a cluster that is joined.
+
+    Needs ray.init unless the run is inline. Raises SettingError and DataError where the data cannot be read here.
+    """
+    checks = preflight(config, share, there, storage, config.tokenizer.vocabulary_size)
+    if _on_hosts(config) and all(check.passed for check in checks):
+        checks += look_at_hosts(config, storage).checks()
+    return checks
+
+
+def _on_hosts(config: Config) -> bool:
+    return config.launch.mode == "ray" and joined(config.launch)

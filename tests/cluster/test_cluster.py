@@ -1,0 +1,160 @@
+"""A cluster of hosts, by the README's commands: looked at, trained on, stopped and gone on with, from a machine without Ray.
+
+Each host is called 127.0.1.1 by itself, as Debian has it, so whoever goes by names talks to himself.
+"""
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import Host, unable
+from tests.cluster.ray_hosts import PYTHON, RayHosts
+from tests.tiny import write_text
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(unable()), reason=f"no hosts here: {unable()}"),
+]
+SHAPE = "--model.layers 2 --model.heads 2 --model.width 16 --model.context 16 --tokenizer.kind bytes --sample.tokens 0"
+TRAIN = "--train.slots 4 --train.slot_size 2 --train.log_every 5 --validation.every 0 --optimizer.schedule constant"
+DATA = "--data.kind text --data.validation tail --data.validation_fraction 0.1"
+WAITS_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHosts]:
+    """Three hosts with Ray, and one from which jobs are submitted."""
+    folder = tmp_path_factory.mktemp("cluster")
+    write_text(folder)
+    (folder / "runs").mkdir()
+    with RayHosts(folder, 3, others=1) as running:
+        running.wait_for(3)
+        yield running
+
+
+def _flags(cluster: RayHosts, run: str, *more: str) -> list[str]:
+    place = f"--storage {cluster.folder / 'runs'} --data.source {cluster.folder / 'text.txt'} --run {run}"
+    return [*SHAPE.split(), *TRAIN.split(), *DATA.split(), *place.split(), *more]
+
+
+def _summary(cluster: RayHosts, run: str) -> dict[str, object]:
+    return json.loads((cluster.folder / "runs" / run / "summary.json").read_text())  # type: ignore[no-any-return]
+
+
+def _user(cluster: RayHosts) -> Host:
+    return cluster.hosts[3]
+
+
+def test_every_host_is_looked_at(cluster: RayHosts) -> None:
+    code, said = cluster.submit(_user(cluster), "check", *_flags(cluster, "looked", "--scaling.workers", "3"))
+    assert code == 0, said
+    rows = {line.split()[0]: line.split() for line in said.splitlines() if line.startswith(("h1 ", "h2 ", "h3 "))}
+    assert [rows[f"h{number}"][1] for number in (1, 2, 3)] == [host.address for host in cluster.hosts.all[:3]]
+    assert {row[2] for row in rows.values()} == {"eth0"}
+    assert all(float(row[4]) > 0 for row in rows.values())
+    assert {row[5] for row in rows.values()} == {"h1", "h2", "h3"}
+
+
+def test_what_one_host_lacks_is_told_by_its_name(cluster: RayHosts) -> None:
+    """A file that lies on the head alone, in its own /tmp; and a host that another cannot reach."""
+    cluster.head.run("cp", str(cluster.folder / "text.txt"), "/tmp/mine.txt")
+    flags = [*_flags(cluster, "lacking", "--scaling.workers", "3"), "--data.source", "/tmp/mine.txt"]
+    for job in ("check", "train"):
+        code, said = cluster.submit(_user(cluster), job, *flags)
+        assert code == 1, said  # as Ray's command says of any job that fails; the job's own is 3
+        assert "entrypoint command failed with exit code 3" in said
+        for number, host in enumerate(cluster.hosts.all[1:3], 2):
+            assert f"h{number} ({host.address}): " in said
+        assert "h1 (" not in said
+        assert "/tmp/mine.txt" in said
+    cluster.hosts.part([1], [2])
+    try:
+        code, said = cluster.submit(_user(cluster), "check", *_flags(cluster, "apart", "--scaling.workers", "3"))
+    finally:
+        cluster.hosts.heal()
+    assert "entrypoint command failed with exit code 3" in said
+    assert f"h2 ({cluster.hosts[1].address}): h3: {cluster.hosts[2].address}" in said
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_they_train_together_although_each_is_called_loopback(cluster: RayHosts, workers: int) -> None:
+    flags = _flags(
+        cluster, f"together-{workers}", "--train.exact", "true", "--train.steps", "20", "--record.mlflow", "false"
+    )
+    code, said = cluster.submit(_user(cluster), "train", *flags, "--scaling.workers", str(workers))
+    assert code == 0, said
+    found = _summary(cluster, f"together-{workers}")
+    assert (found["status"], found["workers"]) == ("finished", workers)
+    alone = _flags(cluster, "alone", *exact, "--launch", "inline")
+    code, said = cluster.run(_user(cluster), str(PYTHON), "-m", "raystride", "train", *alone)
+    assert code == 0, said
+    assert found["parameters_sha256"] == _summary(cluster, "alone")["parameters_sha256"]
+
+
+def test_a_job_is_stopped_and_goes_on_with_its_record_on_a_server_elsewhere(cluster: RayHosts) -> None:
+    user, storage = _user(cluster), cluster.folder / "runs"
+    server = user.start(
+        *(str(PYTHON), "-m", "mlflow", "server", "--host", "0.0.0.0", "--port", "5000", "--workers", "1"),
+        *("--backend-store-uri", f"sqlite:///{cluster.folder}/mlflow.db", "--allowed-hosts", "*"),
+        log=cluster.folder / "mlflow.log",
+    )
+    flags = [
+        *_flags(cluster, "stopped", "--scaling.workers", "2", "--checkpoint.every", "50"),
+        "--record.mlflow_uri",
+        f"http://{user.address}:5000",
+    ]
+    try:
+        _stop_when_it_has_saved(cluster, [*flags, "--train.steps", "100000"], storage / "stopped" / "checkpoints")
+        code, said = cluster.submit(user, "train", *flags, "--train.steps", "200")
+    finally:
+        server.terminate()
+        server.wait()
+    summary = _summary(cluster, "stopped")
+    if summary["steps"] == 200:  # it may have gone further before it stopped
+        assert code == 0, said
+    assert int(str(summary["resumed_from"] or summary["steps"])) >= 50
+    assert summary["mlflow_run_id"]
+    code, said = cluster.run(user, str(PYTHON), "-m", "raystride", "runs", "audit", "stopped", "--storage", str(storage))
+    assert code == 0, said
+
+
+def _stop_when_it_has_saved(cluster: RayHosts, flags: list[str], checkpoints: Path) -> None:
+    """Submits a job, and ends it by `ray job stop` from the user's machine when there is a checkpoint."""
+    ray, address = str(PYTHON.with_name("ray")), f"--address={cluster.address}"
+    script = [str(PYTHON), "ray_jobs/train.py", *flags]
+    waits = {"RAY_JOB_STOP_WAIT_TIME_S": "60"}
+    code, said = cluster.run(
+        _user(cluster),
+        *(ray, "job", "submit", address, "--submission-id", "long", "--no-wait", "--working-dir", "."),
+        *("--runtime-env-json", json.dumps({"env_vars": waits}), "--", *script),
+    )
+    assert code == 0, said
+    deadline = time.monotonic() + WAITS_S
+    while not checkpoints.is_dir() or not any(checkpoints.iterdir()):
+        assert time.monotonic() < deadline, cluster.run(_user(cluster), ray, "job", "logs", address, "long")[1]
+        time.sleep(0.5)
+    code, said = cluster.run(_user(cluster), ray, "job", "stop", address, "long")
+    assert code == 0, said
+
+
+def test_an_interface_that_hosts_do_not_share_is_named_at_once(cluster: RayHosts) -> None:
+    """docker0 has an address that is reached from nowhere, and a user, or an image, has named it."""
+    other = cluster.hosts[1]
+    for command in ("link add docker0 type bridge", "addr add 172.17.0.1/16 dev docker0", "link set docker0 up"):
+        other.run("ip", *command.split())
+    cluster.run(other, str(PYTHON.with_name("ray")), "stop", "--force")
+    cluster.start(1, GLOO_SOCKET_IFNAME="docker0")
+    cluster.wait_for(3)
+    flags = _flags(cluster, "docker", "--scaling.workers", "3", "--train.steps", "5", "--record.mlflow", "false")
+    code, said = cluster.submit(_user(cluster), "train", *flags)
+    assert code == 1, said
+    assert "on h2 (docker0, 172.17.0.1)" in said
+    assert "set GLOO_SOCKET_IFNAME" in said
+    code, said = cluster.submit(_user(cluster), "check", *flags)
+    assert "h2: 172.17.0.1" in said, said
+    subprocess.run(other.command(["ip", "link", "del", "docker0"]), check=True)

@@ -1,0 +1,87 @@
+"""What is found on hosts is told host by host; the real ones are in `tests/cluster`."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from raystride.pipelines.cluster.nodes import ClusterNode, Links, NoAnswer, ask_each_node, measure_network
+from raystride.pipelines.files import Folder
+from raystride.pipelines.launch.hosts import HostSeen, HostsSeen, LookAtHost, look_at_hosts
+from raystride.pipelines.launch.preflight import failing
+from raystride.pipelines.plugins import Carried
+from tests.tiny import tiny, write_text
+
+ONE, TWO, THREE = (ClusterNode(f"10.0.0.{number}", f"h{number}") for number in (1, 2, 3))
+NOW = time.time()
+FINE = HostSeen(free_gib=100.0, now=NOW, versions="Python 3.11")
+
+
+def _found(*seen: HostSeen | NoAnswer, unshared: frozenset[ClusterNode] = frozenset()) -> HostsSeen:
+    return HostsSeen(Folder("/runs"), dict(zip((ONE, TWO, THREE), seen, strict=False)), unshared, (NOW - 1, NOW + 1))
+
+
+def test_hosts_that_are_well_pass() -> None:
+    hosts = _found(FINE, FINE, FINE)
+    assert not list(failing([*hosts.checks(), *hosts.more_checks({ONE: Links("eth0"), TWO: Links("eth0")})]))
+
+
+def test_each_host_that_is_not_well_is_named() -> None:
+    hosts = _found(
+        NoAnswer("no answer in 60 s"), replace(FINE, inputs="/data is missing"), FINE, unshared=frozenset([THREE])
+    )
+    silent, storage, data = failing(hosts.checks())
+    assert "h1 (10.0.0.1): no answer in 60 s" in silent
+    assert "h3 (10.0.0.3): what it wrote is not seen by the driver" in storage
+    assert "h2 (10.0.0.2): /data is missing" in data
+    assert "h2" in hosts.table({})
+
+
+@pytest.mark.parametrize(("ahead", "words"), [(3600.0, "+3,599 s"), (-3600.0, "-3,599 s"), (4.0, "")])
+def test_a_clock_that_is_wrong_is_told_by_how_much_at_least(ahead: float, words: str) -> None:
+    hosts = _found(FINE, replace(FINE, now=NOW + ahead))
+    told = " ".join(failing(hosts.more_checks({})))
+    assert (f"h2 (10.0.0.2): {words}" in told) == bool(words)
+    assert bool(told) == bool(words)
+
+
+def test_a_full_disk_and_a_way_that_is_closed_are_told() -> None:
+    hosts = _found(replace(FINE, free_gib=0.25), FINE)
+    links = {ONE: Links("docker0", ("h2: 10.0.0.2 timed out",)), TWO: Links("eth0", (), "h1", 11.0)}
+    disk, network = failing(hosts.more_checks(links))
+    assert "h1 (10.0.0.1): 0.25 GiB free" in disk
+    assert "h1 (10.0.0.1): h2: 10.0.0.2 timed out" in network
+    assert "GLOO_SOCKET_IFNAME" in network
+    assert [line.split()[:3] for line in hosts.table(links).splitlines()[1:]] == [
+        ["h1", "10.0.0.1", "docker0"],
+        ["h2", "10.0.0.2", "eth0"],
+    ]
+
+
+def test_a_host_looks_at_what_it_has(tmp_path: Path) -> None:
+    config, probe = tiny(write_text(tmp_path)), Folder(str(tmp_path / "probe"))
+    look = LookAtHost(config, probe, "another hash", Carried())
+    assert "is another folder" in look().storage
+    probe.put("driver", "here")
+    seen = look()
+    assert (seen.storage, seen.inputs) == ("", "it has other files under the same names")
+    assert "Python 3." in seen.versions
+    assert abs(seen.now - time.time()) < 60
+    gone = replace(look, config=tiny(tmp_path / "nowhere.txt"))()
+    assert "nowhere.txt" in gone.inputs
+    assert replace(look, data=None)().inputs == ""
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_real_cluster_of_one_host_is_looked_at_and_nothing_is_left(tmp_path: Path) -> None:
+    storage = Folder(str(tmp_path / "runs"))
+    hosts = look_at_hosts(tiny(write_text(tmp_path)), storage)
+    assert not list(failing(hosts.checks()))
+    assert storage.names() == []
+    assert measure_network(60) == {}
+    assert [isinstance(answer, NoAnswer) for answer in ask_each_node(_raises, 60).values()] == [True]
+
+
+def _raises() -> str:
+    raise ValueError("nothing is here")
