@@ -1,9 +1,11 @@
-"""An elastic run: Ray Train shrinks it where a node is lost; it grows by a stop that saves and a start on more workers.
+"""A run on nodes that come and go: it leaves those that are about to be taken away, and grows where there is room.
 
-Ray Train would grow a group as well, but it kills the workers where they are, and what they did since the newest checkpoint
-is done again. Here the driver looks for room, asks for a stop as a user does, and trains on from the very step.
+Both are a stop that saves, and a start from the very step, without a step lost; a node that is lost without notice is Ray
+Train's, and costs the steps since the newest checkpoint. Ray Train would grow a group as well, but it kills the workers
+where they are, and it tells workers of a preemption, but goes on until the node is gone. Here the driver looks at the nodes
+and asks for a stop as a user does.
 
-    summary = train_elastic(fit, share, recorder, every_s=60.0)   # fit(most, number): trains on at most `most` workers
+    summary = train_on_nodes(fit, share, recorder, every_s=60.0)  # fit(most, number): trains on at most `most` workers
 """
 
 import itertools
@@ -12,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
-from raystride.pipelines.cluster.internals import free_by_node, tell_of_nodes
+from raystride.pipelines.cluster.internals import free_by_node, leaving_nodes, tell_of_nodes
 from raystride.pipelines.cluster.recorder_handle import RecorderHandle
 from raystride.pipelines.cluster.resources import Share
 from raystride.pipelines.record.summary import RunSummary
@@ -26,34 +28,36 @@ Fit = Callable[[int, int], RunSummary]
 """Trains on at most so many workers, as the start of this number, from 0; returns the summary, raises what that raises."""
 
 
-def train_elastic(fit: Fit, share: Share, recorder: RecorderHandle, every_s: float) -> RunSummary:
-    """Trains, again on more workers whenever there is room, to the end or to a user's stop; the last summary.
+def train_on_nodes(fit: Fit, share: Share, recorder: RecorderHandle, every_s: float) -> RunSummary:
+    """Trains, again elsewhere whenever a node is to leave or there is room for more, to the end or to a user's stop.
 
-    Each start may fail `launch.restarts` times anew.
+    Returns the last summary. Each start may fail `launch.restarts` times anew, so no preemption counts as a failure.
     """
-    most = share.workers
+    most, left = share.workers, set[str]()
     for number in itertools.count():
-        growth = Growth(share, recorder, every_s)
+        watch = NodeWatch(share, recorder, every_s, left)
         try:
             summary = fit(most, number)
         finally:
-            growth.end()
-        if not (growth.most and summary.get("ending") == "stopped" and recorder.end_resize()):
+            watch.end()
+        if not (watch.most and summary.get("ending") == "stopped" and recorder.end_resize()):
             break
-        most = growth.most
-        tell_of_nodes(True, recorder.warn)
+        most = watch.most
+        if share.least:
+            tell_of_nodes(True, recorder.warn)
     return summary
 
 
-class Growth:
-    """Looks for room in the background while a group trains, and asks it to stop when there is some."""
+class NodeWatch:
+    """Looks at the nodes in the background while a group trains, and asks it to stop where it is to go on elsewhere."""
 
-    def __init__(self, share: Share, recorder: RecorderHandle, every_s: float) -> None:
+    def __init__(self, share: Share, recorder: RecorderHandle, every_s: float, left: set[str]) -> None:
+        """`left`: nodes that groups before have left, to which this one adds."""
         self.most = 0
-        """With how many workers to go on; 0: the group was not asked to stop."""
-        self._share, self._recorder, self._every_s = share, recorder, every_s
+        """With how many workers to go on, at most; 0: the group was not asked to stop."""
+        self._share, self._recorder, self._every_s, self._left = share, recorder, every_s, left
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="growth", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="node-watch", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
@@ -66,13 +70,26 @@ class Growth:
         looked = time.monotonic()
         while not self._ended.wait(LOOK_S):
             with suppress(Exception):  # the recorder may be starting again, or Ray be busy: the next look will do
-                nodes = alive_nodes()
+                self._leave()
+                nodes = alive_nodes() if self._share.least else known
                 if nodes != known:
                     tell_of_nodes(self._recorder.workers() > 0, self._recorder.warn)
                     known = nodes
-                if time.monotonic() - looked >= self._every_s:
+                if self._share.least and time.monotonic() - looked >= self._every_s:
                     looked = time.monotonic()
                     self._look()
+
+    def _leave(self) -> None:
+        """Asks for the stop where nodes on which this group trains are about to be taken away."""
+        leaving = {node: at for node, at in leaving_nodes(self._recorder.warn).items() if node not in self._left}
+        if not leaving or not self._recorder.workers():
+            return
+        names = {beat.process.node_id: beat.process.node for beat in self._recorder.heartbeats().values()}
+        if ours := {node: at for node, at in leaving.items() if node in names}:
+            self._left |= set(ours)
+            self.most = self._share.workers
+            told = (f"{names[node]}{f' in {at - time.time():.0f} s' if at else ''}" for node, at in ours.items())
+            self._recorder.request_resize(f"to be taken away: {', '.join(told)}: saving, to go on elsewhere")
 
     def _look(self) -> None:
         """Asks for the stop where there is room. None is looked for while no group trains: its own places seem free then."""

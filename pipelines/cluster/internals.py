@@ -5,6 +5,7 @@
 | `fast_start_trainer`         | the stock TorchTrainer, which starts in about twice the time                           |
 | `free_by_node`               | what is free in all, counted as if it lay spread in the worst way                      |
 | `tell_of_nodes`              | Ray Train looks at the nodes by itself, each 20 s                                      |
+| `leaving_nodes`              | a preemption is noticed when the node is gone, as any loss                             |
 | `free_places_of_the_dead`    | the public table, where all places are this sweep's; else the sweep is to start again  |
 | `on_loopback`                | Ray listens on this machine's address, and its metrics on all of them                  |
 | `head_place`                 | the node that the driver is on                                                         |
@@ -260,6 +261,16 @@ def free_by_node(per_worker: Mapping[str, float], warn: Warn = say) -> list[Mapp
     return [{name: max(0.0, number) * per_worker[name] for name, number in sure.items()}]
 
 
+def leaving_nodes(warn: Warn = say) -> dict[str, float]:
+    """Nodes that are about to be taken away, by id, and when: in seconds since 1970, 0 where Ray was not told."""
+    try:
+        with known(Exception):
+            return {node: ms / 1000 for node, ms in part("ray._private.state", "state").get_draining_nodes().items()}
+    except NotThere as error:
+        fell_back(error, "of a node that is taken away only its loss is noticed", warn)
+        return {}
+
+
 def tell_of_nodes(training: bool, warn: Warn = say) -> None:
     """Has Ray Train look at the nodes now; by itself it does so each 20 s, and asks for places on lost ones until then.
 
@@ -318,14 +329,10 @@ def _places_of_the_dead() -> list[bytes]:
     dead_state = tables.ActorTableData.ActorState.Name(tables.ActorTableData.DEAD)
     job = ray.get_runtime_context().get_job_id()
     dead = {key for key, actor in actors.items() if actor["State"] == dead_state}
-    groups = map(tables.PlacementGroupTableData.FromString, accessor.get_placement_group_table())
-    return [
-        group.placement_group_id
-        for group in groups
-        if group.state != tables.PlacementGroupTableData.REMOVED
-        and group.creator_job_id.hex() == job
-        and group.creator_actor_id.hex() in dead
-    ]
+    group, removed = tables.PlacementGroupTableData, tables.PlacementGroupTableData.REMOVED
+    groups = [each for each in map(group.FromString, accessor.get_placement_group_table()) if each.state != removed]
+    mine = [each for each in groups if each.creator_job_id.hex() == job]
+    return [each.placement_group_id for each in mine if each.creator_actor_id.hex() in dead]
 
 
 def head_place(warn: Warn = say) -> dict[str, float]:
@@ -344,9 +351,7 @@ def in_submitted_job(warn: Warn = say) -> bool:
         return True
     unpacked = PACKAGES in f"{Path.cwd()}/"
     if unpacked:
-        fell_back(
-            f"{JOB} is not set", "this is taken for a submitted job, since it runs in a package that Ray unpacked", warn
-        )
+        fell_back(f"{JOB} is not set", "this is taken for a submitted job, as it runs in a package that Ray unpacked", warn)
     return unpacked
 
 

@@ -10,7 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from raystride.pipelines.cluster.elastic import NEVER_S, train_elastic
+from raystride.pipelines.cluster.cluster import joined
+from raystride.pipelines.cluster.elastic import NEVER_S, train_on_nodes
 from raystride.pipelines.cluster.fallback import Warn
 from raystride.pipelines.cluster.internals import fast_start_trainer
 from raystride.pipelines.cluster.meeting import torch_config
@@ -53,10 +54,11 @@ def _train(job: Job, share: Share, recorder: RecorderHandle, *, fast_start: bool
         return cast(RunSummary, result.return_value or {})
 
     # Without checkpoints a stop would lose all, so such a run keeps the workers that it has.
-    if share.least and job.config.checkpoint.every:
+    if not job.config.checkpoint.every or not (share.least or joined(job.config.launch)):
+        return fit(share.workers, 0)
+    if share.least:
         os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", PLACES_WAIT_S)
-        return train_elastic(fit, share, recorder, job.config.scaling.resize_every_s)
-    return fit(share.workers, 0)
+    return train_on_nodes(fit, share, recorder, job.config.scaling.resize_every_s)
 
 
 def trainer_settings(job: Job, share: Share, recorder: RecorderHandle, most: int, number: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ with RayHosts(tmp_path, 4, others=1) as cluster:          # h1 is the head, h5 h
 """
 
 import contextlib
+import json
 import os
 import secrets
 import subprocess
@@ -86,15 +87,43 @@ class RayHosts(contextlib.AbstractContextManager["RayHosts"]):
         return process.returncode, said
 
     def submit(self, on: Host, job: str, *arguments: str, limit_s: float = 300) -> tuple[int, str]:
-        """`ray job submit` of one of our jobs from a host, to its end."""
+        """`ray job submit` of one of our jobs from a host, to its end; Ray's exit code, and what it printed."""
+        process = self.start_job(on, job, *arguments)
+        said = process.communicate(timeout=limit_s)[0]
+        return process.returncode, said
+
+    def start_job(self, on: Host, job: str, *arguments: str) -> "subprocess.Popen[str]":
+        """Submits one of our jobs from a host, and does not wait for its end."""
         ray = str(PYTHON.with_name("ray"))
         script = [str(PYTHON), str(ROOT / "ray_jobs" / f"{job}.py"), *arguments]
-        return self.run(on, ray, "job", "submit", f"--address={self.address}", "--", *script, limit_s=limit_s)
+        return self._popen(on, [ray, "job", "submit", f"--address={self.address}", "--", *script])
+
+    def drain(self, address: str, seconds: int) -> None:
+        """Tells Ray what a cloud tells it: that a node will be taken away in so many seconds."""
+        (node,) = (node for node in self._nodes() if node["NodeManagerAddress"] == address)
+        reason = ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=test"]
+        place = [f"--address={self.head.address}:{PORT}", f"--node-id={node['NodeID']}"]
+        ray = str(PYTHON.with_name("ray"))
+        code, said = self.run(self.head, ray, "drain-node", *place, *reason, f"--deadline-remaining-seconds={seconds}")
+        assert code == 0, said
+
+    def nodes_of_workers(self) -> set[str]:
+        """Addresses of the nodes on which workers train."""
+        script = (
+            "import json, ray; from ray.util.state import list_actors; ray.init('auto', logging_level='ERROR');"
+            "alive = [each for each in list_actors() if each.state == 'ALIVE'];"
+            "print(json.dumps([each.node_id for each in alive if 'RayTrainWorker' in each.class_name]))"
+        )
+        found = json.loads(self.run(self.head, str(PYTHON), "-c", script)[1].splitlines()[-1])
+        return {node["NodeManagerAddress"] for node in self._nodes() if node["NodeID"] in found}
+
+    def _nodes(self) -> list[dict[str, Any]]:
+        script = "import json, ray; ray.init('auto', logging_level='ERROR'); print(json.dumps(ray.nodes()))"
+        return json.loads(self.run(self.head, str(PYTHON), "-c", script)[1].splitlines()[-1])  # type: ignore[no-any-return]
 
     def alive(self) -> int:
         """How many of the nodes Ray takes to be alive."""
-        script = "import ray; ray.init('auto', logging_level='ERROR'); print(sum(n['Alive'] for n in ray.nodes()))"
-        return int(self.run(self.head, str(PYTHON), "-c", script)[1].split()[-1])
+        return sum(node["Alive"] for node in self._nodes())
 
     def wait_for(self, nodes: int, seconds: float = 60) -> None:
         """Waits until so many nodes are there."""

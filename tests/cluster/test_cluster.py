@@ -81,15 +81,13 @@ def test_what_one_host_lacks_is_told_by_its_name(cluster: RayHosts) -> None:
     assert f"h2 ({cluster.hosts[1].address}): h3: {cluster.hosts[2].address}" in said
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_they_train_together_although_each_is_called_loopback(cluster: RayHosts, workers: int) -> None:
-    flags = _flags(
-        cluster, f"together-{workers}", "--train.exact", "true", "--train.steps", "20", "--record.mlflow", "false"
-    )
-    code, said = cluster.submit(_user(cluster), "train", *flags, "--scaling.workers", str(workers))
+def test_they_train_together_although_each_is_called_loopback(cluster: RayHosts) -> None:
+    exact = ["--train.exact", "true", "--train.steps", "20", "--record.mlflow", "false"]
+    flags = _flags(cluster, "together", *exact, "--scaling.workers", "3")
+    code, said = cluster.submit(_user(cluster), "train", *flags)
     assert code == 0, said
-    found = _summary(cluster, f"together-{workers}")
-    assert (found["status"], found["workers"]) == ("finished", workers)
+    found = _summary(cluster, "together")
+    assert (found["status"], found["workers"]) == ("finished", 3)
     alone = _flags(cluster, "alone", *exact, "--launch", "inline")
     code, said = cluster.run(_user(cluster), str(PYTHON), "-m", "raystride", "train", *alone)
     assert code == 0, said
@@ -140,6 +138,30 @@ def _stop_when_it_has_saved(cluster: RayHosts, flags: list[str], checkpoints: Pa
         time.sleep(0.5)
     code, said = cluster.run(_user(cluster), ray, "job", "stop", address, "long")
     assert code == 0, said
+
+
+def test_a_run_leaves_a_host_that_is_about_to_be_taken_away_and_loses_no_step(cluster: RayHosts) -> None:
+    """By the notice that a cloud gives: workers save and go on elsewhere, to the bits of a worker that was left alone."""
+    short = ["--train.exact", "true", "--train.steps", "1500", "--checkpoint.every", "100000", "--record.mlflow", "false"]
+    flags = _flags(cluster, "preempted", *short, "--scaling.workers", "2")
+    run = cluster.folder / "runs" / "preempted"
+    job = cluster.start_job(_user(cluster), "train", *flags)
+    deadline = time.monotonic() + WAITS_S
+    while not (nodes := cluster.nodes_of_workers()) or not any((run / "journal").glob("*")):
+        assert time.monotonic() < deadline, job.poll()
+        time.sleep(0.5)
+    taken = next(node for node in nodes if node != cluster.head.address)
+    cluster.drain(taken, seconds=120)
+    said = job.communicate(timeout=300)[0]
+    assert job.returncode == 0, said
+    assert f"to be taken away: {taken} in " in said
+    found = _summary(cluster, "preempted")
+    assert (found["status"], found["steps"]) == ("finished", 1500)
+    assert int(str(found["resumed_from"])) > 0
+    alone = _flags(cluster, "kept", *short, "--launch", "inline")
+    code, said = cluster.run(_user(cluster), str(PYTHON), "-m", "raystride", "train", *alone)
+    assert code == 0, said
+    assert found["parameters_sha256"] == _summary(cluster, "kept")["parameters_sha256"]
 
 
 def test_an_interface_that_hosts_do_not_share_is_named_at_once(cluster: RayHosts) -> None:
