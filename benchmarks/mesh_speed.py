@@ -1,10 +1,10 @@
 """How long a step takes on a mesh, how long workers of a pipeline wait, and how many bytes each sends, beside the formulas.
 
-Bubble: the share of a step in which a worker of a pipeline computes no stage, the mean over its workers. Bytes: what a
-worker hands to collectives and sends in a step, by the dimension along which; all-gathers and reduce-scatters count the
-whole that they are of. The machine must have nothing else to do.
+Bubble: of the time from the first forward to the last backward the share in which a worker of a pipeline computes no stage,
+the mean over its workers. Bytes: what a worker hands to collectives and sends in a step, by the dimension along which;
+all-gathers and reduce-scatters count the whole that they are of. The machine must have nothing else to do.
 
-    python -m benchmarks.mesh_speed                           # two processes; two minutes on two cores
+    python -m benchmarks.mesh_speed                           # two processes; three minutes on two cores
     python -m benchmarks.mesh_speed --workers 4
 """
 
@@ -51,8 +51,8 @@ MESHES = {
     ),
     4: ("strategy=ddp", "tensor=4", "pipeline=4", "pipeline=4 schedule=zbv", "context=4", "pipeline=2 tensor=2"),
 }
-SLOTS, LAYERS, WIDTH, CONTEXT, HEADS, WORDS, STEPS = 8, 8, 128, 128, 8, 257, 12
-"""Of a network that is computed for a millisecond or so a block; one sample a slot."""
+SLOTS, LAYERS, WIDTH, CONTEXT, HEADS, WORDS, STEPS = 8, 8, 256, 256, 8, 257, 12
+"""Of a network that is computed for some milliseconds a block; one sample a slot."""
 
 
 def make(mesh: str, workers: int, text: Path, storage: Path) -> Job:
@@ -112,14 +112,14 @@ class Counted:
 
 
 def measure(job: Job, place: WorkerInfo) -> dict[str, Any]:
-    """Seconds of a step, the share of them in which this worker computed a stage, and bytes by dimension."""
+    """Seconds of a step, the share of the pipeline's in which this worker computed a stage, and bytes by dimension."""
     from raystride.pipelines.strategies.stages import DecoderStage
     from raystride.pipelines.train.step import train_step
     from raystride.pipelines.worker.worker import build_training
 
     training = build_training(job, place, [], lambda: False, lambda _: None)
     strategy: Any = training.strategy
-    busy = [0.0]
+    busy = [0.0, 0.0]
     if pipeline := getattr(strategy, "_pipeline", None):
         _time_stages(pipeline, busy)
         assert all(isinstance(stage, DecoderStage) for stage in pipeline.stages.values())
@@ -127,31 +127,33 @@ def measure(job: Job, place: WorkerInfo) -> dict[str, Any]:
     groups = {name: devices.get_group(name) for name in ("tensor", "context", "pipeline")} if devices else {}
     seconds, shares, counted = [], [], Counted(groups)
     for number, step in enumerate(training.loader.steps(0, STEPS)):
-        busy[0], began = 0.0, time.perf_counter()
+        busy[:], began = [0.0, 0.0], time.perf_counter()
         if number == STEPS - 1:
             with counted:
                 train_step(strategy, training.model, training.optimizer, step, training.rules, 1e-3)
             break
         train_step(strategy, training.model, training.optimizer, step, training.rules, 1e-3)
         seconds.append(time.perf_counter() - began)
-        shares.append(busy[0] / seconds[-1])
+        shares.append(busy[0] / (busy[1] or seconds[-1]))
     return {"seconds": statistics.median(seconds[2:]), "busy": statistics.median(shares[2:]), "bytes": dict(counted.bytes)}
 
 
 def _time_stages(pipeline: Any, busy: list[float]) -> None:
-    """Has what stages compute, and not what they wait for, counted."""
+    """Has what stages compute counted, and how long the pipeline runs."""
     from raystride.pipelines.strategies import pipeline as module
 
-    for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
-        function = getattr(module._Stage, name)
-
-        def timed(*arguments: Any, _function: Callable[..., Any] = function, **named: Any) -> Any:
+    def timed(function: Callable[..., Any], place: int) -> Callable[..., Any]:
+        def run(*arguments: Any, **named: Any) -> Any:
             began = time.perf_counter()
-            result = _function(*arguments, **named)
-            busy[0] += time.perf_counter() - began
+            result = function(*arguments, **named)
+            busy[place] += time.perf_counter() - began
             return result
 
-        setattr(module._Stage, name, timed)
+        return run
+
+    for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+        setattr(module._Stage, name, timed(getattr(module._Stage, name), 0))
+    pipeline.run = timed(pipeline.run, 1)
 
 
 def bubble(config: Config) -> float | None:
