@@ -8,6 +8,8 @@
 All hosts are asked at once, each in a process of Ray's there.
 """
 
+import hashlib
+import json
 import platform
 import shutil
 import time
@@ -16,12 +18,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
+from raystride import __version__
 from raystride.pipelines.cluster.nodes import ClusterNode, Links, NoAnswer, ask_each_node
 from raystride.pipelines.config import Config
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.preflight import GIB, Check
 from raystride.pipelines.node_folder import node_folder
 from raystride.pipelines.plugins import Carried
+from raystride.pipelines.sources.source import Source
 from raystride.pipelines.tasks import build_task
 
 LEAST_FREE_GIB = 1.0
@@ -36,6 +40,8 @@ class HostSeen:
 
     storage: str = ""
     """Why the storage does not do; empty: it does."""
+    mark: str = ""
+    """The name of the file that it has left there."""
     inputs: str = ""
     """Why data, tokenizer or weights do not; empty: they do, or are prepared already."""
     free_gib: float = 0.0
@@ -52,41 +58,62 @@ class LookAtHost:
 
     config: Config
     probe: Folder
-    """A folder in the storage, into which the driver has written, and each host writes its name."""
+    """A folder in the storage, into which the driver has written, and each host writes."""
     data: str | None
-    """What the driver's data hash to; None: they are prepared, and nobody needs them."""
+    """What the driver's files hash to; None: they are prepared, or lie on a hub, and no host needs its own."""
     carried: Carried
 
     def __call__(self) -> HostSeen:
+        mark = uuid.uuid4().hex
         return HostSeen(
-            storage=self._storage(),
+            storage=self._storage(mark),
+            mark=mark,
             inputs=self._inputs(),
             free_gib=_free_gib(),
             now=time.time(),
             versions=_versions(),
         )
 
-    def _storage(self) -> str:
+    def _storage(self, mark: str) -> str:
         """Reads what the driver has written, and leaves a file of its own."""
         try:
             if not self.probe.exists("driver"):
                 return f"what the driver wrote to {self.probe.parent} is not there: it is another folder"
-            self.probe.put(platform.node(), "here")
+            self.probe.put(mark, platform.node())
         except Exception as error:  # what a file system raises depends on its library
             return f"{type(error).__name__}: {error}"
         return ""
 
     def _inputs(self) -> str:
-        if self.data is None:
-            return ""
-        from raystride.pipelines.prepare.fingerprint import fingerprint
-
+        weights = self.config.model.init_from
         try:
+            if weights and not Folder(weights).exists("config.json"):
+                return f"model.init_from is {weights!r}: there is no config.json in it"
+            if self.data is None:
+                return ""
             self.carried.register()
-            found = fingerprint(self.config, build_task(self.config))
+            found = _listed(self.config, *_sources(self.config))
         except Exception as error:  # SettingError, DataError, and what a plug-in or a file system raises
             return str(error).splitlines()[0] if str(error) else type(error).__name__
         return "" if found == self.data else "it has other files under the same names"
+
+
+def _sources(config: Config) -> tuple[Source, Source | None]:
+    from raystride.pipelines.prepare.fingerprint import open_sources
+
+    return open_sources(config, build_task(config))
+
+
+def _listed(config: Config, source: Source, validation: Source | None) -> str:
+    """A hash of names and sizes of the files, and of the tokenizer's content. Not of their times, which copies have anew.
+
+    Raises DataError and SettingError where something is not there.
+    """
+    from raystride.pipelines.tokenizers.training import read_file
+
+    files = [[each.name, each.size] for some in (source, validation) if some for each in some.files]
+    tokenizer = read_file(config.tokenizer) if config.tokenizer.kind == "file" else ""
+    return hashlib.sha256(json.dumps([files, tokenizer]).encode()).hexdigest()
 
 
 def _free_gib() -> float:
@@ -98,8 +125,8 @@ def _free_gib() -> float:
 
 
 def _versions() -> str:
-    found = [f"Python {platform.python_version()}"]
-    for package in ("ray", "torch", "raystride"):
+    found = [f"Python {platform.python_version()}", f"raystride {__version__}"]
+    for package in ("ray", "torch"):
         try:
             found.append(f"{package} {version(package)}")
         except PackageNotFoundError:
@@ -190,23 +217,26 @@ def look_at_hosts(config: Config, storage: Folder) -> HostsSeen:
 
     Raises SettingError and DataError where this process cannot read the data itself.
     """
-    from raystride.pipelines.prepare.fingerprint import fingerprint
+    from raystride.pipelines.prepare.fingerprint import fingerprint_of
     from raystride.pipelines.prepare.prepare import finished
 
     carried = Carried.here()
     carried.register()
-    digest = fingerprint(config, build_task(config))
-    ready = finished(storage / ".prepared" / digest) is not None
+    source, validation = _sources(config)
+    folder = storage / ".prepared" / fingerprint_of(config, build_task(config), source, validation)
+    # What lies on a hub each host would have to fetch before it could say anything.
+    needed = source.kind != "huggingface" and finished(folder) is None
     probe = storage / f".probe-{uuid.uuid4().hex[:8]}"
     probe.put("driver", "here")
     try:
-        look, began = LookAtHost(config, probe, None if ready else digest, carried), time.time()
+        listed = _listed(config, source, validation) if needed else None
+        look, began = LookAtHost(config, probe, listed, carried), time.time()
         seen = ask_each_node(look, config.launch.timeout_s)
         asked, left = (began, time.time()), set(probe.names())
     finally:
         probe.remove()
-    wrote = {node for node, found in seen.items() if isinstance(found, HostSeen) and not found.storage}
-    return HostsSeen(storage, seen, frozenset(node for node in wrote if node.name not in left), asked)
+    wrote = {node: found.mark for node, found in seen.items() if isinstance(found, HostSeen) and not found.storage}
+    return HostsSeen(storage, seen, frozenset(node for node, mark in wrote.items() if mark not in left), asked)
 
 
 def _off(now: float, asked: tuple[float, float]) -> float:

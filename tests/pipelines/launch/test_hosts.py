@@ -1,5 +1,6 @@
 """What is found on hosts is told host by host; the real ones are in `tests/cluster`."""
 
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -71,6 +72,23 @@ def test_a_host_looks_at_what_it_has(tmp_path: Path) -> None:
     gone = replace(look, config=tiny(tmp_path / "nowhere.txt"))()
     assert "nowhere.txt" in gone.inputs
     assert replace(look, data=None)().inputs == ""
+
+
+def test_a_copy_is_as_good_as_what_it_is_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has other times, and is the same file all the same; one of another size is not."""
+    text, storage = write_text(tmp_path), Folder(str(tmp_path / "runs"))
+    looks: list[LookAtHost] = []
+
+    def ask(look: LookAtHost, timeout_s: float) -> dict[ClusterNode, HostSeen]:
+        looks.append(look)
+        return {ONE: look()}
+
+    monkeypatch.setattr("raystride.pipelines.launch.hosts.ask_each_node", ask)
+    assert not list(failing(look_at_hosts(tiny(text), storage).checks()))
+    os.utime(text, (1, 1))
+    assert not looks[0]().inputs
+    text.write_text(text.read_text() + "more")
+    assert looks[0]().inputs == "it has other files under the same names"
 
 
 @pytest.mark.usefixtures("ray_cluster")
