@@ -54,7 +54,7 @@ class Links:
 
 
 def ask_each_node(function: Callable[[], T], timeout_s: float) -> dict[ClusterNode, T | NoAnswer]:
-    """What a function gives on each node that is alive, by address; needs ray.init."""
+    """What a function gives on each node that is alive and computes, by address; needs ray.init."""
     import ray
 
     task = ray.remote(num_cpus=0)(call)
@@ -63,11 +63,11 @@ def ask_each_node(function: Callable[[], T], timeout_s: float) -> dict[ClusterNo
 
 
 def _nodes() -> dict[ClusterNode, Any]:
-    """The nodes that are alive, by address, each with how Ray is told of it."""
+    """The nodes that are alive and compute, by address, each with how Ray is told of it; a head may do nothing else."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    alive = [node for node in ray.nodes() if node["Alive"]]
+    alive = [node for node in ray.nodes() if node["Alive"] and {"CPU", "GPU"} & set(node["Resources"])]
     named = {ClusterNode(node["NodeManagerAddress"], node["NodeManagerHostname"]): node["NodeID"] for node in alive}
     return {node: NodeAffinitySchedulingStrategy(named[node], soft=False) for node in sorted(named)}
 
@@ -80,7 +80,7 @@ def measure_network(timeout_s: float) -> dict[ClusterNode, Links | NoAnswer]:
     import ray
 
     nodes = _nodes()
-    if len(nodes) == 1:
+    if len(nodes) < 2:
         return {}
     ends = {node: ray.remote(num_cpus=0)(_End).options(scheduling_strategy=where).remote() for node, where in nodes.items()}
     try:
