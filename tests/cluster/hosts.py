@@ -25,6 +25,8 @@ from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
+_HOSTS_SO_FAR = itertools.count(1)
+"""A network's links live on for a while after its hosts: the next network of this process names its own otherwise."""
 INIT = """
 exec 3<"$1" 4<"$2" 5<"$3"
 hostname "$4"; printf '127.0.0.1 localhost\\n127.0.1.1 %s\\n' "$4" > "$1/hosts.$4"; mount --bind "$1/hosts.$4" /etc/hosts
@@ -84,8 +86,9 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
         self._bandwidth = bandwidth
         self._parted: list[tuple[Host, Host]] = []
         # A process's number, so that two test processes at a time do not meet.
-        self._number = os.getpid()
-        self._network = f"10.{77 + self._number // 250 % 100}.{self._number % 250}"
+        process = os.getpid()
+        self._links = f"{process}.{next(_HOSTS_SO_FAR)}"
+        self._network = f"10.{77 + process // 250 % 100}.{process % 250}"
         self.all: list[Host] = []
 
     @property
@@ -97,7 +100,7 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
         return self.all[number]
 
     def __enter__(self) -> Self:
-        bridge = f"rsb{self._number}"
+        bridge = f"rsb{self._links}"
         self._running.callback(subprocess.run, ["ip", "link", "del", bridge], stderr=subprocess.DEVNULL)
         _ip("link", "add", bridge, "type", "bridge")
         _ip("addr", "add", f"{self.here}/24", "dev", bridge)
@@ -114,7 +117,7 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
         self._running.close()
 
     def _new_host(self, number: int, bridge: str) -> Host:
-        name, inner, outer = f"h{number}", "eth0", f"rsv{self._number}-{number}"
+        name, inner, outer = f"h{number}", "eth0", f"rsv{self._links}-{number}"
         places = [str(self._shared), str(ROOT), sys.prefix]
         process = subprocess.Popen(
             ["unshare", *NAMESPACES, "--fork", "--mount-proc", "--kill-child", "sh", "-c", INIT, "host", *places, name],
@@ -127,6 +130,7 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
         init = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
         host = Host(name, f"{self._network}.{number}", init, outer)
         _ip("link", "add", outer, "type", "veth", "peer", "name", inner, "netns", str(init))
+        self._running.callback(subprocess.run, ["ip", "link", "del", outer], stderr=subprocess.DEVNULL)
         _ip("link", "set", outer, "master", bridge, "up")
         commands = (f"addr add {host.address}/24 dev {inner}", f"link set {inner} up", "link set lo up")
         for command in (*commands, f"route add default via {self.here}"):
@@ -158,4 +162,5 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"
