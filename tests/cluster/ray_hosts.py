@@ -21,10 +21,16 @@ PYTHON = Path(sys.prefix) / "bin" / "python"
 
 
 class RayHosts(contextlib.AbstractContextManager["RayHosts"]):
-    """So many hosts with Ray, the first its head, and others without; `folder` is the same on all."""
+    """So many hosts with Ray, the first its head, and others without; `folder` is the same on all.
 
-    def __init__(self, folder: Path, nodes: int, others: int = 0, bandwidth: str = "", cpus: int = 1) -> None:
+    A `lasting` head has its tables on its disk, and is the same cluster when it is started again (`restart_head`).
+    """
+
+    def __init__(
+        self, folder: Path, nodes: int, others: int = 0, bandwidth: str = "", cpus: int = 1, *, lasting: bool = False
+    ) -> None:
         self.folder, self.nodes, self._cpus = folder, nodes, cpus
+        self._tables = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": "/tmp/tables"} if lasting else {}
         self.hosts = Hosts(folder, nodes + others, bandwidth)
         token = folder / "token"
         token.write_text(secrets.token_hex(32))
@@ -65,9 +71,16 @@ class RayHosts(contextlib.AbstractContextManager["RayHosts"]):
 
     def start(self, number: int, **variables: str) -> None:
         """Starts Ray on a host, the head's on the first, with more in its environment."""
+        variables |= self._tables if number == 0 else {}
         process = self._popen(self.hosts[number], self._start(self.hosts[number]), **variables)
         said = process.communicate(timeout=180)[0]
         assert not process.returncode, said
+
+    def restart(self, number: int, **variables: str) -> None:
+        """Stops Ray on a host and starts it again, a node of another name to the cluster; returns when all are there."""
+        self.run(self.hosts[number], str(PYTHON.with_name("ray")), "stop", "--force")
+        self.start(number, **variables)
+        self.wait_for(self.nodes)
 
     def _start(self, host: Host) -> list[str]:
         place = ["--head", f"--port={PORT}", "--dashboard-host=0.0.0.0"] if host is self.head else []

@@ -4,7 +4,6 @@ Each host is called 127.0.1.1 by itself, as Debian has it, so whoever goes by na
 """
 
 import json
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,6 +161,7 @@ def test_a_run_leaves_a_host_that_is_about_to_be_taken_away_and_loses_no_step(cl
     code, said = cluster.run(_user(cluster), str(PYTHON), "-m", "raystride", "train", *alone)
     assert code == 0, said
     assert found["parameters_sha256"] == _summary(cluster, "kept")["parameters_sha256"]
+    cluster.restart(next(number for number, host in enumerate(cluster.hosts.all) if host.address == taken))
 
 
 def test_an_interface_that_hosts_do_not_share_is_named_at_once(cluster: RayHosts) -> None:
@@ -169,9 +169,7 @@ def test_an_interface_that_hosts_do_not_share_is_named_at_once(cluster: RayHosts
     other = cluster.hosts[1]
     for command in ("link add docker0 type bridge", "addr add 172.17.0.1/16 dev docker0", "link set docker0 up"):
         other.run("ip", *command.split())
-    cluster.run(other, str(PYTHON.with_name("ray")), "stop", "--force")
-    cluster.start(1, GLOO_SOCKET_IFNAME="docker0")
-    cluster.wait_for(3)
+    cluster.restart(1, GLOO_SOCKET_IFNAME="docker0")
     flags = _flags(cluster, "docker", "--scaling.workers", "3", "--train.steps", "5", "--record.mlflow", "false")
     code, said = cluster.submit(_user(cluster), "train", *flags)
     assert code == 1, said
@@ -179,4 +177,31 @@ def test_an_interface_that_hosts_do_not_share_is_named_at_once(cluster: RayHosts
     assert "set GLOO_SOCKET_IFNAME" in said
     code, said = cluster.submit(_user(cluster), "check", *flags)
     assert "h2: 172.17.0.1" in said, said
-    subprocess.run(other.command(["ip", "link", "del", "docker0"]), check=True)
+    other.run("ip", "link", "del", "docker0")
+    cluster.restart(1)
+
+
+def test_a_host_that_loses_its_power_costs_no_sample_and_changes_no_bit(cluster: RayHosts) -> None:
+    """The last of this file: the host stays away."""
+    exact = ["--train.exact", "true", "--train.steps", "1200", "--checkpoint.every", "100", "--record.mlflow", "false"]
+    elastic = ["--scaling.workers", "3", "--scaling.least_workers", "1", "--launch.restarts", "3"]
+    checkpoints, storage = cluster.folder / "runs" / "lost" / "checkpoints", cluster.folder / "runs"
+    job = cluster.start_job(_user(cluster), "train", *_flags(cluster, "lost", *exact, *elastic))
+    deadline = time.monotonic() + WAITS_S
+    while not checkpoints.is_dir() or not any(checkpoints.iterdir()):
+        assert job.poll() is None, job.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    cluster.hosts[2].end()
+    said = job.communicate(timeout=400)[0]
+    assert job.returncode == 0, said
+    found = _summary(cluster, "lost")
+    assert (found["status"], found["steps"], found["workers"]) == ("finished", 1200, 2), said
+    alone = _flags(cluster, "whole", *exact, "--launch", "inline")
+    code, said = cluster.run(_user(cluster), str(PYTHON), "-m", "raystride", "train", *alone)
+    assert code == 0, said
+    assert found["parameters_sha256"] == _summary(cluster, "whole")["parameters_sha256"]
+    code, said = cluster.run(
+        _user(cluster), str(PYTHON), "-m", "raystride", "runs", "audit", "lost", "--storage", str(storage)
+    )
+    assert code == 0, said
