@@ -22,7 +22,7 @@ Nothing of Ray is imported before it is asked for: a driver begins without it, a
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -246,13 +246,14 @@ def on_loopback(warn: Warn = say) -> Iterator[None]:
             setattr(constants, ENABLED, before)
 
 
-def free_by_node(per_worker: Mapping[str, float], warn: Warn = say) -> list[Mapping[str, float]]:
-    """What is free on each node. Without that, as much as is sure to hold workers of this size, as if it were one node."""
+def free_by_node(per_worker: Mapping[str, float], warn: Warn = say, out: Set[str] = frozenset()) -> list[dict[str, float]]:
+    """What is free on each node but those left `out`. Without that, what is sure to hold workers, as if it were one node."""
     import ray
 
     try:
         with known(Exception):
-            return [dict(free) for free in part("ray._private.state", "available_resources_per_node")().values()]
+            found = part("ray._private.state", "available_resources_per_node")().items()
+            return [dict(free) for node, free in found if node not in out]
     except NotThere as error:
         fell_back(error, "an elastic run grows only by workers that find a place however the free ones lie", warn)
     free, nodes = ray.available_resources(), sum(node["Alive"] for node in ray.nodes())

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from raystride.pipelines.hang.heartbeat import Heartbeat, HeartbeatTable
+from raystride.pipelines.hang.heartbeat import CutOff, Heartbeat, HeartbeatTable
 from raystride.pipelines.record import Recorder
 from raystride.pipelines.record.entry import Entry, new_entry
 from raystride.pipelines.record.sender import Receipt, Sender
@@ -23,6 +23,8 @@ from raystride.pipelines.record.state import TrainingState
 from raystride.pipelines.record.summary import RunSummary
 
 ASK_S = 0.5
+HEARTBEAT_S = 10.0
+"""How long a heartbeat waits for its answer."""
 SILENT_S = 3.0
 """A group whose rank 0 has not asked for so long trains no more, or not yet."""
 FINISH_S = 120.0
@@ -80,6 +82,8 @@ class RecorderHandle:
     """A handle on the recorder, in this process or in an actor. Travels to workers."""
 
     actor: Any
+    node_id: str
+    """The node that it is on, and the driver."""
 
     @classmethod
     def start(cls, *arguments: Any, **settings: Any) -> "RecorderHandle":
@@ -87,17 +91,17 @@ class RecorderHandle:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        node_id = ray.get_runtime_context().get_node_id()
         options = {
             "num_cpus": 0,
             # `state` must answer while `finish` works.
             "max_concurrency": 16,
-            "scheduling_strategy": here,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False),
             "max_restarts": 3,
             # Calls that a death interrupts go to the next one, which knows from the journal what it has.
             "max_task_retries": -1,
         }
-        return cls(ray.remote(**options)(RecorderActor).remote(*arguments, **settings))
+        return cls(ray.remote(**options)(RecorderActor).remote(*arguments, **settings), node_id)
 
     def post(self, sender: str, entries: list[Entry], recorder: str) -> Receipt:
         """Sends entries; see `record.sender.Post`."""
@@ -146,10 +150,13 @@ class RecorderHandle:
         return int(ray.get(self.actor.workers.remote(), timeout=30))
 
     def heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Tells the recorder a worker's sign of life."""
+        """Tells the recorder a worker's sign of life. Raises CutOff where no answer comes, else what Ray raises."""
         import ray
 
-        ray.get(self.actor.heartbeat.remote(heartbeat), timeout=30)
+        try:
+            ray.get(self.actor.heartbeat.remote(heartbeat), timeout=HEARTBEAT_S)
+        except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError) as error:
+            raise CutOff(f"no answer from the driver's node: {error}") from None
 
     def heartbeats(self) -> dict[int, Heartbeat]:
         """The newest heartbeat of each worker of the group, by rank."""

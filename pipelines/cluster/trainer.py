@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, cast
 
 from raystride.pipelines.cluster.cluster import joined
-from raystride.pipelines.cluster.elastic import NEVER_S, train_on_nodes
+from raystride.pipelines.cluster.elastic import NEVER_S, Start, train_on_nodes
 from raystride.pipelines.cluster.fallback import Warn
 from raystride.pipelines.cluster.internals import fast_start_trainer
 from raystride.pipelines.cluster.meeting import torch_config
@@ -19,7 +19,7 @@ from raystride.pipelines.cluster.recorder_handle import RecorderHandle, StopPoll
 from raystride.pipelines.cluster.resources import Share
 from raystride.pipelines.credentials import conceal, hidden
 from raystride.pipelines.files import Folder, filesystem
-from raystride.pipelines.hang.heartbeat import HeartbeatSender
+from raystride.pipelines.hang.heartbeat import HeartbeatSender, end_cut_off_worker
 from raystride.pipelines.hang.watch import HangWatch, heartbeat_every_s
 from raystride.pipelines.profiling.nsight_commands import worker_executable
 from raystride.pipelines.record.summary import RunSummary
@@ -28,6 +28,9 @@ from raystride.pipelines.worker.job import Job, WorkerInfo
 PLACES_WAIT_S = "3"
 """How long an elastic run waits for its workers' places before it looks again how many there are. A worker's death is known
 before that of its node, for some seconds: places there are asked for in vain, with Ray's default for a minute."""
+
+NODE_ID = "ray.io/node-id"
+"""The label by which Ray knows a node."""
 
 
 def train_on_ray(job: Job, share: Share, recorder: RecorderHandle, *, fast_start: bool) -> RunSummary:
@@ -47,38 +50,41 @@ def train_on_ray(job: Job, share: Share, recorder: RecorderHandle, *, fast_start
 def _train(job: Job, share: Share, recorder: RecorderHandle, *, fast_start: bool) -> RunSummary:
     began = time.monotonic()
 
-    def fit(most: int, number: int) -> RunSummary:
-        rest = _with_less_time(job, time.monotonic() - began) if number else job
-        settings = trainer_settings(rest, share, recorder, most, number)
+    def fit(start: Start) -> RunSummary:
+        rest = _with_less_time(job, time.monotonic() - began) if start.number else job
+        settings = trainer_settings(rest, share, recorder, start)
         result = make_trainer(worker_main, settings, fast_start=fast_start, warn=recorder.warn).fit()
         return cast(RunSummary, result.return_value or {})
 
     # Without checkpoints a stop would lose all, so such a run keeps the workers that it has.
     if not job.config.checkpoint.every or not (share.least or joined(job.config.launch)):
-        return fit(share.workers, 0)
+        return fit(Start(share.workers))
     if share.least:
         os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", PLACES_WAIT_S)
-    return train_on_nodes(fit, share, recorder, job.config.scaling.resize_every_s)
+    scaling = job.config.scaling
+    return train_on_nodes(fit, share, recorder, scaling.resize_every_s, scaling.drop_slower_than)
 
 
-def trainer_settings(job: Job, share: Share, recorder: RecorderHandle, most: int, number: int) -> dict[str, Any]:
-    """What a trainer takes, for the job's start of this number (0, and one more each time that it grows)."""
+def trainer_settings(job: Job, share: Share, recorder: RecorderHandle, start: Start) -> dict[str, Any]:
+    """What a trainer takes for a start of the job."""
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 
+    launch = job.config.launch
     under_nsys = {"py_executable": worker_executable(share.device)} if job.config.profile.tool == "nsys" else {}
     return {
         "train_loop_config": {"job": job, "recorder": recorder},
         "scaling_config": ScalingConfig(
-            num_workers=(share.least, most) if share.least else most,
+            num_workers=(share.least, start.most) if share.least else start.most,
             use_gpu=share.device == "cuda",
             resources_per_worker=share.per_worker,
+            label_selector={NODE_ID: f"!in({','.join(sorted(start.without))})"} if start.without else None,
             # By itself it would kill the workers where they are in order to grow; see `elastic`.
             elastic_resize_monitor_interval_s=NEVER_S,
         ),
         "run_config": RunConfig(
-            name=f"{job.run}-{job.attempt}" + (f"-{number}" if number else ""),
+            name=f"{job.run}-{job.attempt}" + (f"-{start.number}" if start.number else ""),
             **ray_storage(job.folder / ".ray"),
-            failure_config=FailureConfig(max_failures=job.config.launch.restarts),
+            failure_config=FailureConfig(max_failures=launch.restarts, max_preemption_failures=launch.preemptions),
             # Ray would print a failure's traceback three times; the last screen shows the lines that matter.
             logging_config=LoggingConfig(log_level="CRITICAL"),
             worker_runtime_env=under_nsys,
@@ -131,12 +137,9 @@ def worker_main(config: dict[str, Any]) -> RunSummary:
     )
     # One rank's request reaches all in the next step, so one rank asks.
     stopping = StopPoll(partial(recorder.stop_requested, world)) if worker.rank == 0 else None
-    hang_s = config["job"].config.launch.hang_s
-    heartbeats = (
-        HeartbeatSender(recorder.heartbeat, worker, ray.get_runtime_context().get_node_id(), heartbeat_every_s(hang_s))
-        if hang_s
-        else None
-    )
+    hang_s, node_id = config["job"].config.launch.hang_s, ray.get_runtime_context().get_node_id()
+    cut_off = end_cut_off_worker if node_id != recorder.node_id else None
+    heartbeats = HeartbeatSender(recorder.heartbeat, worker, node_id, heartbeat_every_s(hang_s), cut_off) if hang_s else None
     try:
         return run_worker(config["job"], worker, recorder.post, stopping or (lambda: False), milestones)
     except BaseException as error:

@@ -9,6 +9,9 @@ from raystride.pipelines.credentials import MLFLOW_LOGIN
 LEAST_HANG_S = 5
 """A shorter `launch.hang_s` would end trainings that merely wait for a busy machine."""
 
+LEAST_SLOWER = 1.5
+"""A lower `scaling.drop_slower_than` would drop nodes for what any of them does at times."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling(Section):
@@ -24,6 +27,9 @@ class Scaling(Section):
     there is room again, it saves and grows back to `workers`. 0: their number is fixed."""
     resize_every_s: float = setting(60.0, above=0)
     """With `least_workers`, seconds between two looks for room for more workers."""
+    drop_slower_than: float = setting(0.0, at_least=0, since="0.3")
+    """With `least_workers`, go on without a node on which a worker takes more than so many times the other nodes' own time
+    for a step, over half a minute, on a cluster of several nodes. 0: never; else at least 1.5."""
     strategy: Literal["auto", "single", "ddp", "fsdp", "deepspeed"] = setting("auto")
     """`single` for one worker; `ddp`: every worker holds the whole model; `fsdp` (FSDP2) and `deepspeed` (ZeRO): parameters,
     gradients and optimiser state are spread over the workers. `auto`: `single` for one worker, `ddp` for several."""
@@ -73,10 +79,16 @@ class Scaling(Section):
         return self.pipeline * (2 if self.pipeline > 1 and self.schedule != "1f1b" else 1)
 
     def __post_init__(self) -> None:
-        """Raises SettingError where a field is out of range, or `least_workers` is above `workers`."""
+        """Raises SettingError where a field is out of range, or contradicts another about how few workers may train."""
         super().__post_init__()
         if isinstance(self.workers, int) and self.least_workers > self.workers:
             raise self.error("least_workers", f"must be at most scaling.workers, {self.workers}")
+        if 0 < self.drop_slower_than < LEAST_SLOWER:
+            raise self.error(
+                "drop_slower_than", f"must be 0, for never, or at least {LEAST_SLOWER}: no two nodes are as fast"
+            )
+        if self.drop_slower_than and not self.least_workers:
+            raise self.error("drop_slower_than", "must be 0 unless scaling.least_workers says with how few workers to go on")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +105,10 @@ class Launch(Section):
     """Leave out the parts of Ray Train that this run has no use for, which halves the start; else the stock TorchTrainer."""
     restarts: int = setting(0, at_least=0)
     """Times that a run whose worker died is started again from its newest checkpoint, within the same job."""
+    preemptions: int = setting(-1, at_least=-1, since="0.3")
+    """Times besides that it is started again since a node was taken away as had been announced. -1: always."""
+    resubmit: int = setting(0, at_least=0, since="0.3")
+    """Times that a job of `ray job submit` is submitted again since its driver was lost, with its host or by SIGKILL."""
     hang_s: Literal["auto"] | int = setting("auto", at_least=0)
     """Seconds in which no worker moves within a step, or half of them in which one is not even heard of, after which the
     workers are killed, as if they had died; where each stood is kept. The first steps of a start have half an hour at least.

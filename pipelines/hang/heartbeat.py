@@ -7,15 +7,19 @@ and it is kept in memory alone. Seconds throughout.
     table.hear(heartbeat); table.heartbeats()             # in the recorder's process: {0: Heartbeat(...), 1: ...}
 """
 
+import os
+import sys
 import threading
+import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from raystride.pipelines.hang.process import Process
 from raystride.pipelines.phases import PHASES, innermost, phase
 from raystride.pipelines.worker.job import WorkerInfo
 
+LEASE_S = 45.0
+"""How long a worker on another node than the driver goes on unheard."""
 ENDED = "ended"
 """Where a worker is that trains no more."""
 
@@ -33,6 +37,8 @@ class Heartbeat:
     """Another figure than before says that a phase has begun or ended since."""
     stepped: float
     """Seconds in steps that have ended."""
+    own: float = 0.0
+    """Seconds that it took for these and their data by itself, without waiting for others."""
 
     @classmethod
     def now(cls, process: Process, number: int) -> "Heartbeat":
@@ -40,16 +46,36 @@ class Heartbeat:
         last = innermost()
         inside, began = last.name, last.began
         moved = began + sum(phase(name).seconds for name in PHASES)
+        stepped = phase("step").seconds
         return cls(
-            process=process, number=number, inside=inside if began else "", moved=moved, stepped=phase("step").seconds
+            process=process,
+            number=number,
+            inside=inside if began else "",
+            moved=moved,
+            stepped=stepped,
+            own=stepped + phase("data").seconds - phase("reduce").seconds,
         )
 
 
-class HeartbeatSender:
-    """Beats from its making to `end`, which tells that the worker ends by itself."""
+class CutOff(RuntimeError):
+    """A heartbeat that nobody answered, as if the driver's node were out of reach."""
 
-    def __init__(self, tell: Callable[[Heartbeat], object], worker: WorkerInfo, node_id: str, every_s: float) -> None:
-        self._tell, self._every_s = tell, every_s
+
+class HeartbeatSender:
+    """Beats from its making to `end`, which tells that the worker ends by itself.
+
+    `cut_off` is called when no heartbeat was answered for `LEASE_S` seconds, since `tell` raised CutOff each time.
+    """
+
+    def __init__(
+        self,
+        tell: Callable[[Heartbeat], object],
+        worker: WorkerInfo,
+        node_id: str,
+        every_s: float,
+        cut_off: Callable[[], None] | None = None,
+    ) -> None:
+        self._tell, self._every_s, self._cut_off = tell, every_s, cut_off
         self._process = Process.this(worker, node_id)
         self._number = 0
         self._ended = threading.Event()
@@ -60,15 +86,33 @@ class HeartbeatSender:
         self._ended.set()
 
     def _run(self) -> None:
+        answered = time.monotonic()
         while True:
             ended = self._ended.is_set()
             self._number += 1
             heartbeat = Heartbeat.now(self._process, self._number)
-            with suppress(Exception):  # the recorder may be starting again: the next heartbeat will do
+            try:
                 self._tell(replace(heartbeat, inside=ENDED) if ended else heartbeat)
+                answered = time.monotonic()
+            except CutOff:
+                if self._cut_off and time.monotonic() - answered > LEASE_S:
+                    self._cut_off()
+            except Exception:  # the recorder may be starting again: the next heartbeat will do
+                answered = time.monotonic()
             if ended:
                 return
             self._ended.wait(self._every_s)
+
+
+def end_cut_off_worker() -> None:
+    """Ends this process at once: it may wait in an exchange with workers that are out of reach, too.
+
+    The driver has started, or will start, another group elsewhere. This one could save no more (`Checkpoints.claim`), but it
+    would hold its place and devices, and tell the record of steps that the other does again, once the network is back.
+    """
+    said = f"nothing was heard of the driver for {LEASE_S:.0f} s: this worker ends, another group may train the run by now"
+    print(f"raystride: {said}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 class HeartbeatTable:

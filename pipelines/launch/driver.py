@@ -21,6 +21,7 @@ from raystride.pipelines.cluster.cluster import CannotRun, ask_a_node, cluster, 
 from raystride.pipelines.cluster.internals import submission_id
 from raystride.pipelines.cluster.places import PlacesWatch
 from raystride.pipelines.cluster.resources import Resources, Share
+from raystride.pipelines.cluster.resubmission import watch_over_job
 from raystride.pipelines.commands import of_storage, pasted, program
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import Parsed
@@ -37,7 +38,7 @@ from raystride.pipelines.launch.failure import TrainingFailed
 from raystride.pipelines.launch.job_page import JobPage, metadata_of
 from raystride.pipelines.launch.owner import Ownership, new_attempt
 from raystride.pipelines.launch.place import locate, settled
-from raystride.pipelines.launch.preflight import Check, failing
+from raystride.pipelines.launch.preflight import failing
 from raystride.pipelines.launch.profiled import under_profiler
 from raystride.pipelines.launch.resume import (
     Earlier,
@@ -126,10 +127,8 @@ def train(
         JobPage(told, folder) as page,
     ):
         milestones["cluster"] = time.time()
-        config, there, share = resources_for(config, storage, screen.line)
-        if there.gpu_problem and config.scaling.device == "auto":
-            screen.warning(f"training on CPUs: {there.gpu_problem}")
-        _refuse_failing(checks_for(config, storage, there, share))
+        _watch_over(config, dashboard, screen)
+        config, there, share = _proved(config, storage, screen)
         prepared = prepare_data(config, storage, screen)
         if earlier:
             # Once more, since only now it is known whether the same settings still mean the same data.
@@ -156,6 +155,16 @@ def train(
         _show_pages(folder, all_tags, screen)
         page.end(summary := _conduct(job, share, storage, all_tags, Beside(screen, watcher or page, mine.check)))
         return summary
+
+
+def _watch_over(config: Config, dashboard: str | None, screen: Screen) -> None:
+    """Has the job submitted again should this driver be lost, where that is asked for and can be."""
+    if not config.launch.resubmit:
+        return
+    if not (dashboard and (submission := submission_id())):
+        screen.warning("launch.resubmit has no effect: this is no job that was submitted to a cluster with a dashboard")
+    elif not watch_over_job(dashboard, submission, config.launch.resubmit):
+        screen.warning(f"this job has been submitted again launch.resubmit = {config.launch.resubmit} times, and no more")
 
 
 def _settled(
@@ -191,9 +200,14 @@ def _check_settings(config: Config, earlier: Earlier | None) -> None:
         _check_init(config.model.init_from, config)
 
 
-def _refuse_failing(checks: list[Check]) -> None:
-    if problems := list(failing(checks)):
+def _proved(config: Config, storage: Folder, screen: Screen) -> tuple[Config, Resources, Share]:
+    """The configuration with what was left open, and on what it will run. Raises CannotRun where a check fails."""
+    config, there, share = resources_for(config, storage, screen.line)
+    if there.gpu_problem and config.scaling.device == "auto":
+        screen.warning(f"training on CPUs: {there.gpu_problem}")
+    if problems := list(failing(checks_for(config, storage, there, share))):
         raise CannotRun("this cluster cannot run it:\n" + "\n".join(problems))
+    return config, there, share
 
 
 def prepare_data(config: Config, storage: Folder, screen: Screen) -> Prepared:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raystride.pipelines.cluster import elastic
-from raystride.pipelines.cluster.elastic import places, train_on_nodes
+from raystride.pipelines.cluster.elastic import SLOW_S, SlowNodes, Start, places, train_on_nodes
 from raystride.pipelines.cluster.resources import Share
 
 SHARE = Share(workers=4, device="cpu", threads=2, least=1)
@@ -20,7 +20,8 @@ class MadeUp:
 
     def __init__(self, now: int, *, stop_after: int = 99) -> None:
         self.now, self.stop_after, self.share = now, stop_after, SHARE
-        self.resize = False
+        self.resize, self.beats = False, 0
+        self.without, self.drop_slower_than = frozenset[str](), 0.0
         self.starts: list[tuple[int, int]] = []
         self.told: list[str] = []
 
@@ -32,7 +33,12 @@ class MadeUp:
 
     def heartbeats(self) -> dict[int, Any]:
         """Two workers, on the nodes `one` and `two`."""
-        return {rank: SimpleNamespace(process=SimpleNamespace(node_id=name, node=name)) for rank, name in enumerate(PLACES)}
+        self.beats += 1
+        return {
+            rank: SimpleNamespace(process=SimpleNamespace(node_id=name, node=name), own=self.beats * (1 + 9 * rank))
+            for rank, name in enumerate(PLACES)
+            if name not in self.without
+        }
 
     def request_resize(self, text: str) -> None:
         self.resize = True
@@ -42,18 +48,19 @@ class MadeUp:
         self.resize = False
         return len(self.starts) < self.stop_after
 
-    def fit(self, most: int, number: int) -> dict[str, Any]:
+    def fit(self, start: Start) -> dict[str, Any]:
         """Trains until it is asked to stop, at most half a second."""
-        self.starts.append((most, number))
-        if number:
-            self.now = most
+        self.starts.append((start.most, start.number))
+        self.without = start.without
+        if start.number:
+            self.now = start.most
         deadline = time.monotonic() + 0.5
         while not self.resize and time.monotonic() < deadline:
             time.sleep(0.01)
         return {"ending": "stopped" if self.resize else "done", "workers": self.now}
 
     def run(self) -> dict[str, Any]:
-        return train_on_nodes(self.fit, self.share, self, 0.02)  # type: ignore[arg-type]
+        return train_on_nodes(self.fit, self.share, self, 0.02, self.drop_slower_than)  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +71,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
     monkeypatch.setattr(elastic, "alive_nodes", lambda: {"head"})
     monkeypatch.setattr(elastic, "tell_of_nodes", lambda training, warn: None)
     monkeypatch.setattr(elastic, "leaving_nodes", lambda warn: {})
-    monkeypatch.setattr(elastic, "free_by_node", lambda per_worker, warn: found)
+    monkeypatch.setattr(elastic, "free_by_node", lambda per_worker, warn, without: found)
     return found
 
 
@@ -97,14 +104,16 @@ def test_a_worker_lies_on_one_node() -> None:
     assert places({"GPU": 1.0}, [{"CPU": 3.0}]) == 0
 
 
-@pytest.mark.parametrize("least", [0, 1])
-def test_it_leaves_a_node_that_is_about_to_be_taken_away_once(monkeypatch: pytest.MonkeyPatch, least: int) -> None:
-    """And goes on with as many workers, whether it may have fewer or not."""
+@pytest.mark.parametrize(("least", "after"), [(0, 4), (1, 3)])
+def test_it_leaves_a_node_that_is_about_to_be_taken_away_once(
+    monkeypatch: pytest.MonkeyPatch, least: int, after: int
+) -> None:
+    """And goes on with as many workers, for which it waits, or with those that have a place where it may have fewer."""
     monkeypatch.setattr(elastic, "leaving_nodes", lambda warn: {"two": time.time() + 30, "elsewhere": 0.0})
     run = MadeUp(now=4)
     run.share = replace(SHARE, least=least)
-    assert run.run() == {"ending": "done", "workers": 4}
-    assert run.starts == [(4, 0), (4, 1)]
+    assert run.run() == {"ending": "done", "workers": after}
+    assert run.starts == [(4, 0), (after, 1)]
     (told,) = run.told
     assert "two in 30 s" in told or "two in 29 s" in told
     assert "elsewhere in" not in told
@@ -115,3 +124,34 @@ def test_nobody_is_asked_to_leave_what_he_is_not_on(monkeypatch: pytest.MonkeyPa
     run = MadeUp(now=4)
     assert run.run()["ending"] == "done"
     assert run.starts == [(4, 0)]
+
+
+@pytest.mark.parametrize(
+    ("factor", "least", "starts"), [(8.0, 1, [(4, 0), (3, 1)]), (12.0, 1, [(4, 0)]), (0.0, 1, [(4, 0)]), (8.0, 4, [(4, 0)])]
+)
+def test_it_leaves_a_node_that_holds_up_the_others_where_enough_remain(
+    monkeypatch: pytest.MonkeyPatch, factor: float, least: int, starts: list[tuple[int, int]]
+) -> None:
+    """`two` takes ten times what `one` does; one of its workers is known, so that three of the four remain."""
+    monkeypatch.setattr(elastic, "SLOW_S", 0.05)
+    run = MadeUp(now=4)
+    run.share, run.drop_slower_than = replace(SHARE, least=least), factor
+    assert run.run()["ending"] == "done"
+    assert run.starts == starts
+    assert run.without == ({"two"} if len(starts) > 1 else set())
+    assert all("two take 10.0 times" in told for told in run.told)
+
+
+def test_own_times_are_compared_over_the_same_processes_alone() -> None:
+    def beats(own: float, pid: int = 1) -> dict[int, Any]:
+        there = (SimpleNamespace(pid=pid, node_id=name) for name in PLACES)
+        return {rank: SimpleNamespace(process=each, own=own * (1 + 3 * rank)) for rank, each in enumerate(there)}
+
+    slow = SlowNodes(2.0)
+    assert slow.look(beats(1), 0) is None
+    assert slow.look(beats(2), SLOW_S - 1) is None
+    assert slow.look(beats(3), SLOW_S + 1) == ("two", 4.0)
+    assert slow.look(beats(1, pid=2), 3 * SLOW_S) is None  # another group
+    assert slow.look(beats(1, pid=2), 5 * SLOW_S) is None  # which has done nothing since
+    assert slow.look({0: beats(9)[0]}, 9 * SLOW_S) is None
+    assert slow.look({0: beats(12)[0]}, 12 * SLOW_S) is None  # nobody to compare with

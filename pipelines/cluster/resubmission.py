@@ -1,0 +1,114 @@
+"""A job that is submitted again when its driver was lost, by an actor on another node that outlives it.
+
+    if watch_over_job("http://head:8265", "raysubmit_x", times=3): ...   # in the driver of a submitted job
+
+The job's own end, however it came, is no loss: only that nobody is left who could say so, or a SIGKILL. The run goes on by
+its name, from its newest checkpoint, when the lost driver's lease has run out (`launch.owner`): where its network was cut it
+may live.
+"""
+
+import re
+import signal
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+NAMESPACE = "raystride"
+LOOK_S = 2.0
+AGAIN = re.compile(r"(?P<first>.*)-again-(?P<number>\d+)", re.DOTALL)
+LOST = ("JOB_SUPERVISOR_ACTOR_DIED", "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE")
+"""What Ray says of a job whose supervisor, which runs beside the driver, is gone; nothing where both were on a lost head."""
+
+
+def watch_over_job(dashboard: str, submission: str, times: int) -> bool:
+    """Has the submitted job that this process is submitted again where it is lost, at most `times` times in all.
+
+    Whether it will be: not where it has been so often. Needs ray.init.
+    """
+    import ray
+
+    if number_of(submission) >= times:
+        return False
+    here = ray.get_runtime_context().get_node_id()
+    elsewhere = any(node["Alive"] and node["NodeID"] != here for node in ray.nodes())
+    actor = ray.remote(
+        num_cpus=0,
+        name=f"resubmission-{submission}",
+        namespace=NAMESPACE,
+        lifetime="detached",
+        max_restarts=-1,
+        label_selector={"ray.io/node-id": f"!in({here})"} if elsewhere else None,
+    )(Resubmission).remote(dashboard, submission)
+    ray.get(actor.stands.remote())
+    return True
+
+
+def number_of(submission: str) -> int:
+    """How often a job has been submitted again, by its name."""
+    found = AGAIN.fullmatch(submission)
+    return int(found["number"]) if found else 0
+
+
+def next_name(submission: str) -> str:
+    """What the job is called when it is submitted once more."""
+    found = AGAIN.fullmatch(submission)
+    return f"{found['first'] if found else submission}-again-{number_of(submission) + 1}"
+
+
+def was_lost(error_type: str | None, exit_code: int | None) -> bool:
+    """Whether a job that failed did so without a word of its own."""
+    return error_type in LOST or exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL)
+
+
+class Resubmission:
+    """The actor: looks at the job until it has ended, and ends with it."""
+
+    def __init__(self, dashboard: str, submission: str) -> None:
+        self._dashboard, self._submission = dashboard, submission
+        threading.Thread(target=self._run, name="resubmission", daemon=True).start()
+
+    def stands(self) -> bool:
+        """Answers when it has been made."""
+        return True
+
+    def _run(self) -> None:
+        import ray
+
+        while True:
+            time.sleep(LOOK_S)
+            with suppress(Exception):  # the head may be starting again: the next look will do
+                if self._look():
+                    ray.kill(ray.get_runtime_context().current_actor)
+                    return
+
+    def _look(self) -> bool:
+        """Submits the job again where it was lost; whether there is nothing left to look at."""
+        from ray.job_submission import JobStatus, JobSubmissionClient
+
+        client = JobSubmissionClient(self._dashboard)
+        job = client.get_job_info(self._submission)
+        if job.status.is_terminal():
+            lost = job.status == JobStatus.FAILED and was_lost(job.error_type, job.driver_exit_code)
+        else:
+            lost = not _is_there(job.driver_node_id)
+            if not lost:
+                return False
+        again = next_name(self._submission)
+        # This actor may have done it before it was itself started again.
+        if lost and all(each.submission_id != again for each in client.list_jobs()):
+            runtime_env, metadata = _given(job.runtime_env or {}), _given(job.metadata or {})
+            client.submit_job(entrypoint=job.entrypoint, submission_id=again, runtime_env=runtime_env, metadata=metadata)
+        return True
+
+
+def _is_there(node_id: str | None) -> bool:
+    """Whether a node is alive, or nothing is known of it."""
+    import ray
+
+    return not node_id or any(node["Alive"] for node in ray.nodes() if node["NodeID"] == node_id)
+
+
+def _given(told: dict[str, Any]) -> dict[str, Any]:
+    """What a user gave, without what was added while the job ran."""
+    return {key: value for key, value in told.items() if not key.startswith(("raystride.", "_ray"))}
