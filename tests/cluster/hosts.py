@@ -25,12 +25,14 @@ from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
-_HOSTS_SO_FAR = itertools.count(1)
-"""A network's links live on for a while after its hosts: the next network of this process names its own otherwise."""
+DISK = "1g"
+"""Of a host's own: its /tmp."""
+_LINKS_SO_FAR = itertools.count(1)
+"""A link lives on for a while after its host, so no two of a process have one name."""
 INIT = """
 exec 3<"$1" 4<"$2" 5<"$3"
 hostname "$4"; printf '127.0.0.1 localhost\\n127.0.1.1 %s\\n' "$4" > "$1/hosts.$4"; mount --bind "$1/hosts.$4" /etc/hosts
-mount -t tmpfs tmpfs /dev/shm; mount -t tmpfs tmpfs /tmp; mkdir -p /tmp/home
+mount -t tmpfs tmpfs /dev/shm; mount -t tmpfs -o "size=$5" tmpfs /tmp; mkdir -p /tmp/home
 for each in "3 $1" "4 $2" "5 $3"; do
     place=${each#* }
     [ -d "$place" ] || { mkdir -p "$place"; mount -c --bind "/proc/self/fd/${each%% *}" "$place"; }
@@ -87,7 +89,7 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
         self._parted: list[tuple[Host, Host]] = []
         # A process's number, so that two test processes at a time do not meet.
         process = os.getpid()
-        self._links = f"{process}.{next(_HOSTS_SO_FAR)}"
+        self._bridge = _link("rsb")
         self._network = f"10.{77 + process // 250 % 100}.{process % 250}"
         self.all: list[Host] = []
 
@@ -100,14 +102,14 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
         return self.all[number]
 
     def __enter__(self) -> Self:
-        bridge = f"rsb{self._links}"
+        bridge = self._bridge
         self._running.callback(subprocess.run, ["ip", "link", "del", bridge], stderr=subprocess.DEVNULL)
         _ip("link", "add", bridge, "type", "bridge")
         _ip("addr", "add", f"{self.here}/24", "dev", bridge)
         _ip("link", "set", bridge, "up")
         try:
             for number in range(1, self._count + 1):
-                self.all.append(self._new_host(number, bridge))
+                self.all.append(self._new_host(number))
         except BaseException:
             self._running.close()
             raise
@@ -116,11 +118,17 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
     def __exit__(self, *raised: object) -> None:
         self._running.close()
 
-    def _new_host(self, number: int, bridge: str) -> Host:
-        name, inner, outer = f"h{number}", "eth0", f"rsv{self._links}-{number}"
-        places = [str(self._shared), str(ROOT), sys.prefix]
+    def renew(self, number: int) -> None:
+        """Starts a host that was ended: of the same name and address, with nothing on its own disk."""
+        before = self.all[number]
+        subprocess.run(["ip", "link", "del", before.link], stderr=subprocess.DEVNULL, check=False)
+        self.all[number] = self._new_host(number + 1)
+
+    def _new_host(self, number: int) -> Host:
+        name, inner, outer = f"h{number}", "eth0", _link("rsv")
+        given = [str(self._shared), str(ROOT), sys.prefix, name, DISK]
         process = subprocess.Popen(
-            ["unshare", *NAMESPACES, "--fork", "--mount-proc", "--kill-child", "sh", "-c", INIT, "host", *places, name],
+            ["unshare", *NAMESPACES, "--fork", "--mount-proc", "--kill-child", "sh", "-c", INIT, "host", *given],
             stdout=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         self._running.callback(process.wait)
@@ -131,7 +139,7 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
         host = Host(name, f"{self._network}.{number}", init, outer)
         _ip("link", "add", outer, "type", "veth", "peer", "name", inner, "netns", str(init))
         self._running.callback(subprocess.run, ["ip", "link", "del", outer], stderr=subprocess.DEVNULL)
-        _ip("link", "set", outer, "master", bridge, "up")
+        _ip("link", "set", outer, "master", self._bridge, "up")
         commands = (f"addr add {host.address}/24 dev {inner}", f"link set {inner} up", "link set lo up")
         for command in (*commands, f"route add default via {self.here}"):
             host.run("ip", *command.split())
@@ -159,6 +167,11 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
             here.run("ip", "route", "del", "blackhole", f"{there.address}/32")
         for host in self.all:
             _ip("link", "set", host.link, "up")
+
+
+def _link(kind: str) -> str:
+    """A name that no link has, nor had in this process: at most 15 characters."""
+    return f"{kind}{os.getpid()}.{next(_LINKS_SO_FAR)}"
 
 
 def _ip(*arguments: str) -> None:
