@@ -63,12 +63,12 @@ def server(on_disk: Path | None = None) -> Iterator[str]:
                 os.environ[name] = value
 
 
-def make_bucket(port: int, process: "subprocess.Popen[bytes]") -> None:
+def make_bucket(port: int, process: "subprocess.Popen[bytes]", host: str = "127.0.0.1") -> None:
     """Waits for the server and makes the bucket."""
     deadline = time.monotonic() + 60
     while True:
         try:
-            status, _ = ask("127.0.0.1", port, "PUT", f"/{BUCKET}", b"", {})
+            status, _ = ask(host, port, "PUT", f"/{BUCKET}", b"", {})
         except OSError:
             assert process.poll() is None, "the server ended"
             assert time.monotonic() < deadline, "the server does not answer"

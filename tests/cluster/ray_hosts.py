@@ -23,13 +23,21 @@ PYTHON = Path(sys.prefix) / "bin" / "python"
 class RayHosts(contextlib.AbstractContextManager["RayHosts"]):
     """So many hosts with Ray, the first its head, and others without; `folder` is the same on all.
 
-    A `lasting` head has its tables on its disk, and is the same cluster when it is started again (`restart_head`).
+    A `lasting` head has its tables on its disk, and is the same cluster when it is started again. Nodes have `python`.
     """
 
     def __init__(
-        self, folder: Path, nodes: int, others: int = 0, bandwidth: str = "", cpus: int = 1, *, lasting: bool = False
+        self,
+        folder: Path,
+        nodes: int,
+        others: int = 0,
+        bandwidth: str = "",
+        cpus: int = 1,
+        *,
+        lasting: bool = False,
+        python: Path = PYTHON,
     ) -> None:
-        self.folder, self.nodes, self._cpus = folder, nodes, cpus
+        self.folder, self.nodes, self._cpus, self._python = folder, nodes, cpus, python
         self._tables = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": "/tmp/tables"} if lasting else {}
         self.hosts = Hosts(folder, nodes + others, bandwidth)
         token = folder / "token"
@@ -39,7 +47,7 @@ class RayHosts(contextlib.AbstractContextManager["RayHosts"]):
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(token),
             "HOME": "/tmp/home",
-            "PATH": f"{PYTHON.parent}{os.pathsep}{os.environ['PATH']}",
+            "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
             "RAY_USAGE_STATS_ENABLED": "0",
             "OMP_NUM_THREADS": "1",
         }
@@ -86,7 +94,7 @@ class RayHosts(contextlib.AbstractContextManager["RayHosts"]):
         place = ["--head", f"--port={PORT}", "--dashboard-host=0.0.0.0"] if host is self.head else []
         place = place or [f"--address={self.head.address}:{PORT}"]
         limits = [f"--num-cpus={self._cpus}", "--object-store-memory=100000000", "--disable-usage-stats"]
-        return [str(PYTHON.with_name("ray")), "start", *place, *limits]
+        return [str(self._python), "-m", "ray.scripts.scripts", "start", *place, *limits]
 
     def _popen(self, host: Host, command: list[str], **variables: str) -> "subprocess.Popen[str]":
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}

@@ -28,15 +28,20 @@ record: {mlflow: false}
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with Raystride's wheel installed in it, and nothing else."""
-    wheels, site = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("site")
-    copy = tmp_path_factory.mktemp("source") / "raystride"
+    site = tmp_path_factory.mktemp("site")
+    make_site(site, tmp_path_factory.mktemp("scratch"))
+    return site
+
+
+def make_site(site: Path, scratch: Path) -> None:
+    """Builds Raystride's wheel, and installs it in a folder."""
+    wheels, copy = scratch / "wheels", scratch / "raystride"
     left_out = shutil.ignore_patterns(".git", ".venv*", "__pycache__", "*.egg-info", "build", "runs", ".mypy_cache", "tests")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=left_out)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(wheels), str(copy)], check=True)
     (wheel,) = wheels.glob("raystride-*.whl")
     subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True)
-    return site
 
 
 @pytest.fixture
