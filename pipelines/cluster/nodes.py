@@ -51,6 +51,8 @@ class Links:
     """The node to which it has sent ..."""
     mib_per_s: float = 0.0
     """... and how fast, while all others did the same."""
+    lookup_s: float = 0.0
+    """How long it took to look up the name of that one's address, as PyTorch does of each that it connects to."""
 
 
 def ask_each_node(function: Callable[[], T], timeout_s: float) -> dict[ClusterNode, T | NoAnswer]:
@@ -139,7 +141,7 @@ class _End:
         order = list(places)
         following = order[(order.index(own) + 1) % len(order)]
         rate = 0.0 if any(each.startswith(f"{following.name}:") for each in unreachable) else _rate(*places[following][:2])
-        return Links(places[own][2], unreachable, following.name, rate)
+        return Links(places[own][2], unreachable, following.name, rate, _lookup_s(places[following][0]))
 
 
 def _answer(connection: socket.socket) -> None:
@@ -158,6 +160,14 @@ def _problem(address: str, port: int) -> str:
     except OSError as error:
         return f"{address} {error}"
     return ""
+
+
+def _lookup_s(address: str) -> float:
+    """Seconds until an address has a name, or is known to have none."""
+    begin = time.perf_counter()
+    with suppress(OSError):
+        socket.getnameinfo((address, 0), 0)
+    return time.perf_counter() - begin
 
 
 def _rate(address: str, port: int) -> float:

@@ -32,6 +32,8 @@ LEAST_FREE_GIB = 1.0
 """Of the disk on which a host keeps copies of shards."""
 CLOCK_S = 5.0
 """A clock may be off by so much: leases are renewed far more rarely."""
+LOOKUP_S = 2.0
+"""To look up an address may take so long: a server that does not answer is waited for 10 s, by every worker at its start."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,7 @@ class HostsSeen:
         full = {node: f"{gib:.2f} GiB free" for node, gib in free.items() if gib < LEAST_FREE_GIB}
         apart = {node: found.why for node, found in links.items() if isinstance(found, NoAnswer)}
         apart |= {node: "; ".join(each.unreachable) for node, each in links.items() if isinstance(each, Links)}
+        slow = {node: each.lookup_s for node, each in links.items() if isinstance(each, Links) and each.lookup_s > LOOKUP_S}
         return [
             _check("clocks", wrong, f"none is off by {CLOCK_S:g} s", "have the hosts keep time, by chrony for instance"),
             _check(
@@ -194,6 +197,12 @@ class HostsSeen:
                 "each reaches each other" if links else "one host",
                 "open the ports between the hosts; where an interface is not the one that they share, set "
                 "GLOO_SOCKET_IFNAME to that one's name before `ray start`",
+            ),
+            _check(
+                "names",
+                {node: f"{seconds:.0f} s to look up an address, at each start" for node, seconds in slow.items()},
+                f"addresses are looked up within {LOOKUP_S:g} s",
+                "have the name server in /etc/resolv.conf answer, or list all hosts in /etc/hosts",
             ),
         ]
 

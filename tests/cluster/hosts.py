@@ -6,9 +6,9 @@
         hosts.heal()                                          # ... and now it does
         hosts[2].end()                                        # its processes are gone, as if it had lost its power
 
-By Linux's namespaces and a bridge between pairs of veth. Each is called 127.0.1.1 in its own /etc/hosts, as Debian has it.
-What they share: the kernel, the clock, processors and memory, and all of the disk that is not named above. The kernel can
-neither delay packets nor lose some (it has no netem).
+By Linux's namespaces and a bridge between pairs of veth. Each is called 127.0.1.1 in its own /etc/hosts, as Debian has it,
+and no name server is asked. What they share: the kernel, the clock, processors and memory, and all of the disk that is not
+named above. The kernel can neither delay packets nor lose some (it has no netem).
 """
 
 import contextlib
@@ -32,6 +32,7 @@ _LINKS_SO_FAR = itertools.count(1)
 INIT = """
 exec 3<"$1" 4<"$2" 5<"$3"
 hostname "$4"; printf '127.0.0.1 localhost\\n127.0.1.1 %s\\n' "$4" > "$1/hosts.$4"; mount --bind "$1/hosts.$4" /etc/hosts
+: > "$1/resolv.conf"; mount --bind "$1/resolv.conf" /etc/resolv.conf
 mount -t tmpfs tmpfs /dev/shm; mount -t tmpfs -o "size=$5" tmpfs /tmp; mkdir -p /tmp/home
 for each in "3 $1" "4 $2" "5 $3"; do
     place=${each#* }

@@ -47,13 +47,14 @@ def test_a_clock_that_is_wrong_is_told_by_how_much_at_least(ahead: float, words:
     assert bool(told) == bool(words)
 
 
-def test_a_full_disk_and_a_way_that_is_closed_are_told() -> None:
+def test_a_full_disk_a_closed_way_and_a_silent_name_server_are_told() -> None:
     hosts = _found(replace(FINE, free_gib=0.25), FINE)
-    links = {ONE: Links("docker0", ("h2: 10.0.0.2 timed out",)), TWO: Links("eth0", (), "h1", 11.0)}
-    disk, network = failing(hosts.more_checks(links))
+    links = {ONE: Links("docker0", ("h2: 10.0.0.2 timed out",)), TWO: Links("eth0", (), "h1", 11.0, lookup_s=10.01)}
+    disk, network, names = failing(hosts.more_checks(links))
     assert "h1 (10.0.0.1): 0.25 GiB free" in disk
     assert "h1 (10.0.0.1): h2: 10.0.0.2 timed out" in network
     assert "GLOO_SOCKET_IFNAME" in network
+    assert "h2 (10.0.0.2): 10 s to look up an address" in names
     assert [line.split()[:3] for line in hosts.table(links).splitlines()[1:]] == [
         ["h1", "10.0.0.1", "docker0"],
         ["h2", "10.0.0.2", "eth0"],
