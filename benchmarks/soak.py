@@ -26,6 +26,7 @@ from benchmarks.pairs import Spread, command_line, machine, machine_line, report
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record import read_entries
 from raystride.pipelines.record.audit import Broken, audit
+from tests.clock import no_clock, wrong_clock
 from tests.cluster.faults import WORKER, full_disk, kill_tables, kill_worker, processes, slowed
 from tests.cluster.hosts import unable
 from tests.cluster.ray_hosts import PYTHON, RayHosts
@@ -84,13 +85,13 @@ def lose_two_hosts(cluster: RayHosts, draw: random.Random) -> None:
     _lose(cluster, list(range(1, NODES)), draw)
 
 
-def _lose(cluster: RayHosts, numbers: list[int], draw: random.Random) -> None:
+def _lose(cluster: RayHosts, numbers: list[int], draw: random.Random, **variables: str) -> None:
     for number in numbers:
         cluster.hosts[number].end()
     time.sleep(draw.uniform(2, 20))
     for number in numbers:
         cluster.hosts.renew(number)
-        cluster.start(number)
+        cluster.start(number, **variables)
 
 
 def lose_tables(cluster: RayHosts, draw: random.Random) -> None:
@@ -133,6 +134,13 @@ def fill(cluster: RayHosts, draw: random.Random) -> None:
         time.sleep(draw.uniform(5, 30))
 
 
+def shift_clock(cluster: RayHosts, draw: random.Random) -> None:
+    """A host is lost, and comes back with a clock that is an hour off."""
+    number = draw.randrange(1, NODES)
+    clock = wrong_clock(cluster.folder, draw.choice([-3600, 3600]))
+    _lose(cluster, [number], draw, **clock)
+
+
 KINDS: Mapping[str, Fault] = {
     "worker": lose_worker,
     "host": lose_host,
@@ -143,6 +151,7 @@ KINDS: Mapping[str, Fault] = {
     "preemption": announce,
     "slow host": slow,
     "full disk": fill,
+    "clock": shift_clock,
 }
 
 
@@ -274,7 +283,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", help="where the runs are to stay")
     given = parser.parse_args()
-    if problem := unable("tc"):
+    if problem := unable("tc") or no_clock():
         parser.error(problem)
     rows = [Row(**json.loads(line)) for line in given.rows.read_text().splitlines()] if given.resume else []
     if not given.resume:

@@ -25,7 +25,7 @@ from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")
-DISK = "1g"
+DISK = "2g"
 """Of a host's own: its /tmp."""
 _LINKS_SO_FAR = itertools.count(1)
 """A link lives on for a while after its host, so no two of a process have one name."""

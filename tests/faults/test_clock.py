@@ -1,7 +1,5 @@
 """The wall clock set back by a day between two attempts: checkpoints do not go by it, and the bits are the same."""
 
-import shutil
-import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,23 +8,20 @@ import pytest
 
 from raystride.pipelines.config import Launch
 from raystride.pipelines.record.audit import audit
+from tests.clock import no_clock, wrong_clock
 from tests.faults.moments import Blow, Group, finish, short_job
 from tests.ray_jobs.jobs import run_folder, run_well, summary
 from tests.tiny import write_text
 
-SOURCE = Path(__file__).with_name("clock.c")
 DAY_S = 24 * 3600
 
 
 @pytest.fixture
 def yesterday(tmp_path: Path) -> dict[str, str]:
     """Variables under which a process has the time of yesterday."""
-    compiler = shutil.which("cc")
-    if not compiler:
-        pytest.skip("no C compiler, with which to make a clock that is wrong")
-    library = tmp_path / "clock.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"], check=True)
-    return {"LD_PRELOAD": str(library), "CLOCK_SHIFT_S": str(-DAY_S)}
+    if problem := no_clock():
+        pytest.skip(problem)
+    return wrong_clock(tmp_path, -DAY_S)
 
 
 @pytest.mark.long
