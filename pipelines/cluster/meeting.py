@@ -57,9 +57,10 @@ def free_address() -> tuple[str, int]:
     """An address of this worker's node at which nobody listens."""
     import ray
 
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return ray.util.get_node_ip_address(), listener.getsockname()[1]
+    address = ray.util.get_node_ip_address()
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as listener:
+        listener.bind((address, 0))
+        return address, listener.getsockname()[1]
 
 
 def set_address(address: str, port: int) -> None:

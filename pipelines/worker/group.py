@@ -1,9 +1,9 @@
 """The process group of a run's workers, and where its processes listen.
 
 Neither gloo nor PyTorch's store asks anyone who he is. Workers that are all on one machine meet in a file that nobody else
-may open (PyTorch's TCPStore listens on every interface, whatever host it is given) and talk over loopback. Workers on
-several machines talk over the interface that carries the address by which Ray knows the machine: by itself gloo takes that
-of the host's name, which is loopback on many machines.
+may open, and talk over loopback. Workers on several machines talk over the interface that carries the address by which Ray
+knows the machine: by itself gloo takes that of the host's name, which is loopback on many machines, and PyTorch's TCPStore
+listens on every interface, whatever host it is given, unless it is handed a socket.
 
     use_interface_of("10.0.0.7"); meet_in(None)               # before, in every worker; or the file that all of them share
     join_group("gloo", rank=0, world=2)                       # makes the group
@@ -13,6 +13,7 @@ of the host's name, which is loopback on many machines.
 import hashlib
 import os
 import shutil
+import socket
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -73,7 +74,6 @@ def join_group(backend: str, rank: int, world: int) -> None:
     Raises Unreachable where workers on several machines cannot talk over the interfaces that gloo takes.
     """
     import torch.distributed as dist
-    from torch.distributed.rendezvous import rendezvous
 
     store: Any
     if world == 1:
@@ -82,9 +82,21 @@ def join_group(backend: str, rank: int, world: int) -> None:
     elif file := os.environ.get(MEETING):
         store = dist.FileStore(file, world)  # type: ignore[attr-defined]
     else:
-        store, _, _ = next(rendezvous("env://", rank, world, timeout=LIMIT))
+        store = _store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, world)
         prove_reachable(store, rank, world, waits=LIMIT)
     dist.init_process_group(backend, rank=rank, world_size=world, timeout=LIMIT, store=store)
+
+
+def _store(address: str, port: int, rank: int, world: int) -> Any:
+    """The store of a group on several machines, at the first's address alone. Raises OSError where the port is taken."""
+    import torch.distributed as dist
+
+    socket_of_first = None
+    if rank == 0:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        # The store closes it, at its end.
+        socket_of_first = socket.create_server((address, port), family=family, backlog=world).detach()
+    return dist.TCPStore(address, port, world, rank == 0, LIMIT, master_listen_fd=socket_of_first)  # type: ignore[attr-defined]
 
 
 def leave_group(rank: int) -> None:
