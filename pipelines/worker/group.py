@@ -30,6 +30,10 @@ MEETING = "RAYSTRIDE_MEETING"
 NCCL = "NCCL_SOCKET_IFNAME"
 """What NCCL takes as the interface to talk over, as GLOO is what gloo takes; a user's own words stand."""
 LIMIT = timedelta(minutes=30)
+MOST_MESHED = 64
+"""Workers up to which gloo connects each with each beforehand, so that whoever cannot be reached is known at the start."""
+LAZY = "TORCH_GLOO_LAZY_INIT"
+"""What has gloo connect two workers when they first talk: of a ring or a tree these are few, and each tells one address."""
 
 
 def interface_of(address: str) -> str | None:
@@ -75,6 +79,7 @@ def join_group(backend: str, rank: int, world: int) -> None:
     """
     import torch.distributed as dist
 
+    os.environ[LAZY] = str(int(world > MOST_MESHED))  # of the groups that are made later, too; all workers must do alike
     store: Any
     if world == 1:
         use_interface_of(LOOPBACK)

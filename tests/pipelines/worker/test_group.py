@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from raystride.pipelines.worker import group
 from raystride.pipelines.worker.group import (
     GLOO,
+    LAZY,
     MEETING,
     NCCL,
     count_nodes,
@@ -28,7 +30,7 @@ LOOPBACK = "127.0.0.1"
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (GLOO, NCCL, MEETING):
+    for name in (GLOO, LAZY, NCCL, MEETING):
         monkeypatch.setenv(name, "")  # to be undone, whatever the test sets
         monkeypatch.delenv(name)
 
@@ -102,6 +104,43 @@ def test_a_group_on_one_machine_listens_on_loopback_alone(world: int, tmp_path: 
         assert (tmp_path / str(rank)).read_text() in (f"{6 * world} {LOOPBACK}", f"{6 * world} " if world == 1 else "")
     if file:
         assert not Path(file).parent.exists()
+
+
+def _connections(rank: int, world: int, file: str, most_meshed: int, place: Path) -> None:
+    """Sums over two groups; writes down the sums and this process's connections after them."""
+    group.MOST_MESHED = most_meshed
+    torch.set_num_threads(1)
+    meet_in(file)
+    join_group("gloo", rank, world)
+    numbers = torch.arange(3.0) + rank
+    dist.all_reduce(numbers)
+    other = torch.tensor([float(rank)])
+    second = dist.new_group(backend="gloo")
+    dist.broadcast(other, src=world - 1, group=second)
+    dist.barrier(group=second)
+    made = [each for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_ESTABLISHED]
+    dist.barrier(group=second)  # nobody ends before all have counted
+    (place / str(rank)).write_text(f"{numbers.sum() + other.sum():g} {len(made)}")
+    leave_group(rank)
+
+
+@pytest.mark.parametrize("lazily", [False, True])
+def test_a_group_of_many_connects_those_that_talk(lazily: bool, tmp_path: Path) -> None:
+    world, file = 10, new_meeting()
+    arguments = world, file, 4 if lazily else world, tmp_path
+    processes = [CONTEXT.Process(target=_connections, args=(rank, *arguments)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(LIMIT_S)
+        assert process.exitcode == 0
+    told = [(tmp_path / str(rank)).read_text().split() for rank in range(world)]
+    assert {sums for sums, _ in told} == {f"{3 * sum(range(world)) + 3 * world + world - 1:g}"}
+    made = [int(count) for _, count in told]
+    if lazily:  # neighbours in a ring, and those at distances of powers of two
+        assert max(made) < 2 * (world - 1)
+    else:
+        assert min(made) >= 2 * (world - 1)
 
 
 def _count(rank: int, world: int, nodes: list[str]) -> int:
