@@ -10,6 +10,8 @@
 # make pictures   the pictures of docs/, from two trainings and a browser: some five minutes
 # make sanitize   compute-sanitizer over the kernels, where there is an NVIDIA GPU
 # make lint       ruff and mypy, as in continuous integration
+# make bill       build/raystride.cdx.json: a bill of materials of .venv, in CycloneDX's format
+# make audit      the bill, and every pinned version beside the advisories of PyPI, which it has to reach
 # make help       these lines
 
 PYTHON ?= python3
@@ -18,11 +20,12 @@ STORAGE ?= runs
 RUN := $(VENV)/bin/python
 NEXT := .venv-ray-next
 TRITON_36 := .venv-triton-3.6
+AUDIT := .venv-audit
 # A file's tests stay in one process, which has their trainings; the files are taken in tests/conftest.py's order.
 PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help install train test test-all test-of test-processors test-ray-next report-3.6 ui pictures sanitize lint
+.PHONY: help install train test test-all test-of test-processors test-ray-next report-3.6 ui pictures sanitize lint bill audit
 .DEFAULT_GOAL := train
 
 help:
@@ -105,6 +108,22 @@ pictures: install
 
 sanitize: install
 	@$(RUN) -m raystride.triton_kernels.sanitize
+
+bill: $(VENV)/.installed $(AUDIT)/.installed
+	@mkdir -p build
+	@$(AUDIT)/bin/cyclonedx-py environment --output-reproducible --pyproject pyproject.toml -o build/raystride.cdx.json $(RUN)
+	@echo "wrote build/raystride.cdx.json"
+
+# What has no advisory to be looked up is an error, too: an audit that reached nobody has found nothing.
+audit: bill
+	@$(AUDIT)/bin/pip-audit --strict --progress-spinner off --disable-pip --no-deps -r constraints.txt \
+		$$(sed -n 's/^\([A-Z][^ ]*\) .*/--ignore-vuln \1/p' .ci/advisories)
+
+# Apart from what it looks at, which else would be in the bill.
+$(AUDIT)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -m venv $(AUDIT)
+	@$(AUDIT)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt cyclonedx-bom pip-audit
+	@touch $@
 
 lint: install
 	@$(RUN) -m ruff check --no-cache .
