@@ -113,6 +113,8 @@ class NodeWatch:
         """Asks the group to stop, and to go on as this says."""
         self.next = Start(most, self._start.number + 1, self._start.without | without)
         self._recorder.request_resize(text)
+        if without:  # what is said of the phase is gone when the next begins
+            self._recorder.warn(text)
 
     def _leave(self) -> None:
         """Asks for the stop where nodes on which this group trains are about to be taken away."""

@@ -141,7 +141,7 @@ def _stop_when_it_has_saved(cluster: RayHosts, flags: list[str], checkpoints: Pa
 
 def test_a_run_leaves_a_host_that_is_about_to_be_taken_away_and_loses_no_step(cluster: RayHosts) -> None:
     """By the notice that a cloud gives: workers save and go on elsewhere, to the bits of a worker that was left alone."""
-    short = ["--train.exact", "true", "--train.steps", "1500", "--checkpoint.every", "100000", "--record.mlflow", "false"]
+    short = ["--train.exact", "true", "--train.steps", "3000", "--checkpoint.every", "100000", "--record.mlflow", "false"]
     flags = _flags(cluster, "preempted", *short, "--scaling.workers", "2")
     run = cluster.folder / "runs" / "preempted"
     job = cluster.start_job(_user(cluster), "train", *flags)
@@ -150,12 +150,15 @@ def test_a_run_leaves_a_host_that_is_about_to_be_taken_away_and_loses_no_step(cl
         assert time.monotonic() < deadline, job.poll()
         time.sleep(0.5)
     taken = next(node for node in nodes if node != cluster.head.address)
-    cluster.drain(taken, seconds=120)
+    (leaving,) = (host for host in cluster.hosts.all if host.address == taken)
+    code, said = cluster.run(leaving, str(PYTHON), "-m", "raystride.pipelines.deploy.before_end", "--seconds", "120")
+    assert code == 0, said  # nobody works there any more
+    cluster.run(leaving, str(PYTHON.with_name("ray")), "stop", "--force")
     said = job.communicate(timeout=300)[0]
     assert job.returncode == 0, said
     assert f"to be taken away: {taken} in " in said
     found = _summary(cluster, "preempted")
-    assert (found["status"], found["steps"]) == ("finished", 1500)
+    assert (found["status"], found["steps"]) == ("finished", 3000)
     assert int(str(found["resumed_from"])) > 0
     alone = _flags(cluster, "kept", *short, "--launch", "inline")
     code, said = cluster.run(_user(cluster), str(PYTHON), "-m", "raystride", "train", *alone)
