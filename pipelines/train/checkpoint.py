@@ -11,6 +11,7 @@ their manifests, so that the whole history of what was fed can be audited.
     checkpoints.load(found, model, optimizer)
 """
 
+import json
 import re
 import secrets
 import threading
@@ -18,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -26,13 +28,14 @@ from torch import nn
 
 from raystride.pipelines.files import Folder
 from raystride.pipelines.retries import transient
+from raystride.pipelines.train.agreement import put_together
 from raystride.pipelines.train.names import MANIFEST, step_name
 from raystride.pipelines.train.optimizer import Updater
 from raystride.pipelines.train.pieces import as_part, here
 from raystride.pipelines.train.pruning import data_of, hinted, prune
 from raystride.pipelines.train.staging import Staging
 from raystride.pipelines.train.state import TrainState
-from raystride.pipelines.train.whole import FORMAT, check_file, read_whole
+from raystride.pipelines.train.whole import FORMAT, INDEXED, check_file, read_whole
 
 Log = Callable[[str], None]
 Answer = TypeVar("Answer")
@@ -295,22 +298,24 @@ class Checkpoints:
 
         Raises OSError on all ranks where one cannot ask the store: what is not seen now is not damaged.
         """
-        unseen: str | None = None
-        try:
-            manifest = folder.read_json(MANIFEST)
-            if manifest["format"] != FORMAT:
-                return f"its format is {manifest['format']}, this version reads {FORMAT}", {}
-            files = sorted(manifest["files"].items())[self.rank :: self.world]
-            problem = next(filter(None, (check_file(folder, name, stated) for name, stated in files)), None)
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            problem, manifest = f"its manifest cannot be read ({error})", {}
-            if folder.local is None and transient(error):
-                unseen = f"{folder}: {error}"
+        # Read once: that of eight thousand ranks has megabytes, which each of them would ask for at the same moment.
+        content, problem, unseen = self._of_first(partial(_manifest_of, folder))
+        manifest: dict[str, Any] = {}
+        if not problem:
+            try:
+                manifest = json.loads(content)
+                if manifest["format"] not in (FORMAT, INDEXED):
+                    return f"its format is {manifest['format']}, this version reads {FORMAT} and {INDEXED}", {}
+                files = sorted(manifest["files"].items())[self.rank :: self.world]
+                problem = next(filter(None, (check_file(folder, name, stated) for name, stated in files)), None)
+            except (ValueError, KeyError, TypeError, OSError) as error:
+                problem, unseen = _said_of(error, folder)
         # A rank whose own files are damaged must come here too, so what it found is a value and no exception.
         if self.group:
-            problems: list[tuple[str | None, str | None]] = [(None, None)] * self.world
-            dist.all_gather_object(problems, (problem, unseen), group=self.group)
-            problem, unseen = (next(filter(None, each), None) for each in zip(*problems, strict=True))
+            # One that may be whole counts before one that is damaged, and then the first rank's.
+            told = [(unseen is None, self.rank, problem, unseen)] if problem else []
+            told = put_together(told, lambda one, other: sorted(one + other)[:1], self.group)
+            _, _, problem, unseen = told[0] if told else (True, 0, None, None)
         if unseen:
             raise OSError(unseen)
         return problem, manifest
@@ -343,6 +348,20 @@ class Checkpoints:
         if optimizer is not None:
             for name, parameter in model.named_parameters():
                 optimizer.load_state(parameter, _held(name, wanted, optimizer))
+
+
+def _manifest_of(folder: Folder) -> tuple[bytes, str | None, str | None]:
+    """A checkpoint's manifest as it lies there; or nothing, and what `_said_of` says of the reason."""
+    try:
+        return folder.read(MANIFEST), None, None
+    except (ValueError, OSError) as error:
+        return b"", *_said_of(error, folder)
+
+
+def _said_of(error: Exception, folder: Folder) -> tuple[str, str | None]:
+    """What is wrong with a checkpoint that could not be read; and where it may be whole, for all that is known, why."""
+    unseen = f"{folder}: {error}" if folder.local is None and transient(error) else None
+    return f"its manifest cannot be read ({error})", unseen
 
 
 def named_tensors(model: nn.Module, optimizer: Updater) -> dict[str, torch.Tensor]:

@@ -35,10 +35,12 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from raystride.pipelines.files import PIECE, Folder
+from raystride.pipelines.train.agreement import portable, put_together
 from raystride.pipelines.train.index import as_metadata, index_name, index_of, pieces_of
 from raystride.pipelines.train.names import MANIFEST
+from raystride.pipelines.train.planning import files_of, first_failure, save_by_rank
 from raystride.pipelines.train.pruning import data_of
-from raystride.pipelines.train.whole import FORMAT
+from raystride.pipelines.train.whole import FORMAT, INDEXED
 
 # One worker saves and loads without a process group, which DCP takes for a mistake.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", module="torch.distributed")
@@ -85,7 +87,7 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
         self.arrived = arrived
         """Waits until the tensors are in main memory."""
         self.indexed = indexed
-        """Whether each rank says in a file of its own where its pieces lie."""
+        """Whether each rank plans for itself, and says in a file of its own where its pieces lie."""
         self.fed: dict[str, str] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -106,10 +108,14 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Collects the digests of all ranks. Raises what `may_commit` raises where a later group writes here."""
+        self.allow(dict(plan.storage_data for plan in plans))
+        return plans
+
+    def allow(self, fed: Mapping[int, int]) -> None:
+        """Has the coordinator note what the ranks fed. Raises what `may_commit` raises where a later group writes here."""
         with _portable():
             self.may_commit()
-        self.fed = {str(rank): f"{digest:016x}" for rank, digest in (plan.storage_data for plan in plans)}
-        return plans
+        self.fed = {str(rank): f"{digest:016x}" for rank, digest in fed.items()}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
         """Writes this rank's pieces into one file, in parts, hashing them on the way. Raises OSError where it cannot."""
@@ -136,6 +142,7 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
                     index = index_of(placed)
                     self.folder.put(index_name(self.data, self.rank), index)
         stated = {"bytes": len(index), "sha256": hashlib.sha256(index).hexdigest()} if index else {}
+        stated |= {"file": index_name(self.data, self.rank)} if index else {}
         whole = StoredPiece(name, 0, 0, digest.hexdigest(), offset, stated)
         future: Future[list[WriteResult]] = Future()
         future.set_result(
@@ -150,10 +157,11 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
         """
         written = [result for rank in results for result in rank]
         pieces = {result.index: result.storage_data for result in written}
-        files = {piece.file: {"bytes": piece.file_bytes, "sha256": piece.sha256} for piece in pieces.values()}
-        files |= {piece.file.removesuffix(".bin") + ".json": piece.index for piece in pieces.values() if piece.index}
-        listed = None if self.indexed else pieces
-        tensors = {name: _tensor_to_json(name, entry, listed) for name, entry in metadata.state_dict_metadata.items()}
+        tensors = {name: _tensor_to_json(name, entry, pieces) for name, entry in metadata.state_dict_metadata.items()}
+        self.commit(tensors, files_of(written))
+
+    def commit(self, tensors: Mapping[str, Any], files: dict[str, Any]) -> None:
+        """Writes the small files, then the manifest that names these tensors and files. Raises what `may_commit` raises."""
         with _portable():
             for name, content in self.extra.items():
                 path = f"{self.data}/{name}"
@@ -163,7 +171,7 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
             self.folder.put_json(
                 MANIFEST,
                 {
-                    "format": FORMAT,
+                    "format": INDEXED if self.indexed else FORMAT,
                     "attempt": self.attempt,
                     "folder": self.data,
                     **self.header,
@@ -305,6 +313,10 @@ def save(tensors: dict[str, torch.Tensor], writer: CheckpointWriter, group: dist
 
     Raises NotWritten on all of them where one failed, and what the group raises where it has broken.
     """
+    if writer.indexed and group is not None:
+        if failures := save_by_rank(tensors, writer, group):
+            raise NotWritten(first_failure(failures, dist.get_world_size(group)))
+        return
     try:
         dcp.state_dict_saver.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
     except CheckpointException as error:
@@ -312,11 +324,19 @@ def save(tensors: dict[str, torch.Tensor], writer: CheckpointWriter, group: dist
 
 
 def load(tensors: dict[str, torch.Tensor], reader: CheckpointReader, group: dist.ProcessGroup | None) -> None:
-    """Fills `tensors` in place; all ranks of `group` call it together. Raises what the first rank raised."""
+    """Fills `tensors` in place; all ranks of `group` call it together. Raises what the first rank raised.
+
+    Each reads for itself: there is nothing to plan together, and all that they want would not fit into one of them.
+    """
+    failures: dict[int, BaseException] = {}
     try:
-        dcp.state_dict_loader.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+        dcp.state_dict_loader.load(tensors, storage_reader=reader, no_dist=True)
     except CheckpointException as error:
-        raise _first_cause(error) from None
+        failures[reader.rank] = portable(_first_cause(error))
+    if group:
+        failures = put_together(failures, lambda one, other: one | other, group)
+    if failures:
+        raise first_failure(failures, dist.get_world_size(group) if group else 1) from None
 
 
 def _first_cause(error: CheckpointException) -> BaseException:
@@ -337,13 +357,11 @@ def _portable() -> Iterator[None]:
         raise OSError(f"{type(error).__name__}: {error}") from None
 
 
-def _tensor_to_json(name: str, entry: Any, pieces: dict[MetadataIndex, StoredPiece] | None) -> dict[str, Any]:
-    """A tensor's size and type, and where its pieces lie unless its writers say so in files of their own."""
+def _tensor_to_json(name: str, entry: Any, pieces: dict[MetadataIndex, StoredPiece]) -> dict[str, Any]:
+    """A tensor's size and type, and where its pieces lie."""
     if not isinstance(entry, TensorStorageMetadata):
         raise TypeError(f"{name} is no tensor: what a checkpoint holds besides tensors belongs into its header")
     dtype = str(entry.properties.dtype).removeprefix("torch.")
-    if pieces is None:
-        return {"dtype": dtype, "size": list(entry.size)}
     chunks = []
     for chunk in entry.chunks:
         piece = pieces[MetadataIndex(name, chunk.offsets)]

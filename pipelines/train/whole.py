@@ -15,8 +15,8 @@ import torch
 
 from raystride.pipelines.files import Folder
 
-FORMAT = 1
-"""Of manifests."""
+FORMAT, INDEXED = 1, 2
+"""Of manifests that say where all pieces lie, and of those whose ranks say it in files of their own."""
 
 
 def check_file(folder: Folder, name: str, stated: dict[str, Any]) -> str | None:

@@ -62,7 +62,7 @@ def _sharded(rank: int, world: int, folder: str) -> tuple[list[str], bool]:
 
 def test_a_rank_finds_in_its_own_file_what_it_wrote_itself(tmp_path: Path) -> None:
     for files, same in run_distributed(_sharded, 2, str(tmp_path)):
-        assert files == ["a1-x/rank-0.bin", "a1-x/rank-0.json", "a1-x/rank-1.bin", "a1-x/rank-1.json"]
+        assert files == ["a1-x/rank-0.bin", "a1-x/rank-0.npy", "a1-x/rank-1.bin", "a1-x/rank-1.npy"]
         assert same
     manifest = json.loads((tmp_path / MANIFEST).read_text())
     assert manifest["tensors"] == {"weight": {"dtype": "float32", "size": [ROWS, COLUMNS]}}
