@@ -8,16 +8,19 @@ one never clears the other.
     recorder.post, recorder.state(), recorder.request_stop(), recorder.finish("finished")
 """
 
+import functools
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from raystride.pipelines.hang.heartbeat import CutOff, Heartbeat, HeartbeatTable
 from raystride.pipelines.record import Recorder
 from raystride.pipelines.record.entry import Entry, new_entry
+from raystride.pipelines.record.relay import MOST_DIRECT, Call, Relay
 from raystride.pipelines.record.sender import Receipt, Sender
 from raystride.pipelines.record.state import TrainingState
 from raystride.pipelines.record.summary import RunSummary
@@ -72,6 +75,11 @@ class RecorderActor(Recorder):
         """Takes in a worker's sign of life."""
         self._heartbeats.hear(heartbeat)
 
+    def answer_all(self, calls: list[Call]) -> list[Any]:
+        """Answers what the workers of a node say through one of them: entries, and signs of life."""
+        answers: dict[str, Callable[..., Any]] = {"receive": self.receive, "heartbeat": self.heartbeat}
+        return [answers[method](*arguments) for method, arguments in calls]
+
     def heartbeats(self) -> dict[int, Heartbeat]:
         """The newest heartbeat of each worker of the group, by rank; kept in memory alone."""
         return self._heartbeats.heartbeats()
@@ -84,6 +92,8 @@ class RecorderHandle:
     actor: Any
     node_id: str
     """The node that it is on, and the driver."""
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Tells this recorder from others, where workers of a node meet that talk to it."""
 
     @classmethod
     def start(cls, *arguments: Any, **settings: Any) -> "RecorderHandle":
@@ -107,6 +117,8 @@ class RecorderHandle:
         """Sends entries; see `record.sender.Post`."""
         import ray
 
+        if relay := _relay_of(self):
+            return cast(Receipt, relay.call("receive", sender, entries, recorder))
         return cast(Receipt, ray.get(self.actor.receive.remote(sender, entries, recorder), timeout=30))
 
     def warn(self, text: str) -> None:
@@ -154,9 +166,18 @@ class RecorderHandle:
         import ray
 
         try:
-            ray.get(self.actor.heartbeat.remote(heartbeat), timeout=HEARTBEAT_S)
+            if relay := _relay_of(self):
+                relay.call("heartbeat", heartbeat)
+            else:
+                ray.get(self.actor.heartbeat.remote(heartbeat), timeout=HEARTBEAT_S)
         except (ray.exceptions.GetTimeoutError, ray.exceptions.ActorUnavailableError) as error:
             raise CutOff(f"no answer from the driver's node: {error}") from None
+
+    def answer_all(self, calls: list[Call]) -> list[Any]:
+        """What the recorder answers to the calls of a node's workers. Raises what Ray raises."""
+        import ray
+
+        return cast(list[Any], ray.get(self.actor.answer_all.remote(calls), timeout=HEARTBEAT_S))
 
     def heartbeats(self) -> dict[int, Heartbeat]:
         """The newest heartbeat of each worker of the group, by rank."""
@@ -176,6 +197,18 @@ class RecorderHandle:
 
         timeout_s = FINISH_S + self.state().get("entries", 0) / JOINED_A_SECOND
         return cast(RunSummary, ray.get(self.actor.finish.remote(status, summary), timeout=timeout_s))
+
+
+@functools.cache
+def _relay_of(handle: RecorderHandle) -> Relay | None:
+    """The way through this worker's node, in a group that has so many workers; None elsewhere."""
+    import ray.train
+
+    try:
+        world = ray.train.get_context().get_world_size()
+    except (RuntimeError, AttributeError):  # the driver, and what is no worker of a training
+        return None
+    return Relay(handle.answer_all, handle.token, world) if world > MOST_DIRECT else None
 
 
 class StopPoll:

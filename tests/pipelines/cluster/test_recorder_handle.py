@@ -12,9 +12,12 @@ from raystride.pipelines.cluster import recorder_handle
 from raystride.pipelines.cluster.recorder_handle import RecorderHandle, StopPoll
 from raystride.pipelines.config import Record
 from raystride.pipelines.files import Folder
+from raystride.pipelines.hang.heartbeat import Heartbeat
+from raystride.pipelines.hang.process import Process
 from raystride.pipelines.record import read_entries
 from raystride.pipelines.record.entry import new_entry
 from raystride.pipelines.record.sender import Sender
+from raystride.pipelines.worker.job import WorkerInfo
 
 
 @pytest.fixture
@@ -53,6 +56,13 @@ def test_entries_arrive_and_show_in_the_state(started: RecorderHandle, tmp_path:
     assert (summary["status"], summary["steps"], summary["train_loss"]) == ("stopped", 2, 1.5)
     entries = [entry for entry in read_entries(Folder(str(tmp_path / "run"))) if entry["sender"].startswith("rank0")]
     assert [entry["values"] for entry in entries] == [{"train_loss": 1.5}]
+
+
+def test_the_workers_of_a_node_are_answered_in_one_call(started: RecorderHandle) -> None:
+    beat = Heartbeat.now(Process.this(WorkerInfo(rank=3, world=80), ""), 1)
+    entry = new_entry("metrics", {"train_loss": 1.0}, step=1) | {"sequence": 1}
+    receipt, nothing = started.answer_all([("receive", ("rank3.0", [entry], "")), ("heartbeat", (beat,))])
+    assert (receipt.received, nothing, started.heartbeats()) == (1, None, {3: beat})
 
 
 def test_a_worker_process_posts_through_the_same_wire(started: RecorderHandle) -> None:

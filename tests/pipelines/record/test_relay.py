@@ -1,0 +1,144 @@
+"""Workers of a node through one of them: nothing lost, nothing twice, few calls, and a leader that dies is followed."""
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from raystride.pipelines.config.run import Record
+from raystride.pipelines.files import Folder
+from raystride.pipelines.record import Sender, read_entries, relay
+from raystride.pipelines.record.entry import new_entry
+from raystride.pipelines.record.relay import Call, Relay
+from tests.distributed import CONTEXT, LIMIT_S
+from tests.pipelines.record.conftest import RecorderProcess
+
+WORKERS, ENTRIES = 4, 30
+
+
+def _worker(rank: int, recorder: Any, token: str, place: Path, pause_s: float) -> None:
+    """Puts its entries through its node's leader, and keeps count of the calls that this process makes."""
+    calls = 0
+
+    def tell(batch: list[Call]) -> list[Any]:
+        nonlocal calls
+        calls += 1
+        return [getattr(recorder, method)(*arguments) for method, arguments in batch]
+
+    through = Relay(tell, token, 80)
+    sender = Sender(lambda *post: through.call("receive", *post), f"rank{rank}", interval_s=0.02)
+    (place / f"began-{rank}").write_text(str(os.getpid()))
+    for step in range(ENTRIES):
+        sender.put(new_entry("metrics", {"train_loss": float(rank)}, step=step))
+        time.sleep(pause_s)
+    sender.put(new_entry("error", {"text": "urgent, so that it is written at once"}))
+    assert sender.close(60.0)
+    (place / f"calls-{rank}").write_text(str(calls))
+    while len(list(place.glob("calls-*"))) < WORKERS and not (place / "enough").exists():
+        time.sleep(0.02)  # the leader stays for the others
+
+
+def _began(place: Path, count: int) -> bool:
+    return len(list(place.glob("began-*"))) >= count
+
+
+def _wait(until: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not until():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A short place, since a socket's path has room for a hundred bytes."""
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as place:
+        monkeypatch.setenv("RAYSTRIDE_CACHE", f"{place}/c")
+        yield f"{place}/c"
+
+
+@pytest.fixture
+def recorder(storage: Folder, folder: Folder) -> Any:
+    """A recorder in a process of its own."""
+    manager = RecorderProcess(ctx=CONTEXT)
+    manager.start()
+    yield manager.Recorder(folder, "r", "a1", Record(mlflow=False), storage, {}, {}, None)  # type: ignore[attr-defined]
+    manager.shutdown()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_all_is_recorded_once_and_in_order(killed: bool, recorder: Any, folder: Folder, tmp_path: Path, cache: str) -> None:
+    token, place = uuid4().hex[:8], tmp_path
+    processes = []
+    for rank in range(WORKERS):
+        arguments = rank, recorder, token, place, 0.05 if killed else 0.01
+        processes.append(CONTEXT.Process(target=_start, args=(cache, *arguments)))
+        processes[-1].start()
+        if not rank:  # the first one leads
+            _wait(lambda: _began(place, 1))
+            time.sleep(0.3)
+    _wait(lambda: _began(place, WORKERS))
+    if killed:
+        time.sleep(0.5)
+        os.kill(int((place / "began-0").read_text()), signal.SIGKILL)
+    _wait(lambda: len(list(place.glob("calls-*"))) == WORKERS - killed)
+    (place / "enough").touch()
+    for process in processes:
+        process.join(LIMIT_S)
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL if killed else 0, 0, 0, 0]
+    recorder.finish("finished")
+    entries = read_entries(folder)
+    for rank in range(killed, WORKERS):
+        own = [entry for entry in entries if entry["sender"].startswith(f"rank{rank}.")]
+        assert [entry["sequence"] for entry in own] == list(range(1, ENTRIES + 2))
+    calls = [int((place / f"calls-{rank}").read_text()) for rank in range(killed, WORKERS)]
+    if not killed:
+        assert calls[0] > 0
+        assert calls[1:] == [0, 0, 0]
+
+
+def _start(cache: str, *arguments: Any) -> None:
+    os.environ["RAYSTRIDE_CACHE"] = cache
+    _worker(*arguments)
+
+
+def test_an_error_is_everybody_s_who_was_in_the_call() -> None:
+    def refuse(batch: list[Call]) -> list[Any]:
+        raise ConnectionError(f"{len(batch)} calls")
+
+    leader, follower = (Relay(refuse, "same", 80) for _ in range(2))
+    for each in (leader, follower, leader):
+        with pytest.raises(ConnectionError, match="1 calls"):
+            each.call("receive", "rank0", [], "")
+    assert leader._leads is not None
+    assert follower._leads is None
+
+
+def test_a_leader_that_stands_still_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "ANSWER_S", 0.2)
+    leader = Relay(lambda batch: time.sleep(1.0) or [0] * len(batch), "same", 80)  # type: ignore[func-returns-value]
+    assert leader.call("heartbeat", 0) == 0
+    follower = Relay(lambda batch: [1] * len(batch), "same", 80)
+    assert follower.call("heartbeat", 1) == follower.call("heartbeat", 2) == 1
+    assert follower._leads is None
+
+
+def test_what_a_killed_leader_left_is_cleared_by_the_next(cache: str) -> None:
+    left, young = (Path(f"{cache}-relays/{name}") for name in ("left", "young"))
+    for folder in (left, young):
+        folder.mkdir(parents=True)
+        (folder / "lock").touch()
+    os.utime(left, (1.0, 1.0))
+    assert Relay(lambda batch: [0] * len(batch), "own", 80).call("heartbeat", 0) == 0
+    assert (left.exists(), young.exists()) == (False, True)
+
+
+def test_where_no_socket_can_be_each_goes_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYSTRIDE_CACHE", "/tmp/" + "long" * 30)
+    assert Relay(lambda batch: [each for _, each in batch], "token", 80).call("heartbeat", 7) == (7,)
