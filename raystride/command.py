@@ -24,6 +24,7 @@ JOBS = {
     "runs": ("pipelines.launch.runs", "list, show, compare, prune, audit runs"),
     "report": ("ray_jobs.report", "build a run's page anew"),
     "ui": ("pipelines.record.ui", "show all runs in MLflow"),
+    "certificates": ("pipelines.cluster.certificates", "make certificates for TLS between a cluster's hosts"),
     "presets": ("command", "list the configurations that come along"),
 }
 """The module of each word, whose `main` takes the rest of the line, and what it does."""
@@ -34,7 +35,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     word, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or ["--help"]
     if word in ("-h", "--help"):
         print("raystride WORD [settings], where `raystride WORD --help` tells more of each word\n")
-        print("\n".join(f"  {name:<9} {about}" for name, (_, about) in JOBS.items()))
+        print("\n".join(f"  {name:<12} {about}" for name, (_, about) in JOBS.items()))
         return 0
     if word == "--version":
         print(raystride.__version__)

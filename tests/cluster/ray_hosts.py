@@ -11,6 +11,7 @@ import secrets
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,7 +24,8 @@ PYTHON = Path(sys.prefix) / "bin" / "python"
 class RayHosts(contextlib.AbstractContextManager["RayHosts"]):
     """So many hosts with Ray, the first its head, and others without; `folder` is the same on all.
 
-    A `lasting` head has its tables on its disk, and is the same cluster when it is started again. Nodes have `python`.
+    A `lasting` head has its tables on its disk, and is the same cluster when it is started again. Nodes have `python`. What
+    `own` gives of a host is in the environment of all that is run there; it is asked when hosts are there, and Ray is not.
     """
 
     def __init__(
@@ -36,10 +38,12 @@ class RayHosts(contextlib.AbstractContextManager["RayHosts"]):
         *,
         lasting: bool = False,
         python: Path = PYTHON,
+        own: Callable[[Host], dict[str, str]] = lambda host: {},
     ) -> None:
         self.folder, self.nodes, self._cpus, self._python = folder, nodes, cpus, python
         self._tables = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": "/tmp/tables"} if lasting else {}
         self.hosts = Hosts(folder, nodes + others, bandwidth)
+        self._ask_own, self._own = own, dict[str, dict[str, str]]()
         token = folder / "token"
         token.write_text(secrets.token_hex(32))
         token.chmod(0o600)
@@ -66,6 +70,7 @@ class RayHosts(contextlib.AbstractContextManager["RayHosts"]):
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.hosts)
+            self._own = {host.name: self._ask_own(host) for host in self.hosts.all}
             self.start(0)
             starting = [self._popen(host, self._start(host)) for host in self.hosts.all[1 : self.nodes]]
             for process in starting:
@@ -99,7 +104,8 @@ class RayHosts(contextlib.AbstractContextManager["RayHosts"]):
     def _popen(self, host: Host, command: list[str], **variables: str) -> "subprocess.Popen[str]":
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
         there = host.command(["env", "--chdir", str(ROOT), *command])  # who enters a mount namespace is at its root
-        return subprocess.Popen(there, env=os.environ | self.variables | variables, text=True, **pipes)
+        own = self._own.get(host.name, {})
+        return subprocess.Popen(there, env=os.environ | self.variables | own | variables, text=True, **pipes)
 
     def run(self, host: Host, *command: str, limit_s: float = 300, **variables: str) -> tuple[int, str]:
         """A command of ours on a host, to its end; its exit code, and what it printed."""
