@@ -1,5 +1,6 @@
 """A manifest is read as it was written, whether it lists its shards or has a file of columns; any shard on its own."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -72,10 +73,38 @@ def test_opening_a_million_shards_reads_no_shard(tmp_path: Path) -> None:
     train = Shards(texts | numbers | {"mask_offset": np.full(count, -1)})
     Manifest(fingerprint="f", id_type="uint16", vocabulary_size=9, end_id=0, splits={"train": train}).save(folder)
     loaded = Manifest.load(folder)
-    assert isinstance(loaded.splits["train"].column("tokens").base, np.ndarray)
-    assert not loaded.splits["train"].column("tokens").flags.owndata
+    for name in ("tokens", "file", "sha256"):
+        assert not loaded.splits["train"].packed(name).flags.owndata
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 80e6
     assert loaded.splits["train"][123_456].tokens == 123_456
     assert loaded.splits["train"][-1].mask_offset is None
+
+
+def test_numbers_of_any_size_come_back_as_they_were(tmp_path: Path) -> None:
+    most = [1, 127, 128, 2**15, 2**31 - 1, 2**31, 2**40]
+    shards = [replace(each, tokens=number, mask_offset=None) for number in most for each in many("train", MOST_LISTED // 5)]
+    saved = manifest(train=shards, test=[])
+    saved.save(Folder(str(tmp_path)))
+    loaded = Manifest.load(Folder(str(tmp_path)))
+    assert loaded == saved
+    assert loaded.tokens("train") == sum(most) * (MOST_LISTED // 5)
+    again = replace(loaded, splits=loaded.splits | {"validation": Shards.of(many("validation", 2))})
+    again.save(Folder(str(tmp_path)))  # what is packed already, beside what is not
+    assert Manifest.load(Folder(str(tmp_path))) == again
+
+
+def test_columns_of_an_earlier_version_are_read(tmp_path: Path) -> None:
+    """Format 2: hashes as digits, all numbers of eight bytes."""
+    saved, folder = manifest(train=many("train", MOST_LISTED + 5)), Folder(str(tmp_path))
+    saved.save(folder)
+    content, at, places = folder.read_json("manifest.json"), 0, {}
+    columns = {name: saved.splits["train"].packed(name) for name in content["columns"]["places"]}
+    for name, column in columns.items():
+        places[name], at = [at, column.dtype.str], at + column.nbytes
+    folder.put(COLUMNS, b"".join(column.tobytes() for column in columns.values()))
+    folder.put_json("manifest.json", content | {"format": 2, "columns": {"bytes": at, "places": places}})
+    assert columns["sha256"].dtype.str == "|S64"
+    assert Manifest.load(folder) == saved
 
 
 def test_columns_that_were_cut_are_refused(tmp_path: Path) -> None:
