@@ -150,26 +150,26 @@ class Nodes:
 
     def __init__(self) -> None:
         self._known: set[str] = set()
-        self._told: set[str] = set()
-        self._values: dict[str, list[float]] = {}
-        self._step: int | None = None
+        self._told: set[tuple[str, str]] = set()
+        self._round: list[System] = []
+        self._rounds = 0
         self._news: list[Entry] = []
 
     def see(self, entry: System) -> bool:
-        """Whether the readings are summed up here: they name their node, and there are more than `MOST_NODES` of them."""
+        """Whether the readings are kept here: of the first round for a while, of later ones of more than `MOST_NODES` nodes."""
         parts = [name.split("/", 2) for name in entry["values"]]
         nodes = {part[1] for part in parts if len(part) == 3 and part[0] == "system"}
-        self._known |= nodes
-        if not nodes or len(self._known) <= MOST_NODES:
+        if not nodes:
             return False
-        if entry["sender"] in self._told:  # the next round begins
+        self._known |= nodes
+        # A worker reads its node's host and its GPUs, each by itself.
+        what = entry["sender"], min(entry["values"])
+        if what in self._told:  # the next round begins
             self._news += self.rest()
-        self._told.add(entry["sender"])
-        self._step = entry["step"]
-        for name, value in entry["values"].items():
-            figure = re.sub(r"_\d+_", "_", name.split("/", 2)[-1])  # of all devices together: `gpu_3_power` as `gpu_power`
-            if isinstance(value, int | float):
-                self._values.setdefault(f"system/{figure}", []).append(value)
+        if self._rounds and len(self._known) <= MOST_NODES:
+            return False
+        self._told.add(what)
+        self._round.append(entry)
         return True
 
     def take_news(self) -> list[Entry]:
@@ -178,9 +178,17 @@ class Nodes:
         return news
 
     def rest(self) -> list[Entry]:
-        """The entry of the round that is not complete, which is closed by it."""
+        """What comes of the round that is not complete, which is closed by it: its entries, of many nodes a single one."""
+        told, self._round, self._told = self._round, [], set()
+        self._rounds += bool(told)
+        if not told or len(self._known) <= MOST_NODES:
+            return list(told)
+        found: dict[str, list[float]] = {}
+        for name, value in (item for entry in told for item in entry["values"].items()):
+            figure = re.sub(r"_\d+_", "_", name.split("/", 2)[-1])  # of all devices together: `gpu_3_power` as `gpu_power`
+            if isinstance(value, int | float):
+                found.setdefault(f"system/{figure}", []).append(value)
         figures: dict[str, float] = {}
-        for name, values in self._values.items():
+        for name, values in found.items():
             figures |= {f"{name}_least": min(values), f"{name}_mean": fmean(values), f"{name}_most": max(values)}
-        self._told, self._values = set(), {}
-        return [new_entry("system", figures, self._step)] if figures else []
+        return [new_entry("system", figures, told[-1]["step"])]

@@ -64,19 +64,32 @@ def reading(node: int, values: dict[str, float], sequence: int = 1) -> Entry:
 
 def test_readings_of_up_to_eight_nodes_are_their_own() -> None:
     group = Group()
-    assert not any(group.takes(reading(node, {"cpu": 1.0})) for node in range(MOST_NODES))
+    first = [reading(node, {"cpu": 1.0}) for node in range(MOST_NODES)]
+    assert all(map(group.takes, first))  # until it is known that there are no more
+    assert not group.takes(reading(0, {"cpu": 2.0}, sequence=2))
+    assert group.made() == first
+    assert not any(group.takes(reading(node, {"cpu": 2.0}, sequence=2)) for node in range(1, MOST_NODES))
     assert not group.takes(new_entry("system", {"system/cpu": 1.0, "straggler_loss_share": 0.5}))
     assert not group.rest()
 
 
-def test_readings_of_more_nodes_become_least_mean_and_most() -> None:
+def test_readings_of_a_run_that_ends_in_its_first_round_are_kept() -> None:
     group = Group()
-    for node in range(20):
-        group.takes(reading(node, {"gpu_0_power": float(node), "gpu_1_power": 100.0}))
-    for node in range(20):
-        assert group.takes(reading(node, {"gpu_0_power": 1.0 + node, "gpu_1_power": 101.0}, sequence=2))
-    (first,) = (entry["values"] for entry in group.made())  # nodes 8 to 19, and the next sample of the others
-    powers = [*range(8, 20), *range(1, 9), *[100.0] * 12, *[101.0] * 8]
-    assert first == {"system/gpu_power_least": 1, "system/gpu_power_mean": fmean(powers), "system/gpu_power_most": 101.0}
-    (last,) = group.rest()
-    assert last["values"]["system/gpu_power_least"] == 9.0
+    assert group.takes(only := reading(0, {"cpu": 1.0}))
+    assert group.rest() == [only]
+
+
+def test_readings_of_more_nodes_become_least_mean_and_most() -> None:
+    """From the first round on, and once a round though a worker reads its host and its GPUs each by itself."""
+    group, entries = Group(), list[Entry]()
+    for sequence in (1, 2, 3):
+        for node in range(20):
+            assert group.takes(reading(node, {"gpu_0_power": float(node), "gpu_1_power": 100.0 + sequence}, sequence))
+            assert group.takes(reading(node, {"cpu": 0.5}, sequence))
+            entries += group.made()
+    entries += group.rest()
+    assert len(entries) == 3
+    for sequence, entry in enumerate(entries, 1):
+        mean = fmean([*range(20), *[100.0 + sequence] * 20])
+        powers = {"system/gpu_power_least": 0.0, "system/gpu_power_mean": mean, "system/gpu_power_most": 100.0 + sequence}
+        assert entry["values"] == powers | {f"system/cpu_{name}": 0.5 for name in ("least", "mean", "most")}
