@@ -135,7 +135,7 @@ class Boxes:
         begins[:, :here], ends[:, :here] = offsets, offsets + sizes
         at = np.searchsorted(self.keys, table[:, 0], "left")
         until = np.searchsorted(self.keys, table[:, 0], "right")
-        kept: dict[int, str] = {}
+        kept = np.full(len(table), -1)
         for step in range(int((until - at).max(initial=0))):
             rows = np.flatnonzero(at + step < until)
             box = at[rows] + step
@@ -143,11 +143,16 @@ class Boxes:
             high = np.minimum(ends[rows, :most], self.ends[box])
             shared = np.clip(high - low, 0, None).prod(1)
             taken += int(shared.sum())
-            kept |= {int(row): self.names[int(each)] for row, each in zip(rows[shared > 0], box[shared > 0], strict=True)}
-        for row, name in kept.items():
-            count, (_, offset, size) = self.dimensions[name], table[row, :HEAD].tolist()
-            place = {"file": file, "offset": offset, "bytes": size}
-            found[name].append({"offsets": offsets[row, :count].tolist(), "sizes": sizes[row, :count].tolist(), **place})
+            kept[rows[shared > 0]] = box[shared > 0]
+        rows = np.flatnonzero(kept >= 0)
+        places = zip(
+            kept[rows].tolist(), table[rows, 1:HEAD].tolist(), offsets[rows].tolist(), sizes[rows].tolist(), strict=True
+        )
+        for box_of, (offset, size), begin, extent in places:
+            name = self.names[box_of]
+            count = self.dimensions[name]
+            where = {"offsets": begin[:count], "sizes": extent[:count]}
+            found[name].append({**where, "file": file, "offset": offset, "bytes": size})
         return taken
 
 
