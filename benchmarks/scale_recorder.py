@@ -1,14 +1,15 @@
 """The recorder of a large run, for `benchmarks.scale`: a real one in a Ray actor, and two processes that speak for all.
 
 A round is what all ranks say once: with the entries of a log, again while these are not on disk, and a heartbeat. What each
-of these costs the actor's process is measured by its processor time; how many of them a second come stands in `PACE`.
+of these costs the actor's process is measured by its processor time. Between two logs, 10 s apart, a worker asks again
+each half second for as long as they are not on disk, which in a long run is most of that time.
 """
 
 import math
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from benchmarks.scale_rows import Row
@@ -20,12 +21,15 @@ from raystride.pipelines.hang.heartbeat import Heartbeat
 from raystride.pipelines.hang.process import Process
 from raystride.pipelines.record.entry import Entry, WorkerTime, new_entry
 from raystride.pipelines.record.group import Group
+from raystride.pipelines.record.relay import CALLS_A_SECOND, Call
 from raystride.pipelines.record.sender import INTERVAL_S
 
 A_NODE = 8
 LOG_S = 10.0
 """Seconds between two logs."""
 HEARTBEAT_S = 5.0
+KINDS = ("log", "poll", "heartbeat")
+"""With the entries of a log; again while these are not on disk; and a sign of life."""
 IN_FLIGHT = 256
 """Calls that a speaker has not been answered yet."""
 ROUNDS = {8: 200, 64: 40, 512: 6}
@@ -49,17 +53,24 @@ def beat(rank: int, ranks: int, number: int) -> Heartbeat:
     return Heartbeat(process=process, number=number, inside="step", moved=moved, stepped=moved, own=0.9 * moved)
 
 
-def speak(actor: Any, kind: str, ranks: list[int], world: int, number: int) -> None:
-    """Says for some ranks what they say once: `log`, `poll` or `heartbeat`, each by a call of its own; as a Ray task."""
+def said(kind: str, rank: int, world: int, number: int) -> Call:
+    """What a rank says: `log`, `poll` or `heartbeat`."""
+    if kind == "heartbeat":
+        return "heartbeat", (beat(rank, world, number),)
+    return "receive", (f"rank{rank}.0", [times(rank, world, 10 * number, number)] if kind == "log" else [], "")
+
+
+def speak(actor: Any, kind: str, groups: list[list[int]], world: int, number: int) -> None:
+    """Says for groups of ranks what each says once, a call for a group; as a Ray task."""
     import ray
 
     open_calls: list[Any] = []
-    for rank in ranks:
-        if kind == "heartbeat":
-            open_calls.append(actor.heartbeat.remote(beat(rank, world, number)))
+    for ranks in groups:
+        calls = [said(kind, rank, world, number) for rank in ranks]
+        if len(calls) > 1:
+            open_calls.append(actor.answer_all.remote(calls))
         else:
-            entries = [times(rank, world, 10 * number, number)] if kind == "log" else []
-            open_calls.append(actor.receive.remote(f"rank{rank}.0", entries, ""))
+            open_calls.append(getattr(actor, calls[0][0]).remote(*calls[0][1]))
         if len(open_calls) >= IN_FLIGHT:
             done, open_calls = ray.wait(open_calls, num_returns=IN_FLIGHT // 2)
             ray.get(done)
@@ -84,37 +95,44 @@ class Spoken:
         used = self._process.cpu_times()
         return float(used.user + used.system)
 
-    def cost(self, kind: str, world: int, number: int) -> float:
-        """Processor seconds of a round of one kind."""
+    def cost(self, kind: str, world: int, together: int, numbers: range) -> float:
+        """Processor seconds of a round of one kind, the mean of some, where so many ranks make one call."""
         import ray
 
-        task = ray.remote(num_cpus=0)(speak)
-        before = self.seconds()
-        ray.get([task.remote(self.handle.actor, kind, list(range(half, world, 2)), world, number) for half in range(2)])
-        return self.seconds() - before
+        task, before = ray.remote(num_cpus=0)(speak), self.seconds()
+        groups = [list(range(first, min(first + together, world))) for first in range(0, world, together)]
+        for number in numbers:
+            ray.get([task.remote(self.handle.actor, kind, groups[half::2], world, number) for half in range(2)])
+        return (self.seconds() - before) / len(numbers)
 
 
 def recorder_rows(ranks: int) -> Iterator[Row]:
-    """What the recorder's process computes where each worker talks to it by itself."""
+    """What the recorder's process computes where each worker calls it by itself, and where a node's do by one."""
     import ray
 
     ray.init("local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     try:
         with tempfile.TemporaryDirectory() as place:
             spoken, rounds = Spoken(place), ROUNDS.get(ranks, 2)
-            spoken.cost("poll", ranks, 0)  # the speakers' own start
-            costs = {
-                kind: sum(spoken.cost(kind, ranks, number) for number in range(1, rounds + 1)) / rounds
-                for kind in ("log", "poll", "heartbeat")
-            }
-            posts = LOG_S / INTERVAL_S
-            calls = ranks * (posts / LOG_S + 1 / HEARTBEAT_S)
-            share = (costs["log"] + (posts - 1) * costs["poll"]) / LOG_S + costs["heartbeat"] / HEARTBEAT_S
-            each = ", ".join(f"{kind} {1e6 * cost / ranks:.0f}" for kind, cost in costs.items())
-            note = f"microseconds a call: {each}"
-            yield Row("recorder, each worker by itself", ranks, calls=calls, share=share, note=note)
+            spoken.cost("poll", ranks, 1, range(1))  # the speakers' own start
+            alone = {kind: spoken.cost(kind, ranks, 1, range(1, rounds + 1)) for kind in KINDS}
+            by_node = {kind: spoken.cost(kind, ranks, A_NODE, range(rounds + 1, 2 * rounds + 1)) for kind in KINDS}
+        posts = LOG_S / INTERVAL_S
+        yield _recorder_row("recorder, each worker by itself", ranks, 1, alone, posts)
+        # A worker's call is answered when its node's next one is, and half a second later it calls again.
+        pause = INTERVAL_S + ranks / A_NODE / CALLS_A_SECOND
+        yield _recorder_row("recorder, through one of a node", ranks, A_NODE, by_node, LOG_S / pause)
     finally:
         ray.shutdown()
+
+
+def _recorder_row(what: str, ranks: int, together: int, costs: Mapping[str, float], posts: float) -> Row:
+    """The row of what rounds of each kind cost, where each worker posts so often between two logs."""
+    share = (costs["log"] + (posts - 1) * costs["poll"]) / LOG_S + costs["heartbeat"] / HEARTBEAT_S
+    senders = math.ceil(ranks / together)
+    calls = senders * (posts / LOG_S + 1 / HEARTBEAT_S)
+    each = ", ".join(f"{kind} {1e6 * cost / senders:.0f}" for kind, cost in costs.items())
+    return Row(what, ranks, calls=calls, share=share, note=f"microseconds a call: {each}")
 
 
 def heartbeat_rows(ranks: int) -> Iterator[Row]:
@@ -135,18 +153,21 @@ HOST_FIGURES = ("cpu", "memory_used", "disk_read", "disk_written", "network_sent
 def metrics_rows(ranks: int) -> Iterator[Row]:
     """The names and values that readings of so many nodes and GPUs become in MLflow, at a reading each 5 s."""
     nodes, group = math.ceil(ranks / A_NODE), Group()
-    told = [f"gpu_{gpu}_{name}" for gpu in range(A_NODE) for name in GPU_FIGURES] + list(HOST_FIGURES)
+    told = [[f"gpu_{gpu}_{name}" for gpu in range(A_NODE) for name in GPU_FIGURES], list(HOST_FIGURES)]
     names, values, rounds = set[str](), 0, 3
     began = time.perf_counter()
     for number in range(rounds):
         for node in range(nodes):
             prefix = f"system/10.0.{node // 256}.{node % 256}/" if nodes > 1 else "system/"
-            entry = new_entry("system", {prefix + name: 1.0 for name in told}, number)
-            entry |= {"sender": f"rank{node * A_NODE}.0"}
-            recorded = ([] if group.takes(entry) else [entry]) + group.made()
-            for each in recorded:
-                names |= set(each["values"])
-                values += len(each["values"])
+            for read in told:
+                entry = new_entry("system", {prefix + name: 1.0 for name in read}, number)
+                entry |= {"sender": f"rank{node * A_NODE}.0"}
+                for each in ([] if group.takes(entry) else [entry]) + group.made():
+                    names |= set(each["values"])
+                    values += len(each["values"])
+    for each in group.rest():
+        names |= set(each["values"])
+        values += len(each["values"])
     seconds = (time.perf_counter() - began) / rounds
     calls = values / rounds / HEARTBEAT_S
     note = f"{len(names)} names, {calls:.1f} values a second"
