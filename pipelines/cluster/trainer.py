@@ -72,7 +72,7 @@ def trainer_settings(job: Job, share: Share, recorder: RecorderHandle, start: St
     launch = job.config.launch
     under_nsys = {"py_executable": worker_executable(share.device)} if job.config.profile.tool == "nsys" else {}
     return {
-        "train_loop_config": {"job": job, "recorder": recorder},
+        "train_loop_config": {"job": _for_workers(job), "recorder": recorder},
         "scaling_config": ScalingConfig(
             num_workers=(share.least, start.most) if share.least else start.most,
             use_gpu=share.device == "cuda",
@@ -90,6 +90,11 @@ def trainer_settings(job: Job, share: Share, recorder: RecorderHandle, start: St
             worker_runtime_env=under_nsys,
         ),
     }
+
+
+def _for_workers(job: Job) -> Job:
+    """The job without the tracking server's address, which may hold a password: the recorder alone talks to it."""
+    return replace(job, config=replace(job.config, record=replace(job.config.record, mlflow_uri=None)))
 
 
 def ray_storage(folder: Folder) -> dict[str, Any]:

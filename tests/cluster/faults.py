@@ -43,9 +43,10 @@ def kill_worker(host: Host) -> None:
 
 def kill_tables(cluster: RayHosts, away_s: float) -> None:
     """Ends the head's server of tables at once, and starts it again as it was, as who looks after a head does."""
-    (server,) = (each for each in processes(cluster.head, TABLES) if Path(each.exe()).name == TABLES)
-    command, variables = server.cmdline(), server.environ()
-    server.kill()
+    servers = [each for each in processes(cluster.head, TABLES) if Path(each.exe()).name == TABLES]
+    command, variables = servers[0].cmdline(), servers[0].environ()
+    for server in servers:  # it forks for a moment at times
+        server.kill()
     time.sleep(away_s)
     log = (cluster.folder / "tables.log").open("ab")
     subprocess.Popen(cluster.head.command(command), env=variables, stdout=log, stderr=subprocess.STDOUT)

@@ -127,7 +127,7 @@ class RayHosts(contextlib.AbstractContextManager["RayHosts"]):
 
     def drain(self, address: str, seconds: int) -> None:
         """Tells Ray what a cloud tells it: that a node will be taken away in so many seconds."""
-        (node,) = (node for node in self._nodes() if node["NodeManagerAddress"] == address)
+        (node,) = (node for node in self._nodes() if node["Alive"] and node["NodeManagerAddress"] == address)
         reason = ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=test"]
         place = [f"--address={self.head.address}:{PORT}", f"--node-id={node['NodeID']}"]
         ray = str(PYTHON.with_name("ray"))
