@@ -156,7 +156,7 @@ class Nodes:
         self._news: list[Entry] = []
 
     def see(self, entry: System) -> bool:
-        """Whether the readings are kept here: of the first round for a while, of later ones of more than `MOST_NODES` nodes."""
+        """Whether the readings are kept here: of the first round for a while, later ones of more than `MOST_NODES` nodes."""
         parts = [name.split("/", 2) for name in entry["values"]]
         nodes = {part[1] for part in parts if len(part) == 3 and part[0] == "system"}
         if not nodes:
