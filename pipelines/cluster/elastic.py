@@ -25,7 +25,6 @@ LOOK_S = 1.0
 """Between two looks at which nodes there are."""
 NEVER_S = 1e9
 """Between two looks of Ray Train's own for room."""
-
 SLOW_S = 30.0
 """Over how long workers' own times are compared."""
 
@@ -103,9 +102,10 @@ class NodeWatch:
                 if nodes != known:
                     tell_of_nodes(self._recorder.workers() > 0, self._recorder.warn)
                     known = nodes
-                if self._share.least and not self.next:
-                    self._drop()
-                if self._share.least and time.monotonic() - looked >= self._every_s:
+                if not self._share.least or self.next:
+                    continue  # the group is stopping, if it was asked to
+                self._drop()
+                if not self.next and time.monotonic() - looked >= self._every_s:
                     looked = time.monotonic()
                     self._grow()
 

@@ -29,7 +29,7 @@ class Scaling(Section):
     """With `least_workers`, seconds between two looks for room for more workers."""
     drop_slower_than: float = setting(0.0, at_least=0, since="0.3")
     """With `least_workers`, go on without a node on which a worker takes more than so many times the other nodes' own time
-    for a step, over half a minute, on a cluster of several nodes. 0: never; else at least 1.5."""
+    for a step, over half a minute, for the rest of the job. 0: never; else at least 1.5."""
     strategy: Literal["auto", "single", "ddp", "fsdp", "deepspeed"] = setting("auto")
     """`single` for one worker; `ddp`: every worker holds the whole model; `fsdp` (FSDP2) and `deepspeed` (ZeRO): parameters,
     gradients and optimiser state are spread over the workers. `auto`: `single` for one worker, `ddp` for several."""
