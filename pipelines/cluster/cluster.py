@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from raystride.pipelines.cluster.fallback import say
 from raystride.pipelines.cluster.internals import on_loopback
+from raystride.pipelines.cluster.logins import withheld
 from raystride.pipelines.cluster.versions import other_versions, ray_difference
 from raystride.pipelines.config import Launch
 from raystride.pipelines.credentials import hidden
@@ -120,12 +121,13 @@ def _init(settings: Launch, address: str | None, metadata: Mapping[str, str] | N
     try:
         if address:
             _wait_for(address, settings.timeout_s)
-            context = ray.init(address=address, job_config=JobConfig(metadata=dict(metadata or {})), **quiet)
+            with withheld():
+                context = ray.init(address=address, job_config=JobConfig(metadata=dict(metadata or {})), **quiet)
         else:
             keep_token_private()
             # Ray's own is 15: on few cores everything that looks at a training would slow it.
             os.environ.setdefault("RAY_worker_niceness", "0")
-            with on_loopback():
+            with on_loopback(), withheld():
                 # Without an address Ray would join a cluster that was started on this machine, if there is one.
                 context = ray.init(address="local", include_dashboard=False, runtime_env=None, **quiet)
     except Exception as error:  # ray.init raises ConnectionError, RuntimeError, ValueError, grpc's own, ...

@@ -13,10 +13,11 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from raystride.pipelines.cluster.logins import of_mlflow
 from raystride.pipelines.hang.heartbeat import CutOff, Heartbeat, HeartbeatTable
 from raystride.pipelines.record import Recorder
 from raystride.pipelines.record.entry import Entry, new_entry
@@ -40,8 +41,9 @@ RECORDER_NICENESS = 10
 class RecorderActor(Recorder):
     """A recorder that also passes on the stop request, and the workers' signs of life."""
 
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
+    def __init__(self, *arguments: Any, surroundings: Mapping[str, str], **settings: Any) -> None:
         os.nice(RECORDER_NICENESS)
+        os.environ.update(surroundings)
         super().__init__(*arguments, **settings)
         self._stop = self._resize = False
         self._workers, self._asked_at = 0, 0.0
@@ -111,7 +113,8 @@ class RecorderHandle:
             # Calls that a death interrupts go to the next one, which knows from the journal what it has.
             "max_task_retries": -1,
         }
-        return cls(ray.remote(**options)(RecorderActor).remote(*arguments, **settings), node_id)
+        actor = ray.remote(**options)(RecorderActor).remote(*arguments, surroundings=of_mlflow(), **settings)
+        return cls(actor, node_id)
 
     def post(self, sender: str, entries: list[Entry], recorder: str) -> Receipt:
         """Sends entries; see `record.sender.Post`."""

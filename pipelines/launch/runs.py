@@ -164,7 +164,10 @@ def replay_run(storage: Folder, given: argparse.Namespace) -> int:
     run = find_run(storage, given.run)
     if run.owner:
         raise Refused(f"{run.name} is running, and replays by itself as soon as MLflow answers")
-    settings = Record(mlflow_uri=given.mlflow_uri or run.reference.get("uri"), experiment=given.experiment)
+    earlier = read_earlier(run.folder)
+    asked = earlier.config.record if earlier else Record()  # where a server has never answered, there is no reference to it
+    uri = given.mlflow_uri or run.reference.get("uri") or asked.mlflow_uri
+    settings = Record(mlflow_uri=uri, experiment=given.experiment or asked.experiment)
     log = MlflowLog.at(run.folder, run.name, settings, storage)
     if log is None:
         raise Refused(f"--mlflow-uri is not given, and {storage} holds no database: name the tracking server")
@@ -300,5 +303,5 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--all", action="store_true", help="remove the run with all that it holds")
     replay = command("replay", replay_run, "log to MLflow what it lacks of a run's journal")
     replay.add_argument("--mlflow-uri", help="tracking server; when not given, the one that the run was logged to")
-    replay.add_argument("--experiment", default=Record().experiment, help="experiment, where the run is not in MLflow yet")
+    replay.add_argument("--experiment", help="experiment, where the run is not in MLflow yet; when not given, the run's own")
     return parser

@@ -26,6 +26,12 @@ SHORTEST_BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 30.0
 PACE_S = 3.0
 """Least seconds between two passes: a call to MLflow takes 5 ms of processor time whatever it logs, 0.06 ms a metric."""
 SEGMENTS_A_CALL = 32
+SIGNS_OF_REFUSAL = ("error code 401", "error code 403", "PERMISSION_DENIED", "UNAUTHENTICATED")
+REFUSED = (
+    "refuses who asks: look at MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, and at what that user may do there",
+    "by `raystride runs replay` with the right ones",
+)
+AWAY = ("cannot be reached", "when it is back")
 MOST_HELD = 64
 """Segments held in memory, to save reading back what was just written; older ones are read from the journal."""
 
@@ -166,9 +172,10 @@ class Follower:
                 if not said:
                     said = True
                     cause = str(error) if isinstance(error, MlflowFailed) else f"{type(error).__name__}: {error}"
+                    what, when = REFUSED if any(sign in cause for sign in SIGNS_OF_REFUSAL) else AWAY
                     self._warn(
-                        f"MLflow at {self._log.public_uri} cannot be reached; training goes on, and what it misses is "
-                        f"replayed when it is back ({hidden(cause)[:200]})"
+                        f"MLflow at {self._log.public_uri} {what}; training goes on, and what it misses is replayed {when} "
+                        f"({hidden(cause)[:200]})"
                     )
                 with self._changed:
                     # An end that waits for us is worth another try at once, and a short pause after that.

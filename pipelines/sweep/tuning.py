@@ -24,6 +24,7 @@ from ray import tune
 
 from raystride.pipelines.cluster.cluster import joined
 from raystride.pipelines.cluster.internals import free_places_of_the_dead, head_place
+from raystride.pipelines.cluster.logins import of_mlflow
 from raystride.pipelines.cluster.resources import Resources, resolve
 from raystride.pipelines.cluster.trainer import ray_storage
 from raystride.pipelines.config.sweep import Sweep, SweepConfig
@@ -80,7 +81,7 @@ def measure(
     together = 1 if sweep.isolated else sweep.concurrent
     alone = together == 1 and not joined(plan.base.launch)
     free_places_of_the_dead(alone)  # there are none yet: where Ray is another, it is said here, where people see it
-    function = tune.with_parameters(_trial, plan=plan, alone=alone)
+    function = tune.with_parameters(_trial, plan=plan, alone=alone, surroundings=of_mlflow())
     tune.Tuner(
         tune.with_resources(function, tune.PlacementGroupFactory([head_place()])),
         param_space=_distributions(plan.base) if chosen else {TRIAL: tune.grid_search(trials)},
@@ -106,12 +107,13 @@ def candidate_of(parameters: Mapping[str, Any], base: SweepConfig) -> Candidate:
     return Candidate(base, trial["settings"], trial["round"]) if trial else Candidate(base, dict(parameters))
 
 
-def _trial(parameters: dict[str, Any], plan: SweepPlan, alone: bool) -> None:
-    """What Tune runs, `alone` where no one else can have workers on the cluster.
+def _trial(parameters: dict[str, Any], plan: SweepPlan, alone: bool, surroundings: Mapping[str, str]) -> None:
+    """What Tune runs, `alone` where no one else can have workers on the cluster, with MLflow's variables of the driver.
 
     Raises where the trial hung, so that its process, and with it all that it started, is ended; SystemExit where Tune
     stopped it.
     """
+    os.environ.update(surroundings)
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = str(END_S)  # Tune looks it up when the next trial is to come here
     plan.carried.register()
     candidate = candidate_of(parameters, plan.base)
