@@ -27,51 +27,67 @@ OWNERS = {
 }
 """What a process's command line has, and who that is; the first that fits."""
 PROBE = r"""
-import json, sys, http.client, socket
+import http.client, importlib, json, pkgutil, socket, sys
 from concurrent.futures import ThreadPoolExecutor
 import grpc
-METHODS = ("NodeInfoGcsService/GetAllNodeInfo", "NodeManagerService/GetNodeStats", "ObjectManagerService/FreeObjects",
-           "ObjectManagerService/Push", "ObjectManagerService/Pull",
-           "CoreWorkerService/GetCoreWorkerStats", "ReporterService/GetTraceback", "RayletDriver/ClusterInfo")
+import ray.core.generated as tables
+
+def methods():
+    # All that Ray's tables of messages name, and what the raylet's other port takes, which they do not.
+    yield from ("ray.rpc.ObjectManagerService/Push", "ray.rpc.ObjectManagerService/Pull")
+    for each in pkgutil.iter_modules(tables.__path__):
+        if each.name.endswith("_pb2"):
+            module = importlib.import_module(f"ray.core.generated.{each.name}")
+            for service in module.DESCRIPTOR.services_by_name.values():
+                yield from (f"{service.full_name}/{method.name}" for method in service.methods)
+
+PAGES = ("/api/jobs/", "/api/version", "/api/v0/tasks", "/nodes?view=summary", "/logs/", "/api/job_agent/jobs/",
+         "/get_or_create_runtime_env")
 
 def by_http(host, port):
-    connection = http.client.HTTPConnection(host, port, timeout=2)
-    connection.request("GET", "/api/jobs/")
-    answer = connection.getresponse()
-    body = answer.read(4000)
-    if answer.status in (401, 403):
-        return f"refused: {answer.status}"
-    return "metrics" if b"# HELP" in body else f"open: {answer.status}"
+    found = {}
+    for page in PAGES:
+        for method in ("GET", "POST"):
+            connection = http.client.HTTPConnection(host, port, timeout=5)
+            connection.request(method, page)
+            answer = connection.getresponse()
+            if b"# HELP" in answer.read(4000):
+                return "metrics"
+            found[f"{method} {page}"] = answer.status
+    others = {asked: status for asked, status in found.items() if status != 401}
+    return f"open: {others}" if others else "refused: 401"
 
 def by_grpc(where):
-    found = set()
+    found = {}
     with grpc.insecure_channel(where) as channel:
         for method in METHODS:
             try:
-                channel.unary_unary(f"/ray.rpc.{method}")(b"", timeout=2)
-                found.add(f"open: {method}")
+                channel.unary_unary(f"/{method}")(b"", timeout=5)
+                found[method] = "OK"
             except grpc.RpcError as error:
-                found.add(error.code().name)
-    if opened := [each for each in found if each.startswith("open")]:
-        return opened[0]
-    if "UNAUTHENTICATED" in found:
-        return "refused: token"
-    return "nothing is offered" if "UNIMPLEMENTED" in found else "asks nobody"
+                found[method] = error.code().name
+    others = {method: said for method, said in found.items() if said not in ("UNAUTHENTICATED", "UNIMPLEMENTED")}
+    if others:
+        return f"open: {others}"
+    return "refused: token" if "UNAUTHENTICATED" in found.values() else "nothing is offered"
 
 def heard(where):
     host, port = where.rsplit(":", 1)
     try:
-        socket.create_connection((host, int(port)), 2).close()
+        socket.create_connection((host, int(port)), 5).close()
     except OSError:
         return "closed"
     try:
         return by_http(host, int(port))
+    except TimeoutError:
+        return "asks nobody"
     except (OSError, http.client.HTTPException):
         return by_grpc(where)
 
-doors = json.loads(sys.argv[1])
+METHODS = sorted(methods())
+wheres = json.loads(sys.argv[1])
 with ThreadPoolExecutor(16) as pool:
-    print(json.dumps(dict(zip(doors, pool.map(heard, doors)))))
+    print(json.dumps(dict(zip(wheres, pool.map(heard, wheres), strict=True))))
 """
 
 
