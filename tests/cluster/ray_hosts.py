@@ -136,17 +136,27 @@ class RayHosts(contextlib.AbstractContextManager["RayHosts"]):
 
     def nodes_of_workers(self) -> set[str]:
         """Addresses of the nodes on which workers train."""
-        script = (
-            "import json, ray; from ray.util.state import list_actors; ray.init('auto', logging_level='ERROR');"
-            "alive = [each for each in list_actors() if each.state == 'ALIVE'];"
-            "print(json.dumps([each.node_id for each in alive if 'RayTrainWorker' in each.class_name]))"
+        found = self._asked(
+            "from ray.util.state import list_actors",
+            "alive = [each for each in list_actors() if each.state == 'ALIVE']",
+            "answer = [each.node_id for each in alive if 'RayTrainWorker' in each.class_name]",
         )
-        found = json.loads(self.run(self.head, str(PYTHON), "-c", script)[1].splitlines()[-1])
         return {node["NodeManagerAddress"] for node in self._nodes() if node["NodeID"] in found}
 
     def _nodes(self) -> list[dict[str, Any]]:
-        script = "import json, ray; ray.init('auto', logging_level='ERROR'); print(json.dumps(ray.nodes()))"
-        return json.loads(self.run(self.head, str(PYTHON), "-c", script)[1].splitlines()[-1])  # type: ignore[no-any-return]
+        return self._asked("answer = ray.nodes()")
+
+    def _asked(self, *script: str) -> Any:
+        """The `answer` of some lines of Python that have joined the cluster, among what Ray says besides."""
+        lines = [
+            "import json, ray",
+            "ray.init('auto', logging_level='ERROR')",
+            *script,
+            "print('answer', json.dumps(answer))",
+        ]
+        said = self.run(self.head, str(PYTHON), "-c", "\n".join(lines))[1]
+        (answer,) = (line.removeprefix("answer ") for line in said.splitlines() if line.startswith("answer "))
+        return json.loads(answer)
 
     def alive(self) -> int:
         """How many of the nodes Ray takes to be alive."""
