@@ -184,7 +184,8 @@ class Carried:
     def needed(self, config: Config) -> list[str]:
         """The plug-ins without which a run of these settings cannot be opened, to be named in them: installed ones, and the
         script. Needs `register`."""
-        sources = (config.data.source, config.data.validation_source, config.data.test_source)
+        read = [each.data for each in config.by_source().values()]
+        sources = (name for data in read for name in (data.source, data.validation_source, data.test_source))
         named = {name.partition("#")[0] for name in sources if name}
         used = [TASKS[config.task]] if config.task in TASKS else []
         used += [SOURCES[name][0] for name in sorted(named & set(SOURCES))]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from raystride.pipelines.evaluate.evaluation import Scored
     from raystride.pipelines.evaluate.prediction import Predicted
     from raystride.pipelines.launch.preflight import Check
-    from raystride.pipelines.prepare.prepare import Prepared
+    from raystride.pipelines.prepare.one_source import Prepared
     from raystride.pipelines.sweep.answer import Answer
 
 Settings = Mapping[str, Any]

@@ -3,11 +3,12 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
 from raystride.pipelines.config.combinations import refuse_combinations, refuse_mesh_of_model, refuse_with_task
 from raystride.pipelines.config.data import Data, Tokenizer
+from raystride.pipelines.config.mixture import defines_source, mixture_entries, refuse_mixture
 from raystride.pipelines.config.model import Model
 from raystride.pipelines.config.profile import Profile
 from raystride.pipelines.config.renamed import old_names
@@ -78,6 +79,7 @@ class Config(Section):
         refuse_combinations(self.train, self.scaling, self.guard, self.checkpoint)
         refuse_with_task(self.task, self.model, self.objective, self.train)
         refuse_mesh_of_model(self.task, self.model, self.scaling)
+        refuse_mixture(self.data, self.train.epochs)
         if self.profile.tool == "ncu" and self.launch.mode != "inline":
             raise self.profile.error(
                 "tool", "needs launch.mode inline (--launch inline), as Nsight Compute has to start the process that trains"
@@ -97,6 +99,10 @@ class Config(Section):
         meshed = self.scaling.group > 1 or self.scaling.mesh == "auto"
         return meshed if masks == "auto" else masks == "place"
 
+    def by_source(self) -> "dict[str, Config]":
+        """The settings of each source of a mixture, as of a training on it alone; of one source these, as ""."""
+        return {name: replace(self, data=each.data) for name, each in mixture_entries(self.data).items()} or {"": self}
+
     def flat(self) -> dict[str, Any]:
         """Every setting under its full name, `train.steps` for instance, without passwords and keys, to be written down."""
         return {key: masked_all(value) for key, value in _flatten(asdict(self))}
@@ -105,7 +111,7 @@ class Config(Section):
         """The settings, under their full names, that may not differ when the run is resumed; with other passwords
         or keys they are the same."""
         fixed = _fixed_keys(type(self))
-        return {key: stripped(value) for key, value in self.flat().items() if key in fixed}
+        return {key: stripped(value) for key, value in self.flat().items() if key in fixed or defines_source(key)}
 
     def lasting(self) -> dict[str, Any]:
         """What names are made of: every setting under its first full name, later ones (`since`) only where they were
@@ -117,7 +123,9 @@ class Config(Section):
     def default_run(self, preset: str) -> str:
         """A run's name when none is given: the preset's name and 8 hexadecimal digits of the fixed settings."""
         old, fixed = old_names(type(self)), _fixed_keys(type(self))
-        kept = {key: value for key, value in self.lasting().items() if old.get(key, (key,))[0] in fixed}
+        mixed = ("data.sources.", "data.weights", "data.curriculum")
+        lasting = self.lasting()
+        kept = {key: lasting[key] for key in lasting if old.get(key, (key,))[0] in fixed or key.startswith(mixed)}
         text = json.dumps(kept, sort_keys=True, default=str)
         return f"{preset}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 

@@ -1,7 +1,7 @@
 """Settings of what is read and how it becomes samples: the source, the tokenizer, the order."""
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 from raystride.pipelines.config.section import Section, setting
 
@@ -22,6 +22,16 @@ class Data(Section):
     source: str = setting("python", fixed=True)
     """What to train on: `python` (the standard library's own source), a path, glob or URI of text, JSON lines, CSV, Parquet
     or image files, the name or folder of a Hugging Face dataset, or the name of a registered source."""
+    sources: dict[str, Any] = field(default_factory=dict, metadata={"fixed": True, "since": "0.3"})
+    """Several sources by name, of which samples are mixed: `{web: {source: PATH, weight: 0.7}, code: {source: python,
+    weight: 0.3, epochs_at_most: 4}}`. Beside these an entry takes any setting of `data` that says what is read. On resume
+    weights may change, and sources may come and go; what was fed stays as it was."""
+    weights: str = setting("given", since="0.3")
+    """The sources' weights: `given` (each source's own `weight`), or `temperature 0.7`: sizes in samples to that power, from
+    0 (all alike) to 1 (by size)."""
+    curriculum: tuple[Any, ...] = setting((), since="0.3")
+    """Other weights from steps on: `[{from_step: 8000, weights: {web: 0.4, code: 0.6}}]`; a source that is not named has
+    none there. `weights` may be a temperature as well."""
     kind: SourceKind = setting("auto", fixed=True)
     """What the source is; `auto` sees it from its name and its files, except `lines` (each line of a text file is a
     document) and `labelled` (a line is a label, a blank or tab, and a text). `folders`: a folder of files for each class."""
@@ -121,6 +131,8 @@ class Tokenizer(Section):
     """In translation, one vocabulary for both languages; else each has its own."""
     training_mib: float = setting(64.0, above=0, fixed=True)
     """Text, in MiB and spread evenly over the source, on which a BPE is trained."""
+    trained_on: tuple[str, ...] = setting((), fixed=True, since="0.3")
+    """Of `data.sources`, those whose texts a tokenizer is made from; none named: all that a run begins with."""
 
     def __post_init__(self) -> None:
         """Raises SettingError where a field is out of range, or does not go with `kind`."""

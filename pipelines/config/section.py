@@ -11,7 +11,7 @@ checked when the section is made, whether that happens from YAML, from a flag or
 
 import difflib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
@@ -75,9 +75,8 @@ class Section:
 
     def _note_secrets(self) -> None:
         for item in fields(self):
-            value = getattr(self, item.name)
-            for text in value if isinstance(value, tuple) else (value,):
-                if isinstance(text, str) and "://" in text:
+            for text in _texts(getattr(self, item.name)):
+                if "://" in text:
                     note(text)
 
     def filled(self, *, optional: Collection[str] = ()) -> Self:
@@ -90,9 +89,9 @@ class Section:
             value, name = getattr(self, item.name), f"{self.name}.{item.name}".lstrip(".")
             if isinstance(value, Section):
                 changes[item.name] = value.filled(optional=optional)
-            elif isinstance(value, str) and is_masked(value):
+            elif isinstance(value, dict) or (isinstance(value, str) and is_masked(value)):
                 try:
-                    changes[item.name] = whole(value, item.metadata["logins"])
+                    changes[item.name] = _whole(value, item.metadata.get("logins", ()))
                 except MissingSecret as error:
                     if name not in optional:
                         raise SettingError(f"{name} is {value!r}: {error}") from None
@@ -125,6 +124,22 @@ class Section:
         """The error for field `key`: its full name, its value and `rule`, which says what is allowed."""
         name = f"{self.name}.{key}" if self.name else key
         return SettingError(f"{name} is {masked_all(getattr(self, key))!r}: it {rule}")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a setting's value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts(part)
+
+
+def _whole(value: Any, logins: Sequence[str]) -> Any:
+    """A value with the secrets that texts in it were written without. Raises MissingSecret."""
+    if isinstance(value, dict):
+        return {key: _whole(part, logins) for key, part in value.items()}
+    return whole(value, logins) if isinstance(value, str) and is_masked(value) else value
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:

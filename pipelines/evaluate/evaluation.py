@@ -151,6 +151,11 @@ def _parts(chosen: Chosen, split: Split, settings: Answering) -> tuple[dict[str,
         if data.on_error == "raise":
             check_source(test)
         return {"": test}, list(parts_of(test, with_small_parts(data, test, least)))
+    if config.data.sources:
+        raise SettingError(
+            f"--split {split}: this run's data is a mixture, whose sources are scored one by one: take --split test with "
+            "one of them as --data.test_source"
+        )
     source, other = open_sources(config, task)
     sources = {"": source, "train": source, "validation": other or source}
     parts = divide(source, other, with_small_parts(data, source, least))

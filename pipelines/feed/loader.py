@@ -187,7 +187,7 @@ class Loader:
                     batches.append(empty_batch(self.samples, slot, self.plan.slot_size))
                 continue
             samples = self.plan.order.at(positions)
-            total += digest(positions // self.plan.order.samples, samples)
+            total += digest(self.plan.order.epochs(positions), samples)
             batches.append(self._batch(slot, samples))
         if self.equal_micro_batches:
             most = -(-self.plan.slots // self.world)  # slots of the worker that has most

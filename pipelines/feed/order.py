@@ -9,8 +9,9 @@ position of any epoch costs the same microseconds and no memory, with a thousand
     order.at(np.array([10**12]))                              # the first of epoch 1
 """
 
-from dataclasses import dataclass
-from typing import Any, Literal
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -18,6 +19,34 @@ ROUNDS = 8
 UInt64 = np.ndarray[Any, np.dtype[np.uint64]]
 MOST = 2**62
 """Samples an order can hold; positions beyond it would leave int64."""
+
+
+class SampleOrder(Protocol):
+    """Which sample stands at which position of a run, the same on every rank: of one source, or of a mixture."""
+
+    def at(self, positions: np.ndarray) -> np.ndarray:
+        """Sample numbers (int64) at positions (int64, any shape)."""
+        ...
+
+    def epochs(self, positions: np.ndarray) -> np.ndarray:
+        """The epochs of the samples at positions (int64, any shape)."""
+        ...
+
+    def length(self, epochs: float) -> float:
+        """Positions in so many epochs."""
+        ...
+
+    def progress(self, position: int) -> dict[str, float]:
+        """Epochs before a position, by metric's name."""
+        ...
+
+    def names(self, samples: np.ndarray) -> list[str]:
+        """What people call samples of these numbers (int64, a vector)."""
+        ...
+
+    def to_json(self) -> dict[str, Any]:
+        """What a checkpoint's manifest says of it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -50,6 +79,26 @@ class Order:
             here = epochs == epoch
             result[here] = self._in_epoch(inside[here], int(epoch))
         return result
+
+    def epochs(self, positions: np.ndarray) -> np.ndarray:
+        """The epochs of the samples at positions (int64, any shape)."""
+        return positions // self.samples
+
+    def length(self, epochs: float) -> float:
+        """Positions in so many epochs, rounded to whole samples."""
+        return epochs if math.isinf(epochs) else round(epochs * self.samples)
+
+    def progress(self, position: int) -> dict[str, float]:
+        """Epochs before a position, by metric's name."""
+        return {"epoch": position / self.samples}
+
+    def names(self, samples: np.ndarray) -> list[str]:
+        """What people call samples of these numbers (int64, a vector): these."""
+        return [str(number) for number in samples.tolist()]
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, from which `Order` makes it again."""
+        return asdict(self)
 
     def _in_epoch(self, positions: np.ndarray, epoch: int) -> np.ndarray:
         if self.shuffle == "none":

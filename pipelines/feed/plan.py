@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from raystride.pipelines.config import Config
-from raystride.pipelines.feed.order import Order
+from raystride.pipelines.feed.order import Order, SampleOrder
 
 
 @dataclass(frozen=True)
 class Plan:
     """Names the samples of every slot of every step."""
 
-    order: Order
+    order: SampleOrder
     """Which sample stands where."""
     slots: int
     """Slots in a step."""
@@ -42,14 +42,14 @@ class Plan:
     @property
     def steps(self) -> float:
         """Steps in all epochs, the short one at the end included; infinite without a bound."""
-        if math.isinf(self.epochs):
+        if math.isinf(self.end):
             return math.inf
         return self.first_step + max(0, math.ceil((self.end - self.first_position) / self.batch))
 
     @property
     def end(self) -> float:
         """Positions in all epochs; infinite without a bound."""
-        return self.epochs if math.isinf(self.epochs) else round(self.epochs * self.order.samples)
+        return self.order.length(self.epochs)
 
     def position(self, step: int) -> int:
         """Samples before a step, which is also the position of its first one."""
@@ -75,8 +75,17 @@ def share(slots: int, rank: int, world: int) -> range:
     return range(rank * slots // world, (rank + 1) * slots // world)
 
 
-def build_plan(config: Config, samples: int, first_step: int = 0, first_position: int = 0) -> Plan:
-    """The plan of a run over so many training samples, from where an attempt begins."""
-    data, train = config.data, config.train
-    order = Order(samples, config.seed, data.shuffle, data.shuffle_block, data.shuffle_window)
+def build_plan(
+    config: Config, samples: int, first_step: int = 0, first_position: int = 0, order: SampleOrder | None = None
+) -> Plan:
+    """The plan of a run over so many training samples, from where an attempt begins; `order` is that of a mixture."""
+    train = config.train
+    order = order or build_order(config, samples)
     return Plan(order, train.slots, train.slot_samples, train.epochs or math.inf, first_step, first_position)
+
+
+def build_order(config: Config, samples: int, seed: int | None = None) -> Order:
+    """The order of one source's samples, under the run's seed or one of the source's own."""
+    data = config.data
+    seed = config.seed if seed is None else seed
+    return Order(samples, seed, data.shuffle, data.shuffle_block, data.shuffle_window)

@@ -5,17 +5,23 @@ samples.count                                             # samples in an epoch
 inputs, targets = samples.batch(np.array([5, 17]))        # what the model is fed, on the host
 """
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.feed.bundles import Bundles, bundle
+from raystride.pipelines.feed.mixture import Mixture, split_samples
 from raystride.pipelines.feed.stream import TokenStream
-from raystride.pipelines.tasks.task import Inputs, Task
+from raystride.pipelines.tasks.task import Inputs, Rows, Task
 
 if TYPE_CHECKING:
     import torch
+
+
+Read = tuple[Rows, Rows | None]
+"""Samples' numbers and, where there are any, their loss masks."""
 
 
 class Samples(Protocol):
@@ -32,16 +38,20 @@ class Samples(Protocol):
     example: float
     """Tokens in an example, on average; a window's examples are the documents in it."""
 
+    def read(self, samples: np.ndarray) -> Read:
+        """The numbers and masks of the samples of these numbers, (n) int64, as `Task.collate` takes them."""
+        ...
+
     def batch(self, samples: np.ndarray) -> "tuple[Inputs, torch.Tensor]":
         """Inputs and targets, on the host, of the samples of these numbers, (n) int64."""
-        ...
+        return self.task.collate(*self.read(samples))
 
     def empty(self, samples: int) -> "tuple[Inputs, torch.Tensor]":
         """Inputs and targets of so many samples in which no target counts, of shapes that real ones have."""
         ...
 
 
-class Windows:
+class Windows(Samples):
     """Windows over all tokens, across the borders of documents and shards; the tail that fills none is dropped."""
 
     examples = 1.0
@@ -53,9 +63,9 @@ class Windows:
         self.tokens = float(task.window.stride)
         self.example = min(self.tokens, stream.tokens / max(1, stream.examples))
 
-    def batch(self, samples: np.ndarray) -> "tuple[Inputs, torch.Tensor]":
-        """Inputs and targets, on the host, of the windows of these numbers, (n) int64."""
-        return self.task.collate(*self._stream.windows(samples * self._window.stride, self._window.length))
+    def read(self, samples: np.ndarray) -> Read:
+        """The windows of these numbers, (n) int64: ids (n, length) and masks likewise, or None."""
+        return self._stream.windows(samples * self._window.stride, self._window.length)
 
     def empty(self, samples: int) -> "tuple[Inputs, torch.Tensor]":
         """Inputs and targets of so many windows of zeros in which no target counts."""
@@ -63,7 +73,7 @@ class Windows:
         return self.task.collate(windows, np.zeros(windows.shape, bool))
 
 
-class Examples:
+class Examples(Samples):
     """Whole examples, each a sample of its own."""
 
     examples = 1.0
@@ -73,9 +83,9 @@ class Examples:
         self.count = stream.examples
         self.tokens = self.example = task.tokens_of(stream.tokens / max(1, stream.examples))
 
-    def batch(self, samples: np.ndarray) -> "tuple[Inputs, torch.Tensor]":
-        """Inputs and targets, on the host, of the examples of these numbers, (n) int64."""
-        return self.task.collate(*self._stream.rows(samples))
+    def read(self, samples: np.ndarray) -> Read:
+        """The examples of these numbers, (n) int64: n vectors of ids, and masks likewise, or None."""
+        return self._stream.rows(samples)
 
     def empty(self, samples: int) -> "tuple[Inputs, torch.Tensor]":
         """Inputs and targets of so many copies of the first example in which no target counts."""
@@ -83,7 +93,7 @@ class Examples:
         return self.task.collate(rows, [np.zeros(len(row), bool) for row in rows])
 
 
-class Bundled:
+class Bundled(Samples):
     """Bundles of examples of like length, each a sample; see `feed.bundles`."""
 
     def __init__(self, task: Task, stream: TokenStream, most: int, seed: int) -> None:
@@ -94,13 +104,58 @@ class Bundled:
         self.example = self._rows.example
         self.tokens = self.examples * self.example
 
-    def batch(self, samples: np.ndarray) -> "tuple[Inputs, torch.Tensor]":
-        """Inputs and targets, on the host, of the examples in the bundles of these numbers, (n) int64."""
-        return self._rows.batch(np.concatenate([self.bundles.members(sample) for sample in samples.tolist()]))
+    def read(self, samples: np.ndarray) -> Read:
+        """The examples in the bundles of these numbers, (n) int64, as `Examples.read` gives them."""
+        return self._rows.read(np.concatenate([self.bundles.members(sample) for sample in samples.tolist()]))
 
     def empty(self, samples: int) -> "tuple[Inputs, torch.Tensor]":
         """Inputs and targets of so many bundles in which no target counts; one example stands for a bundle."""
         return self._rows.empty(samples)
+
+
+class Mixed(Samples):
+    """Samples of several sources, by a mixture's numbers."""
+
+    def __init__(self, task: Task, sources: Mapping[str, Samples], mixture: Mixture) -> None:
+        self.task, self._sources = task, [sources.get(each.name) for each in mixture.sources]
+        shares = mixture.shares()
+        self.count = sum(each.count for each in sources.values())
+        self.examples, self.tokens, self.example = (
+            sum(shares.get(name, 0.0) * getattr(each, figure) for name, each in sources.items())
+            for figure in ("examples", "tokens", "example")
+        )
+
+    def read(self, samples: np.ndarray) -> Read:
+        """The samples of these numbers, (n) int64, source by source. Raises IndexError for those of one that has ended."""
+        numbers, inside = split_samples(samples)
+        read = [self._of(number).read(inside[numbers == number]) for number in np.unique(numbers).tolist()]
+        if len(read) == 1:
+            return read[0]
+        masked = any(masks is not None for _, masks in read)
+        masks = [_all_count(rows) if masks is None else masks for rows, masks in read] if masked else None
+        return _joined([rows for rows, _ in read]), None if masks is None else _joined(masks)
+
+    def empty(self, samples: int) -> "tuple[Inputs, torch.Tensor]":
+        """Inputs and targets of so many samples in which no target counts, of the first source that has not ended."""
+        return next(each for each in self._sources if each is not None).empty(samples)
+
+    def _of(self, number: int) -> Samples:
+        source = self._sources[number]
+        if source is None:
+            raise IndexError(f"source {number} of the mixture has ended, and has no samples any more")
+        return source
+
+
+def _all_count(rows: Rows) -> Rows:
+    """Masks of rows that have none: every number counts."""
+    return np.ones(rows.shape, bool) if isinstance(rows, np.ndarray) else [np.ones(len(row), bool) for row in rows]
+
+
+def _joined(some: Sequence[Rows]) -> Rows:
+    if all(isinstance(rows, np.ndarray) for rows in some):
+        joined: np.ndarray = np.concatenate(some)  # type: ignore[arg-type]
+        return joined
+    return [row for rows in some for row in rows]
 
 
 def open_samples(config: Config, task: Task, stream: TokenStream) -> Samples:

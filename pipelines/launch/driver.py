@@ -25,10 +25,8 @@ from raystride.pipelines.cluster.resubmission import watch_over_job
 from raystride.pipelines.commands import of_storage, pasted, program
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import Parsed
-from raystride.pipelines.feed.cache import node_cache
-from raystride.pipelines.feed.plan import build_plan
-from raystride.pipelines.feed.samples import open_samples, windows_in
-from raystride.pipelines.feed.stream import TokenStream
+from raystride.pipelines.feed.opening import open_feed
+from raystride.pipelines.feed.samples import windows_in
 from raystride.pipelines.files import Folder
 from raystride.pipelines.hang.detector import Hung
 from raystride.pipelines.hang.process import process_start
@@ -44,6 +42,7 @@ from raystride.pipelines.launch.resume import (
     Earlier,
     bits_before,
     completed,
+    newest_manifest,
     newest_step,
     read_earlier,
     refuse_changes,
@@ -56,11 +55,12 @@ from raystride.pipelines.launch.screen import Screen
 from raystride.pipelines.launch.session import Beside, Watcher, conduct
 from raystride.pipelines.launch.workers import settle_workers
 from raystride.pipelines.plugins import Carried
-from raystride.pipelines.prepare.fingerprint import fingerprint
+from raystride.pipelines.prepare.fingerprint import identity
 from raystride.pipelines.prepare.manifest import Manifest
-from raystride.pipelines.prepare.prepare import Prepared, check_data, prepare
+from raystride.pipelines.prepare.one_source import Prepared
+from raystride.pipelines.prepare.prepare import check_data, prepare
 from raystride.pipelines.record import describe_environment
-from raystride.pipelines.record.environment import Environment, RunEnvironment, describe_node
+from raystride.pipelines.record.environment import DataOfRun, Environment, RunEnvironment, describe_node
 from raystride.pipelines.record.links import job_link, on_a_server, run_link
 from raystride.pipelines.record.mlflow_log import MLFLOW_REFERENCE
 from raystride.pipelines.record.summary import RunSummary
@@ -118,7 +118,8 @@ def train(
     earlier = read_earlier(folder)
     if _nothing_left(config, storage, folder, earlier, screen):
         return (earlier and earlier.summary) or {}
-    check_data(config, storage, build_task(config))
+    learned = earlier.learned if earlier else ""
+    check_data(config, storage, build_task(config), learned)
     attempt = new_attempt()
     told = metadata_of(str(config.run), str(storage), config.record.mlflow)
     with (
@@ -129,13 +130,12 @@ def train(
         milestones["cluster"] = time.time()
         _watch_over(config, dashboard, screen)
         config, there, share = _proved(config, storage, screen)
-        prepared = prepare_data(config, storage, screen)
+        prepared = prepare_data(config, storage, screen, learned)
         if earlier:
             # Once more, since only now it is known whether the same settings still mean the same data.
-            refuse_changes(earlier, config, prepared.manifest.fingerprint)
+            refuse_changes(earlier, config, prepared.identity)
         milestones["data"] = time.time()
-        data = prepared.manifest.fingerprint
-        environment: RunEnvironment = {**surroundings(config, there, share), "attempt": attempt, "data": data}
+        environment: RunEnvironment = {**surroundings(config, there, share), "attempt": attempt, **_of_data(prepared)}
         job = Job(
             config=config,
             run=str(config.run),
@@ -195,9 +195,13 @@ def _check_settings(config: Config, earlier: Earlier | None) -> None:
     _check_metric(config)
     check_tensorboard(config.record)
     if earlier:
-        refuse_changes(earlier, config, same_data=lambda: fingerprint(config, build_task(config)) == earlier.data)
+        refuse_changes(earlier, config, same_data=lambda: _same_data(config, earlier))
     elif config.model.init_from:
         _check_init(config.model.init_from, config)
+
+
+def _same_data(config: Config, earlier: Earlier) -> bool:
+    return identity(config, build_task(config), earlier.learned).goes_on(earlier.data, earlier.sources)
 
 
 def _proved(config: Config, storage: Folder, screen: Screen) -> tuple[Config, Resources, Share]:
@@ -210,11 +214,20 @@ def _proved(config: Config, storage: Folder, screen: Screen) -> tuple[Config, Re
     return config, there, share
 
 
-def prepare_data(config: Config, storage: Folder, screen: Screen) -> Prepared:
-    """Prepares the data, if it is not there yet. Raises SettingError, DataError."""
-    prepared = prepare(config, storage, build_task(config), on_ray=config.launch.mode != "inline", echo=screen.line)
+def prepare_data(config: Config, storage: Folder, screen: Screen, learned: str = "") -> Prepared:
+    """Prepares the data, if it is not there yet; `learned` as in `prepare`. Raises SettingError, DataError."""
+    on_ray = config.launch.mode != "inline"
+    prepared = prepare(config, storage, build_task(config), learned=learned, on_ray=on_ray, echo=screen.line)
     _check_samples(config, prepared)
     return prepared
+
+
+def _of_data(prepared: Prepared) -> DataOfRun:
+    """What `environment.json` says of the data: what another attempt is compared with."""
+    known = prepared.identity
+    if not known.sources:
+        return {"data": known.data}
+    return {"data": known.data, "sources": dict(known.sources), "learned": known.learned}
 
 
 def _prepare(config: Config, storage: Folder) -> int:
@@ -268,13 +281,16 @@ def _check_init(place: str, config: Config) -> None:
 def _check_samples(config: Config, prepared: Prepared) -> None:
     """Refuses data that does not fill one window."""
     task = build_task(config)
-    for split in ("train", "validation") if task.window else ():
-        tokens = prepared.manifest.tokens(split)
-        if not windows_in(task, tokens):
-            raise SettingError(
-                f"model.context is {config.model.context}: the {split} data has {tokens} tokens, which is not one sample of "
-                f"{config.model.context + 1}. Lower model.context, give more data, or set data.validation_fraction"
-            )
+    for name, (_, manifest) in prepared.manifest.by_source(prepared.folder).items():
+        of = f"of data.sources.{name} " if name else ""
+        for split in ("train", "validation") if task.window else ():
+            tokens = manifest.tokens(split)
+            if not windows_in(task, tokens):
+                raise SettingError(
+                    f"model.context is {config.model.context}: the {split} data {of}has {tokens} tokens, which is not one "
+                    f"sample of {config.model.context + 1}. Lower model.context, give more data, or set "
+                    "data.validation_fraction"
+                )
 
 
 def _conduct(job: Job, share: Share, storage: Folder, tags: dict[str, str], beside: Beside) -> RunSummary:
@@ -307,11 +323,12 @@ def _conduct(job: Job, share: Share, storage: Folder, tags: dict[str, str], besi
 def _total_steps(job: Job) -> int | None:
     """Where the run will end, as far as steps and epochs say."""
     steps: float = job.config.train.steps or math.inf
-    if job.config.train.epochs:
+    if job.config.train.epochs or job.config.data.sources:
         manifest = Manifest.load(job.prepared)
-        stream = TokenStream(job.prepared, manifest, "train", node_cache(job.config))
-        samples = open_samples(job.config, build_task(job.config, manifest.facts), stream)
-        steps = min(steps, build_plan(job.config, samples.count).steps)
+        task, newest = build_task(job.config, manifest.facts), newest_manifest(job.folder)
+        known = newest.get("state", {}) if manifest.sources else {}
+        since = {"past": newest.get("order") if known else None, **{key: known.get(key, 0) for key in ("step", "position")}}
+        steps = min(steps, open_feed(job.config, task, job.prepared, manifest, **since).plan.steps)
     return None if math.isinf(steps) else int(steps)
 
 

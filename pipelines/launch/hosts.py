@@ -14,7 +14,7 @@ import platform
 import shutil
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -94,26 +94,31 @@ class LookAtHost:
             if self.data is None:
                 return ""
             self.carried.register()
-            found = _listed(self.config, *_sources(self.config))
+            found = _listed(self.config, list(_sources(self.config).values()))
         except Exception as error:  # SettingError, DataError, and what a plug-in or a file system raises
             return str(error).splitlines()[0] if str(error) else type(error).__name__
         return "" if found == self.data else "it has other files under the same names"
 
 
-def _sources(config: Config) -> tuple[Source, Source | None]:
+Opened = tuple[Source, Source | None]
+"""A source, and the one that validates, where there is one."""
+
+
+def _sources(config: Config) -> dict[str, Opened]:
+    """The sources by name, "" where there is but one. Raises DataError, SettingError."""
     from raystride.pipelines.prepare.fingerprint import open_sources
 
-    return open_sources(config, build_task(config))
+    return {name: open_sources(own, build_task(own)) for name, own in config.by_source().items()}
 
 
-def _listed(config: Config, source: Source, validation: Source | None) -> str:
+def _listed(config: Config, sources: Sequence[Opened]) -> str:
     """A hash of names and sizes of the files, and of the tokenizer's content. Not of their times, which copies have anew.
 
     Raises DataError and SettingError where something is not there.
     """
     from raystride.pipelines.tokenizers.training import read_file
 
-    files = [[each.name, each.size] for some in (source, validation) if some for each in some.files]
+    files = [[each.name, each.size] for opened in sources for some in opened if some for each in some.files]
     tokenizer = read_file(config.tokenizer) if config.tokenizer.kind == "file" else ""
     return hashlib.sha256(json.dumps([files, tokenizer]).encode()).hexdigest()
 
@@ -226,19 +231,21 @@ def look_at_hosts(config: Config, storage: Folder) -> HostsSeen:
 
     Raises SettingError and DataError where this process cannot read the data itself.
     """
-    from raystride.pipelines.prepare.fingerprint import fingerprint_of
-    from raystride.pipelines.prepare.prepare import finished
+    from raystride.pipelines.prepare.fingerprint import identity
+    from raystride.pipelines.prepare.one_source import finished
 
     carried = Carried.here()
     carried.register()
-    source, validation = _sources(config)
-    folder = storage / ".prepared" / fingerprint_of(config, build_task(config), source, validation)
+    sources, known = _sources(config), identity(config, build_task(config))
     # What lies on a hub each host would have to fetch before it could say anything.
-    needed = source.kind != "huggingface" and finished(folder) is None
+    needed = any(
+        opened[0].kind != "huggingface" and finished(storage / ".prepared" / known.of(name)) is None
+        for name, opened in sources.items()
+    )
     probe = storage / f".probe-{uuid.uuid4().hex[:8]}"
     probe.put("driver", "here")
     try:
-        listed = _listed(config, source, validation) if needed else None
+        listed = _listed(config, list(sources.values())) if needed else None
         look, began = LookAtHost(config, probe, listed, carried), time.time()
         seen = ask_each_node(look, config.launch.timeout_s)
         asked, left = (began, time.time()), set(probe.names())

@@ -140,7 +140,8 @@ def _loss(value: float) -> str:
 
 
 def _scores(values: dict[str, float]) -> str:
-    return "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+    """Those of all data; a mixture has as many again for each source, which its record holds."""
+    return "  ".join(f"{name} {value:.4g}" for name, value in values.items() if "/" not in name)
 
 
 def _rate(value: float) -> str:

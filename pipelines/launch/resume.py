@@ -8,7 +8,7 @@ refuse_other_bits(folder / "checkpoints", bits)           # train.exact: raises 
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from shlex import quote
 from typing import Any, cast
 
@@ -17,8 +17,10 @@ from yaml import YAMLError
 from raystride.pipelines.cluster.resources import Share
 from raystride.pipelines.commands import program
 from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config.mixture import defines_source
 from raystride.pipelines.config.parse import from_yaml, to_yaml
 from raystride.pipelines.files import Folder, absolute
+from raystride.pipelines.prepare.fingerprint import Identity
 from raystride.pipelines.record.environment import Environment
 from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.train.names import BEFORE_PRODUCTS, MANIFEST, step_name
@@ -38,6 +40,10 @@ class Earlier:
     """Fingerprint of the data that it trained on."""
     summary: RunSummary | None
     """Its summary, where it came to an end."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Fingerprints of a mixture's sources, by name."""
+    learned: str = ""
+    """Fingerprint of what was learned from these together."""
 
 
 def read_earlier(folder: Folder) -> Earlier | None:
@@ -50,7 +56,8 @@ def read_earlier(folder: Folder) -> Earlier | None:
         raise SettingError(
             f"{folder / SETTINGS} of the earlier attempt cannot be read ({error}): use another --run"
         ) from None
-    return Earlier(config, _json(folder, ENVIRONMENT).get("data"), cast(RunSummary, _json(folder, "summary.json")) or None)
+    there, summary = _json(folder, ENVIRONMENT), cast(RunSummary, _json(folder, "summary.json")) or None
+    return Earlier(config, there.get("data"), summary, there.get("sources", {}), there.get("learned", ""))
 
 
 def _json(folder: Folder, name: str) -> dict[str, Any]:
@@ -61,24 +68,33 @@ def _json(folder: Folder, name: str) -> dict[str, Any]:
 
 
 def refuse_changes(
-    earlier: Earlier, config: Config, data: str | None = None, same_data: Callable[[], bool] = lambda: False
+    earlier: Earlier, config: Config, data: Identity | None = None, same_data: Callable[[], bool] = lambda: False
 ) -> None:
-    """Raises SettingError where a setting that may not change did, or the data behind the same settings.
+    """Raises SettingError where a setting that may not change did, or the data behind the same settings; a mixture's
+    sources may come and go.
 
     `same_data` is asked where places are all that differs: whether what lies there is what the run trained on.
     """
     before, now = earlier.config.fixed(), config.fixed()
-    places = {key for key in PLACES if _differs(before, now, key)}
+    places = {key for key in now if _names_place(key) and _differs(before, now, key)}
     if places and (all(_place(before[key]) == _place(now[key]) for key in places) or data or same_data()):
         before |= {key: now[key] for key in places}  # what lies there is compared, wherever it is
     changed = [f"{key}: {before[key]!r} before, {now[key]!r} now" for key in now if before.get(key, now[key]) != now[key]]
-    if data and earlier.data and data != earlier.data:
-        changed.append(f"the data: fingerprint {earlier.data[:12]} before, {data[:12]} now")
+    if data and earlier.data and not data.goes_on(earlier.data, earlier.sources):
+        other = [name for name, each in data.sources.items() if earlier.sources.get(name, each) != each]
+        of = f" of data.sources.{', '.join(other)}" if other else ""
+        changed.append(f"the data{of}: fingerprint {earlier.data[:12]} before, {data.data[:12]} now")
     if changed:
         raise SettingError(
             "this run cannot go on with other settings of these, start another with --run NAME, or go on with its own, as "
             f"{program()} train --run {quote(config.run or 'NAME')} does by itself:\n  " + "\n  ".join(changed)
         )
+
+
+def _names_place(key: str) -> bool:
+    """Whether a setting's value names a place where data lies, for a source of a mixture as well."""
+    last = key.rpartition(".")[2] if defines_source(key) else ""
+    return key in PLACES or f"data.{last}" in PLACES
 
 
 def _differs(before: Mapping[str, Any], now: Mapping[str, Any], key: str) -> bool:

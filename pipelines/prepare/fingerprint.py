@@ -8,6 +8,8 @@ Neither the storage nor the number of workers is part of it, nor what only the f
 import codecs
 import hashlib
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,7 +17,7 @@ from raystride.pipelines.config import Config, Tokenizer
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.source import Source, open_source
 from raystride.pipelines.tasks.task import Task
-from raystride.pipelines.tokenizers.training import read_file
+from raystride.pipelines.tokenizers.training import TRAINED, read_file
 
 FORMAT = 1
 """Raised when shards of the same data and settings come out otherwise than before."""
@@ -33,13 +35,60 @@ def open_sources(config: Config, task: Task) -> tuple[Source, Source | None]:
     return opened(data.source), opened(own) if own else None
 
 
+@dataclass(frozen=True)
+class Identity:
+    """What the data of a training is, by fingerprints."""
+
+    data: str
+    """Of all of it."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Of each source of a mixture, by name."""
+    learned: str = ""
+    """Of what these have learned together; empty where they need nothing in common."""
+
+    def of(self, name: str) -> str:
+        """That of a source; "" where there is but one."""
+        return self.sources[name] if name else self.data
+
+    def goes_on(self, data: str | None, sources: Mapping[str, str]) -> bool:
+        """Whether a run on data that was this goes on with it: a mixture's sources may come and go."""
+        if not self.sources or not sources:
+            return self.data == data
+        return all(sources.get(name, each) == each for name, each in self.sources.items())
+
+
+def identity(config: Config, task: Task, learned: str = "") -> Identity:
+    """What these settings' data is; `learned` is what the mixture of a resumed run has learned. Raises DataError,
+    SettingError."""
+    if not config.data.sources:
+        return Identity(fingerprint_of(config, task, *open_sources(config, task)))
+    configs = config.by_source()
+    if not learned and (task.surveyed or (task.tokenizers and config.tokenizer.kind in TRAINED)):
+        kept = _tokenizer(config.tokenizer) if task.tokenizers else None
+        each = [fingerprint(own, task.under(own)) for own in learning_sources(config).values()]
+        learned = _digest({"format": FORMAT, "learned": sorted(each), "tokenizer": kept})
+    sources = {
+        name: fingerprint_of(own, task.under(own), *open_sources(own, task.under(own)), learned)
+        for name, own in configs.items()
+    }
+    return Identity(_digest({"format": FORMAT, "sources": sources}), sources, learned)
+
+
+def learning_sources(config: Config) -> dict[str, Config]:
+    """The settings of each source from which tokenizers and facts are learned, by name. Raises SettingError."""
+    configs, names = config.by_source(), config.tokenizer.trained_on
+    if unknown := [name for name in names if name not in configs]:
+        raise config.tokenizer.error("trained_on", f"names {unknown[0]!r}, but data.sources has {', '.join(configs)}")
+    return {name: own for name, own in configs.items() if not names or name in names}
+
+
 def fingerprint(config: Config, task: Task) -> str:
     """The hash of what a preparation under these settings depends on. Raises DataError, SettingError."""
-    return fingerprint_of(config, task, *open_sources(config, task))
+    return identity(config, task).data
 
 
-def fingerprint_of(config: Config, task: Task, source: Source, validation: Source | None) -> str:
-    """The hash of a preparation whose sources are open already."""
+def fingerprint_of(config: Config, task: Task, source: Source, validation: Source | None, learned: str = "") -> str:
+    """The hash of a preparation whose sources are open already; `learned`: what it has in common with others."""
     data = config.data
     content: dict[str, Any] = {
         "format": FORMAT,
@@ -66,14 +115,20 @@ def fingerprint_of(config: Config, task: Task, source: Source, validation: Sourc
         content["validation_source"] = validation.identity
     else:
         content["validation_fraction"] = data.validation_fraction
-    if task.tokenizers:
+    if learned:
+        content["learned"] = learned
+    elif task.tokenizers:
         content |= _tokenizer(config.tokenizer)
+    return _digest(content)
+
+
+def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     content: dict[str, Any] = {"tokenizer": tokenizer.kind}
-    if tokenizer.kind in ("characters", "bpe"):
+    if tokenizer.kind in TRAINED:
         content["vocabulary_size"] = tokenizer.vocabulary_size
     if tokenizer.kind == "bpe":
         content["training_mib"] = tokenizer.training_mib

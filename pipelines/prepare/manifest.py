@@ -130,11 +130,21 @@ class Manifest:
     """Names of the folders in which the tokenizers lie."""
     learned: dict[str, Any] = field(default_factory=dict)
     """What else the task learned of the data, the names of labels for instance."""
+    sources: dict[str, str] = field(default_factory=dict)
+    """Of a mixture, which has no shards itself: each source's fingerprint, the name of a folder beside its own."""
 
     @property
     def facts(self) -> dict[str, Any]:
         """What a task is told of the data."""
         return {"vocabulary_size": self.vocabulary_size, "end_id": self.end_id} | self.learned
+
+    def by_source(self, folder: Folder) -> "dict[str, tuple[Folder, Manifest]]":
+        """The folder and the manifest of each source of a mixture, by name; of one source, this one and its `folder`, as "".
+
+        Raises as `load` does.
+        """
+        places = {name: folder.parent / fingerprint for name, fingerprint in self.sources.items()}
+        return {name: (place, Manifest.load(place)) for name, place in places.items()} or {"": (folder, self)}
 
     def tokens(self, split: str) -> int:
         """The number of ids in all shards of a split."""
@@ -147,6 +157,8 @@ class Manifest:
     def save(self, folder: Folder) -> None:
         """Commits the preparation, atomically. Raises OSError; with more than `MOST_LISTED` shards it needs pyarrow."""
         content: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        if not self.sources:  # as manifests were before there were mixtures
+            del content["sources"]
         if sum(map(len, self.splits.values())) <= MOST_LISTED:
             listed = {name: [asdict(shard) for shard in shards] for name, shards in self.splits.items()}
             folder.put_json(FILE, content | {"format": FORMAT, "splits": listed})

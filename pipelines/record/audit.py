@@ -15,17 +15,20 @@ import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from raystride.pipelines.feed.mixture import SHIFT, Mixture, split_samples
 from raystride.pipelines.feed.order import Order, digest
 from raystride.pipelines.files import Folder
 from raystride.pipelines.train.names import MANIFEST, step_name
 
 CHUNK = 1 << 20
 """Positions at a time: 8 MiB of numbers."""
+Epochs = dict[tuple[int, int], int]
+"""The digest of what was planned, by a source's number and its epoch."""
 
 
 class Broken(Exception):
@@ -40,6 +43,7 @@ class Audit:
     samples: int
     """Samples fed, over all epochs."""
     in_an_epoch: int
+    """Samples of an epoch, of all sources together."""
     checkpoints: int
     """Links of the chain, from the newest checkpoint back to the start."""
     attempts: int
@@ -50,12 +54,17 @@ class Audit:
     """Numbers of the steps that were fed and changed nothing, because the guard found them bad."""
     left_out: int = 0
     """Samples that the guard left out: not fed, and counted in `samples`."""
+    by_source: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Of a mixture, the samples fed of each source, and those of its epoch."""
 
     def __str__(self) -> str:
         workers = ", ".join(map(str, self.workers))
         exceptions = f"; {self.left_out:,} sample(s) were left out by the guard" if self.left_out else ""
         if self.dropped:
             exceptions += f"; {len(self.dropped)} step(s) changed nothing by the guard ({_some(self.dropped)})"
+        names = [name for name in self.by_source if name]
+        each = ", ".join(f"{name} {self.by_source[name][0] / self.by_source[name][1]:.3g}" for name in names)
+        exceptions += f"; epochs by source: {each}" if each else ""
         return (
             f"{self.samples:,} samples in {self.steps:,} steps, {self.samples / self.in_an_epoch:.3g} epochs of "
             f"{self.in_an_epoch:,}; each exactly once an epoch, none lost or repeated{exceptions} "
@@ -66,10 +75,10 @@ class Audit:
 def audit(checkpoints: Folder) -> Audit:
     """Walks the chain from the newest manifest to the start. Raises Broken."""
     chain = list(reversed(list(_chain(checkpoints))))
-    newest, order = chain[-1], Order(**chain[-1]["order"])
-    epochs: dict[int, int] = defaultdict(int)
+    newest, order = chain[-1], _order(chain[-1]["order"])
+    epochs: Epochs = defaultdict(int)
     for manifest in chain:
-        if manifest["order"] != newest["order"]:
+        if manifest["order"] != newest["order"] and isinstance(order, Order):
             raise Broken(f"{step_name(manifest['step'])} has the samples in another order than {step_name(newest['step'])}")
         first, end = manifest["positions"]
         # Sums modulo 2^64: neither the order nor the number of workers changes them.
@@ -81,20 +90,37 @@ def audit(checkpoints: Folder) -> Audit:
                 f"{step_name(manifest['step'])}: its {len(manifest['fed'])} worker(s) did not feed the samples at positions "
                 f"{first:,} to {end - 1:,} once each"
             )
-    whole = newest["positions"][1] // order.samples
-    for epoch in range(whole):
-        if epochs[epoch] != _all_once(order.samples, epoch):
-            raise Broken(f"the order of epoch {epoch} does not visit each of {order.samples:,} samples once")
+    by_source = _check_epochs(order, newest["positions"][1], epochs)
     return Audit(
         steps=newest["step"],
         samples=newest["positions"][1],
-        in_an_epoch=order.samples,
+        in_an_epoch=sum(samples for _, samples in by_source.values()),
+        by_source=by_source,
         checkpoints=len(chain),
         attempts=len({manifest["attempt"] for manifest in chain}),
         workers=tuple(dict.fromkeys(manifest["world"] for manifest in chain)),
         dropped=tuple(newest.get("state", {}).get("dropped", ())),
         left_out=sum(end - first for manifest in chain for first, end in _left_out(manifest)),
     )
+
+
+def _order(content: dict[str, Any]) -> Order | Mixture:
+    return Mixture.from_json(content) if "sources" in content else Order(**content)
+
+
+def _check_epochs(order: Order | Mixture, end: int, epochs: Epochs) -> dict[str, tuple[int, int]]:
+    """By source ("" where there is one), how many samples were fed before position `end`, and how many an epoch has.
+
+    Raises Broken where a whole epoch does not have each once.
+    """
+    counts = [end] if isinstance(order, Order) else order.counts(end).tolist()
+    sources = [("", order)] if isinstance(order, Order) else [(each.name, each.order) for each in order.sources]
+    for number, ((name, own), count) in enumerate(zip(sources, counts, strict=True)):
+        for epoch in range(count // own.samples):
+            if epochs[number, epoch] != _all_once(own.samples, epoch, number):
+                of = f" of {name}" if name else ""
+                raise Broken(f"the order of epoch {epoch}{of} does not visit each of {own.samples:,} samples once")
+    return {name: (count, own.samples) for (name, own), count in zip(sources, counts, strict=True)}
 
 
 def _left_out(manifest: dict[str, Any]) -> list[tuple[int, int]]:
@@ -138,22 +164,26 @@ def _read(checkpoints: Folder, name: str) -> dict[str, Any] | None:
     return manifest if {"step", "parent_step", "positions", "fed", "order", "world", "attempt"} <= manifest.keys() else None
 
 
-def _digest(order: Order, first: int, end: int, epochs: dict[int, int]) -> int:
-    """The digest of what stands at these positions, added to that of each epoch as well."""
+def _digest(order: Order | Mixture, first: int, end: int, epochs: Epochs) -> int:
+    """The digest of what stands at these positions, added to that of each source's epoch as well."""
     total = 0
-    while first < end:
-        epoch = first // order.samples
-        stop = min(end, first + CHUNK, (epoch + 1) * order.samples)
-        part = digest(np.array(epoch), order.at(np.arange(first, stop, dtype=np.int64)))
-        epochs[epoch] = (epochs[epoch] + part) % 2**64
-        total, first = (total + part) % 2**64, stop
+    for start in range(first, end, CHUNK):
+        positions = np.arange(start, min(end, start + CHUNK), dtype=np.int64)
+        samples, there = order.at(positions), order.epochs(positions)
+        sources = split_samples(samples)[0]
+        for source, epoch in np.unique(np.stack((sources, there)), axis=1).T.tolist():
+            here = (sources == source) & (there == epoch)
+            part = digest(np.array(epoch), samples[here])
+            epochs[source, epoch] = (epochs[source, epoch] + part) % 2**64
+            total = (total + part) % 2**64
     return total
 
 
-def _all_once(samples: int, epoch: int) -> int:
-    """The digest of samples 0, 1, 2, ... of an epoch, in no order at all."""
-    starts = range(0, samples, CHUNK)
-    return sum(digest(np.array(epoch), np.arange(start, min(samples, start + CHUNK))) for start in starts) % 2**64
+def _all_once(samples: int, epoch: int, source: int) -> int:
+    """The digest of samples 0, 1, 2, ... of a source's epoch, in no order at all."""
+    first, starts = source << SHIFT, range(0, samples, CHUNK)
+    found = (digest(np.array(epoch), np.arange(start, min(samples, start + CHUNK)) + first) for start in starts)
+    return sum(found) % 2**64
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import raystride
 from raystride.pipelines.credentials import hidden
@@ -69,11 +69,18 @@ class Environment(Commit, Hardware, Software):
     command: list[str]
 
 
-class RunEnvironment(Environment):
-    """What `environment.json` holds: also the attempt's name, and the fingerprint of its data."""
+class DataOfRun(TypedDict):
+    """The fingerprint of a run's data; of a mixture also those of its sources, by name, and of what they have in common."""
+
+    data: str
+    sources: NotRequired[dict[str, str]]
+    learned: NotRequired[str]
+
+
+class RunEnvironment(Environment, DataOfRun):
+    """What `environment.json` holds: also the attempt's name, and what its data is."""
 
     attempt: str
-    data: str
 
 
 def describe_environment() -> Environment:

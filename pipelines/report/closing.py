@@ -3,6 +3,7 @@
 print(closing_screen(summary, run_folder, text_curve(points, validation), sample="def main():"))
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -91,9 +92,14 @@ def figures(summary: RunSummary) -> dict[str, str]:
 
 
 def _figures(summary: RunSummary) -> str:
-    """The known figures, two a line."""
-    cells = [f"{label:<17}{value:<18}" for label, value in figures(summary).items()]
-    return "\n".join("  ".join(cells[i : i + 2]).rstrip() for i in range(0, len(cells), 2))
+    """The known figures, two a line; then those of a mixture's sources, a line each figure."""
+    known, by_source = figures(summary), defaultdict[str, list[str]](list)
+    for name in [name for name in known if "/" in name]:
+        figure, _, source = name.partition("/")
+        by_source[figure].append(f"{source} {known.pop(name)}")
+    cells = [f"{label:<17}{value:<18}" for label, value in known.items()]
+    lines = ["  ".join(cells[i : i + 2]).rstrip() for i in range(0, len(cells), 2)]
+    return "\n".join([*lines, *(f"{figure:<17}{', '.join(some)}" for figure, some in by_source.items())])
 
 
 def _straggler(summary: RunSummary) -> str:

@@ -41,13 +41,18 @@ class Origin:
             if key not in PLACES and value != default.get(key)
         ]
 
+    def _data(self, flat: Mapping[str, Any]) -> str | None:
+        """The source, or those of a mixture by name."""
+        mixed = self.config.data.sources if self.config else {}
+        return ", ".join(f"{name}: {flat[f'data.sources.{name}.source']}" for name in mixed) or flat.get("data.source")
+
     def facts(self, began: float | None) -> list[list[str]]:
         """What the data was, when the run began (seconds since 1970), and what it ran on, as far as it is known."""
         flat = self.config.flat() if self.config else {}
         commit, versions = self.environment.get("commit"), self.environment.get("versions") or {}
         cards = self.environment.get("gpus") or []
         found = {
-            "data": flat.get("data.source"),
+            "data": self._data(flat),
             "validated on": flat["data.validation_source"] if flat.get("data.validation") == "source" else None,
             "data's fingerprint": self.environment.get("data"),
             "began": datetime.fromtimestamp(began, UTC).strftime("%Y-%m-%d %H:%M UTC") if began else None,

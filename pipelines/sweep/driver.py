@@ -171,7 +171,7 @@ def _prepare_all(base: SweepConfig, storage: Folder, candidates: Sequence[Candid
 def _each_kind(base: SweepConfig, candidates: Sequence[Candidate], job: Callable[[Config], object]) -> None:
     """Does a job for every kind of data. Raises DataError where it cannot be done for any."""
     configs = [each.config for each in candidates if each.config] or [base.training()]
-    kinds = {(config.data, config.tokenizer, config.model.context): config for config in configs}
+    kinds = {repr((config.data, config.tokenizer, config.model.context)): config for config in configs}
     faults = []
     for config in kinds.values():
         try:

@@ -126,6 +126,10 @@ class Task:
         """The same task, which knows this of the data and has these tokenizers."""
         return type(self)(self.config, facts, encoders)
 
+    def under(self, config: Config) -> Self:
+        """The same task under other settings, which has the same facts and tokenizers."""
+        return type(self)(config, self.facts, self.encoders)
+
     @property
     def columns(self) -> tuple[Column, ...]:
         """The columns that the task reads of a row; a source without columns gives the first one alone."""

@@ -23,6 +23,8 @@ from raystride.pipelines.tokenizers.loading import AnyEncoder, build_encoder, lo
 from raystride.pipelines.tokenizers.ready import end_token
 from raystride.pipelines.tokenizers.runs import bounded
 
+TRAINED = ("characters", "bpe")
+"""Kinds that are made from texts of the data."""
 END = "<|end|>"
 """The end token of a trained vocabulary."""
 

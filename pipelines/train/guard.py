@@ -46,11 +46,11 @@ class Diagnosis:
     """The first module whose output is not finite, in the order of the forward; None: no output was."""
     slots: list[LeftOut]
     """The slots that it came from; all of the step's where none stands out."""
-    samples: list[int]
-    """Numbers of their samples in the data."""
+    samples: list[str]
+    """Their samples by name: numbers in the data, of a mixture's source after that."""
 
     def __str__(self) -> str:
-        numbers = ", ".join(map(str, self.samples[:SHOWN])) + (", ..." if len(self.samples) > SHOWN else "")
+        numbers = ", ".join(self.samples[:SHOWN]) + (", ..." if len(self.samples) > SHOWN else "")
         slots = ", ".join(str(slot.slot) for slot in self.slots)
         first = f"first in {self.layer}" if self.layer else "in no module's output"
         return f"{first}; slot(s) {slots}, sample(s) {numbers}"
@@ -116,12 +116,13 @@ def diagnose(strategy: Strategy, model: nn.Module, loader: Loader, rules: StepRu
     strategy.settle()
     layers, losses, bad = (strategy.sum(each) for each in (layers, losses, bad))
     slots = [int((losses[0] / losses[1].clamp(min=1)).argmax())] if spike else bad.nonzero().flatten().tolist()
-    left_out, samples = [], []
+    left_out: list[LeftOut] = []
+    samples: list[str] = []
     for slot in slots or range(plan.slots):
         positions = plan.slot(step, slot)
         if len(positions):
             left_out.append(LeftOut(step, slot, int(positions[0]), len(positions)))
-            samples += plan.order.at(positions).tolist()
+            samples += plan.order.names(plan.order.at(positions))
     named = layers.nonzero().flatten().tolist()
     return Diagnosis(names[named[0]] if named else None, left_out, samples)
 

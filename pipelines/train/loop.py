@@ -236,10 +236,10 @@ class Training:
         measured = {
             "learning_rate": self._learning_rate,
             "gradient_norm": float(result.gradient_norm),
-            "epoch": self.state.position / self.loader.plan.order.samples,
             "tokens_seen": float(self.state.tokens_seen),
             "data_wait_share": (self.loader.waited - self._waited) / max(1e-9, now - self._interval_began),
         }
+        measured |= self.loader.plan.order.progress(self.state.position)
         if loss is not None:
             measured["train_loss"] = loss
         if self.rules.scale:

@@ -3,11 +3,15 @@
 Batches do not depend on the workers, each batch's losses come from one of them, and all are added in the batches' order in
 fp64; what else a task counts are whole numbers. So which worker computed what leaves no trace in the result.
 
-    metrics = validate(strategy, model, precision, task, batches, count)   # {"val_loss": 1.88, "val_perplexity": 6.55}
+    sums = validation_sums(strategy, model, precision, task, batches, count)
+    validation_scores(task, {"": sums})                              # {"val_loss": 1.88, "val_perplexity": 6.55}
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -18,10 +22,20 @@ from raystride.pipelines.tasks import Task
 from raystride.pipelines.train.precision import Precision
 
 
-def validate(
+@dataclass(frozen=True)
+class ValidationSums:
+    """What was measured on some validation samples, over all workers."""
+
+    loss: float
+    targets: float
+    counts: np.ndarray
+    """Whole numbers, as many as the task's `counted`."""
+
+
+def validation_sums(
     strategy: Strategy, model: nn.Module, precision: Precision, task: Task, batches: Iterable[MicroBatch], count: int
-) -> dict[str, float]:
-    """Metrics of this worker's `batches` out of `count` over all workers, which must all call it."""
+) -> ValidationSums:
+    """Sums over this worker's `batches` out of `count` over all workers, which must all call it."""
     sums = torch.zeros(count, 2, dtype=torch.float64, device=strategy.device)
     counts = torch.zeros(task.counted, dtype=torch.float64, device=strategy.device)
     was_training = model.training
@@ -42,4 +56,16 @@ def validate(
     loss, targets = strategy.sum(sums).sum(0).tolist()
     if task.counted:
         strategy.sum(counts)
-    return task.score(loss, targets, counts.cpu().numpy())
+    return ValidationSums(loss, targets, counts.cpu().numpy())
+
+
+def validation_scores(task: Task, sums: Mapping[str, ValidationSums]) -> dict[str, float]:
+    """The metrics of all samples together, and of a mixture those of each source, `val_loss/web`; from sums by source."""
+    loss, targets = (math.fsum(getattr(each, figure) for each in sums.values()) for figure in ("loss", "targets"))
+    found = task.score(loss, targets, np.sum([each.counts for each in sums.values()], axis=0))
+    for name, each in sums.items():
+        if name:
+            found |= {
+                f"{metric}/{name}": value for metric, value in task.score(each.loss, each.targets, each.counts).items()
+            }
+    return found

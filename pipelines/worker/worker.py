@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,11 +17,9 @@ import torch.distributed as dist
 from raystride.model.dropout import number_dropouts
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.combinations import SHARDED
-from raystride.pipelines.feed.cache import node_cache
 from raystride.pipelines.feed.loader import Loader, validation_batches
-from raystride.pipelines.feed.plan import build_plan
-from raystride.pipelines.feed.samples import Samples, open_samples
-from raystride.pipelines.feed.stream import TokenStream
+from raystride.pipelines.feed.opening import Feed, open_feed
+from raystride.pipelines.feed.samples import Samples
 from raystride.pipelines.files import Folder
 from raystride.pipelines.observers.gpu_monitor import GpuMonitor
 from raystride.pipelines.observers.host_monitor import HostMonitor
@@ -42,7 +40,7 @@ from raystride.pipelines.strategies import build_strategy
 from raystride.pipelines.strategies.recompute import as_compiled, recompute
 from raystride.pipelines.strategies.spread import parameters_in
 from raystride.pipelines.strategies.strategy import Strategy
-from raystride.pipelines.tasks import Task, build_task
+from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tokenizers import Tokenizers
 from raystride.pipelines.train.attention_choice import choose_attention
 from raystride.pipelines.train.checkpoint import Checkpoints, Found
@@ -54,7 +52,7 @@ from raystride.pipelines.train.pretrained import start_from
 from raystride.pipelines.train.products import Choice, choose_products
 from raystride.pipelines.train.state import TrainState
 from raystride.pipelines.train.step import build_rules
-from raystride.pipelines.train.validation import validate
+from raystride.pipelines.train.validation import ValidationSums, validation_scores, validation_sums
 from raystride.pipelines.worker.group import count_nodes, join_group, leave_group
 from raystride.pipelines.worker.job import Job, WorkerInfo
 from raystride.triton_kernels.dispatch import use_kernels
@@ -158,11 +156,12 @@ def build_training(
         log(f"resumed from step {found.step}")
     state = found.state if found else TrainState()
 
-    train, held_out = _open_splits(job, config, task, manifest)
-    choice = _choose_products(job, config, worker, network, train, found, log)
-    loader = _loader(config, strategy, train, state)
+    past = found.manifest.get("order") if found and manifest.sources else None
+    feed = open_feed(config, task, job.prepared, manifest, past=past, step=state.step, position=state.position)
+    choice = _choose_products(job, config, worker, network, feed.train, found, log)
+    loader = _loader(config, strategy, feed, state)
     bits = choice.bits | choose_attention(config, device=device, found=found, rank=rank, world=world, log=log)
-    made = {"run": job.run, "bits": bits, "data": manifest.fingerprint, "order": asdict(loader.plan.order)}
+    made = {"run": job.run, "bits": bits, "data": manifest.fingerprint, "order": feed.plan.order.to_json()}
     return Training(
         config=config,
         strategy=strategy,
@@ -170,8 +169,8 @@ def build_training(
         optimizer=optimizer,
         loader=loader,
         state=state,
-        rules=build_rules(config, train, state, device),
-        validate=_validation(config, strategy, model, precision, held_out),
+        rules=build_rules(config, feed.train, state, device),
+        validate=_validation(config, strategy, model, precision, feed),
         checkpoints=checkpoints if config.checkpoint.every else None,
         header=made | job.facts,
         watchers=observers,
@@ -180,11 +179,11 @@ def build_training(
     )
 
 
-def _loader(config: Config, strategy: Strategy, samples: Samples, state: TrainState) -> Loader:
+def _loader(config: Config, strategy: Strategy, feed: Feed, state: TrainState) -> Loader:
     """What reads this worker's micro-batches from a position on."""
     return Loader(
-        plan=build_plan(config, samples.count, state.step, state.position),
-        samples=samples,
+        plan=feed.plan,
+        samples=feed.train,
         rank=strategy.rank,
         world=strategy.world,
         micro_batch_slots=config.train.together,
@@ -195,15 +194,6 @@ def _loader(config: Config, strategy: Strategy, samples: Samples, state: TrainSt
         prefetch=config.data.prefetch,
         device=strategy.device,
     )
-
-
-def _open_splits(job: Job, config: Config, task: Task, manifest: Manifest) -> tuple[Samples, Samples]:
-    """The samples to train on, and those to validate on."""
-    cache = node_cache(config)
-    train, held_out = (
-        open_samples(config, task, TokenStream(job.prepared, manifest, split, cache)) for split in ("train", "validation")
-    )
-    return train, held_out
 
 
 def _choose_products(
@@ -262,24 +252,30 @@ def _checkpoints(job: Job, worker: WorkerInfo, manifest: Manifest, log: Callable
 
 
 def _validation(
-    config: Config, strategy: Strategy, model: torch.nn.Module, precision: Precision, samples: Samples
+    config: Config, strategy: Strategy, model: torch.nn.Module, precision: Precision, feed: Feed
 ) -> Callable[[], dict[str, float]]:
-    """Measures the validation samples in batches of a slot's size, which surely fits in memory."""
+    """Measures the validation samples in batches of a slot's size, which surely fits in memory; of a mixture by source."""
     size = config.train.slot_samples
-    wanted = math.ceil(config.validation.samples / samples.examples) or samples.count
-    wanted = min(wanted, samples.count)
+
+    def counted(name: str, samples: Samples) -> int:
+        """How many of a source's samples are looked at: its share of those that are wanted, or all."""
+        wanted = math.ceil(config.validation.samples * feed.shares.get(name, 0.0) / samples.examples) or samples.count
+        return min(wanted, samples.count)
 
     def measure() -> dict[str, float]:
-        batches = validation_batches(
-            samples,
-            wanted=wanted,
-            size=size,
-            rank=strategy.rank,
-            world=strategy.world,
-            device=strategy.device,
-            equal_micro_batches=strategy.equal_micro_batches,
-        )
-        return validate(strategy, model, precision, samples.task, batches, -(-wanted // size))
+        sums: dict[str, ValidationSums] = {}
+        for name, samples in feed.held_out.items():
+            batches = validation_batches(
+                samples,
+                wanted=(wanted := counted(name, samples)),
+                size=size,
+                rank=strategy.rank,
+                world=strategy.world,
+                device=strategy.device,
+                equal_micro_batches=strategy.equal_micro_batches,
+            )
+            sums[name] = validation_sums(strategy, model, precision, samples.task, batches, -(-wanted // size))
+        return validation_scores(feed.train.task, sums)
 
     return measure
 

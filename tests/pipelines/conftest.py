@@ -11,7 +11,8 @@ import pytest
 
 from raystride.pipelines.config import Config, Data, Tokenizer
 from raystride.pipelines.files import Folder
-from raystride.pipelines.prepare.prepare import Prepared, prepare
+from raystride.pipelines.prepare.one_source import Prepared
+from raystride.pipelines.prepare.prepare import prepare
 from raystride.pipelines.tasks.language_model import LanguageModel
 from raystride.pipelines.tokenizers import load_tokenizer
 

@@ -20,7 +20,8 @@ from raystride.pipelines.feed.samples import Windows
 from raystride.pipelines.feed.stream import TokenStream
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.manifest import Manifest
-from raystride.pipelines.prepare.prepare import Prepared, prepare
+from raystride.pipelines.prepare.one_source import Prepared
+from raystride.pipelines.prepare.prepare import prepare
 from raystride.pipelines.tasks import Task, build_task
 from tests.tiny import tiny, write_text
 

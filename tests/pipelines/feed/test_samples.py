@@ -15,7 +15,8 @@ from raystride.pipelines.feed.plan import build_plan
 from raystride.pipelines.feed.samples import Bundled, Examples, Samples, open_samples
 from raystride.pipelines.feed.stream import TokenStream
 from raystride.pipelines.files import Folder
-from raystride.pipelines.prepare.prepare import Prepared, prepare
+from raystride.pipelines.prepare.one_source import Prepared
+from raystride.pipelines.prepare.prepare import prepare
 from raystride.pipelines.tasks.language_model import LanguageModel
 from raystride.pipelines.tasks.task import Inputs, Rows
 from tests.tiny import tiny

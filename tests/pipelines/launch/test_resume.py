@@ -31,6 +31,7 @@ from raystride.pipelines.launch.resume import (
     what_bits_depend_on,
     write_settings,
 )
+from raystride.pipelines.prepare.fingerprint import Identity
 from tests.tiny import tiny
 
 CONFIG = tiny(Path("text.txt"))
@@ -106,13 +107,13 @@ def test_an_exact_run_says_why_its_bits_would_change(tmp_path: Path, now: dict[s
 
 
 def test_other_data_behind_the_same_settings_is_refused() -> None:
-    refuse_changes(_earlier(), CONFIG, "f" * 64)
+    refuse_changes(_earlier(), CONFIG, Identity("f" * 64))
     with pytest.raises(SettingError, match="fingerprint ffffffffffff before, eeeeeeeeeeee now"):
-        refuse_changes(_earlier(), CONFIG, "e" * 64)
+        refuse_changes(_earlier(), CONFIG, Identity("e" * 64))
 
 
 def test_a_run_that_left_no_fingerprint_takes_any_data() -> None:
-    refuse_changes(replace(_earlier(), data=None), CONFIG, "e" * 64)
+    refuse_changes(replace(_earlier(), data=None), CONFIG, Identity("e" * 64))
 
 
 def test_what_is_written_is_what_the_next_attempt_reads(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.files import Folder
-from raystride.pipelines.prepare.prepare import Prepared, prepare
+from raystride.pipelines.prepare.one_source import Prepared
+from raystride.pipelines.prepare.prepare import prepare
 from raystride.pipelines.tasks.task import Column, Document, Facts, Task
 from raystride.pipelines.tokenizers import load_tokenizer
 from tests.pipelines.conftest import rows

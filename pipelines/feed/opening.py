@@ -1,0 +1,81 @@
+"""What a run is fed, opened: the plan of its training samples, these, and those that are held out, by source.
+
+feed = open_feed(config, task, prepared, manifest)        # of a resumed run also: where it is, and its order until then
+loader = Loader(feed.plan, feed.train)
+feed.held_out                                             # {"": samples}; of a mixture a name for each source
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from raystride.pipelines.config import Config
+from raystride.pipelines.config.mixture import mixture_entries, wanted_weights
+from raystride.pipelines.feed.cache import node_cache
+from raystride.pipelines.feed.mixture import Mixture, MixtureSource
+from raystride.pipelines.feed.plan import Plan, build_order, build_plan
+from raystride.pipelines.feed.samples import Mixed, Samples, open_samples
+from raystride.pipelines.feed.stream import TokenStream
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.manifest import Manifest
+from raystride.pipelines.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What a run is fed."""
+
+    plan: Plan
+    train: Samples
+    held_out: Mapping[str, Samples]
+    """The samples that validate, by source; "" where there is but one."""
+    shares: Mapping[str, float]
+    """How much of what validates is to come from each of these."""
+
+
+def open_feed(
+    config: Config,
+    task: Task,
+    prepared: Folder,
+    manifest: Manifest,
+    *,
+    past: Mapping[str, Any] | None = None,
+    step: int = 0,
+    position: int = 0,
+) -> Feed:
+    """Opens prepared data for a run that goes on from a step and position, where `past` was its order (`to_json`).
+
+    Raises FileNotFoundError where a source's preparation is not whole, SettingError for weights that cannot be.
+    """
+    cache = node_cache(config)
+    splits: dict[str, dict[str, Samples]] = {"train": {}, "validation": {}}
+    for name, (folder, own) in manifest.by_source(prepared).items():
+        for split, samples in splits.items():
+            samples[name] = open_samples(config, task, TokenStream(folder, own, split, cache))
+    train, held_out = splits["train"], splits["validation"]
+    if not manifest.sources:
+        plan = build_plan(config, train[""].count, step, position)
+        return Feed(plan, train[""], held_out, {"": 1.0})
+    earlier = Mixture.from_json(past) if past else None
+    mixture = build_mixture(config, {name: each.count for name, each in train.items()}, earlier, position)
+    plan = build_plan(config, 0, step, position, mixture)
+    return Feed(plan, Mixed(task, train, mixture), held_out, mixture.shares())
+
+
+def build_mixture(config: Config, samples: Mapping[str, int], past: Mixture | None = None, since: int = 0) -> Mixture:
+    """The mixture of sources of so many samples, as the settings want it from position `since` on."""
+    batch = config.train.slots * config.train.slot_samples
+    entries, sources = mixture_entries(config.data), []
+    for name, entry in entries.items():
+        most = entry.epochs_at_most * samples[name]
+        order = build_order(config, samples[name], _seed(config.seed, name))
+        sources.append(MixtureSource(name, order, most if math.isinf(most) else math.floor(most)))
+    wanted = [(step * batch, [weights[name] for name in entries]) for step, weights in wanted_weights(config.data, samples)]
+    return Mixture.planned(sources, wanted, past, since)
+
+
+def _seed(seed: int, name: str) -> int:
+    """A source's own seed: sources of one size are not to be gone through alike, whatever their number and order."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7])

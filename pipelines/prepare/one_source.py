@@ -1,0 +1,208 @@
+"""One source to a prepared folder, once: `<storage>/.prepared/<fingerprint>/` with shards, tokenizers and manifest.
+
+A finished preparation is reused at once; an interrupted one goes on at its next part, and gives the same bytes.
+
+    prepared = prepare_source(config, Folder.at("runs"), task)    # on_ray=False: in this process, without Ray
+    prepared.manifest.tokens("train"), prepared.reused        # 3_217_004, False
+    encoder = load_tokenizer(prepared.folder / "tokenizer")
+"""
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from raystride.pipelines.config import Config
+from raystride.pipelines.credentials import masked
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.fingerprint import Identity, fingerprint_of, open_sources
+from raystride.pipelines.prepare.learning import FACTS, Echo, Learned, Studied, learn_facts, make_tokenizers
+from raystride.pipelines.prepare.manifest import FILE, Manifest, Shard, Shards
+from raystride.pipelines.prepare.parts import divide
+from raystride.pipelines.prepare.progress import Meter, shown
+from raystride.pipelines.prepare.shards import same_file
+from raystride.pipelines.prepare.stages import SPLITS, Preparation, id_type, read_part, tokenise, write_part
+from raystride.pipelines.sources.checking import check_source
+from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.sources.pieces import Part
+from raystride.pipelines.sources.source import Source
+from raystride.pipelines.tasks.task import Task
+from raystride.pipelines.tokenizers import Tokenizers
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Data that is ready to train on."""
+
+    folder: Folder
+    """`<storage>/.prepared/<fingerprint>`, with each of the task's tokenizers in a folder of its name."""
+    manifest: Manifest
+    reused: bool
+    """Whether an earlier preparation was found whole."""
+    learned: str = ""
+    """Of a mixture, what its sources have learned together (`Identity.learned`)."""
+
+    @property
+    def identity(self) -> Identity:
+        """What the data is."""
+        return Identity(self.manifest.fingerprint, self.manifest.sources, self.learned)
+
+
+def prepare_source(
+    config: Config, storage: Folder, task: Task, *, learned: Learned | None = None, on_ray: bool = True, echo: Echo = print
+) -> Prepared:
+    """Prepares `config.data` under `storage`, or finds it prepared. With `on_ray`, ray.init was called before.
+
+    `learned` is what was learned from several sources together, of which this is one. Raises DataError where the data cannot
+    be used and SettingError where the tokenizer's settings cannot.
+    """
+    source, validation = open_sources(config, task)
+    digest = fingerprint_of(config, task, source, validation, learned.digest if learned else "")
+    folder = storage / ".prepared" / digest
+    if (manifest := finished(folder)) is not None:
+        echo(f"data: {_counts(manifest, task)}, prepared before ({folder})")
+        return Prepared(folder, manifest, reused=True)
+    look_at(config, source, validation)
+    if on_ray:
+        _say_if_full(echo)
+    started = time.time()
+    parts = divide(source, validation, config.data)
+    readers = {"train": source.reader, "validation": (validation or source).reader}
+    job = Preparation(folder, readers, task, config.data.validation_fraction, config.data.on_error == "skip")
+    studied = [Studied(job, parts, config.data.validation == "tail")]
+    if learned:
+        learned.copy_tokenizers(folder, task)
+    else:
+        make_tokenizers(config, studied, folder, task, on_ray, echo)
+    encoders = Tokenizers(folder, task.tokenizers)
+    job = replace(job, task=task.knowing({}, encoders))
+    facts = learned.facts(job.task) if learned else learn_facts([replace(studied[0], job=job)], folder, on_ray, echo)
+    job = replace(job, task=task.knowing(facts, encoders))
+    records = _run(job, parts, on_ray, echo)
+    manifest = _manifest(config, digest, source, job.task, records)
+    _check(config, manifest)
+    manifest.save(folder)
+    # Only an interrupted preparation needs what goes here, and the manifest ends that.
+    folder.remove("parts")
+    folder.remove(FACTS)
+    folder.remove_temporary(before=started)
+    _report(manifest, task, records, folder, time.time() - started, echo)
+    return Prepared(folder, manifest, reused=False)
+
+
+def look_at(config: Config, source: Source, validation: Source | None) -> None:
+    """Raises DataError for what is seen at once to be unreadable, unless that is to be skipped."""
+    for each in (source, validation):
+        if each and config.data.on_error == "raise":
+            check_source(each)
+
+
+def _say_if_full(echo: Echo) -> None:
+    """Its tasks wait without a word where others have all processors of a cluster."""
+    import ray
+
+    free, there = (found.get("CPU", 0) for found in (ray.available_resources(), ray.cluster_resources()))
+    if free < 1:
+        echo(f"data: waiting for a processor, {free:g} of {there:g} CPUs are free (see `ray status`)")
+
+
+def finished(folder: Folder) -> Manifest | None:
+    """The manifest of a folder whose preparation is whole: every shard is there with its size. Else None."""
+    try:
+        manifest = Manifest.load(folder)
+    except (FileNotFoundError, ValueError):
+        return None
+    shards = [shard for some in manifest.splits.values() for shard in some]
+    sizes = folder.sizes()  # one listing: a request a shard would take minutes, at each start, where there are thousands
+    return manifest if all(sizes.get(shard.file) == shard.bytes for shard in shards) else None
+
+
+def _run(job: Preparation, parts: tuple[Part, ...], on_ray: bool, echo: Echo) -> list[dict[str, Any]]:
+    """The records of all parts, in order: those of an interrupted preparation, and those made now."""
+    done = _done(job.folder)
+    left = [part for part in parts if part.number not in done]
+    if done:
+        echo(f"data: going on with a preparation that was interrupted, {len(done)} of {len(parts)} parts are done")
+    with shown("preparing", Meter(job.folder, left), echo):
+        if not left:
+            made = []
+        elif on_ray:
+            from raystride.pipelines.prepare.ray_data import run_parts
+
+            made = run_parts(job, left)
+        else:
+            made = [write_part(job, (tokenise(job, table) for table in read_part(job, part))) for part in left]
+    records = done | {record["part"]: record for record in made}
+    return [records[part.number] for part in parts]
+
+
+def _done(folder: Folder) -> dict[int, dict[str, Any]]:
+    """Records, by part, of parts whose shards are still as they were written."""
+    records = {}
+    for name in (folder / "parts").names():
+        try:
+            record = (folder / "parts").read_json(name)
+            if all(same_file(folder, shard) for shard in record["shards"].values() if shard):
+                records[record["part"]] = record
+        except (OSError, ValueError, KeyError):
+            continue  # prepared again
+    return records
+
+
+def _manifest(config: Config, digest: str, source: Source, task: Task, records: list[dict[str, Any]]) -> Manifest:
+    skipped = [fault for record in records for fault in record["faults"]]
+    unnamed = sum(record["skipped"] for record in records) - len(skipped)
+    if unnamed:
+        skipped.append({"place": masked(config.data.source), "reason": f"and {unnamed} more documents"})
+    learned = dict(task.facts)
+    shards = {
+        split: Shards.of(Shard(**shard) for record in records if (shard := record["shards"][split])) for split in SPLITS
+    }
+    return Manifest(
+        fingerprint=digest,
+        id_type=str(id_type(task)),
+        vocabulary_size=learned.pop("vocabulary_size", 0),
+        end_id=learned.pop("end_id", 0),
+        splits=shards,
+        source={"kind": source.kind, "name": masked(config.data.source), "files": len(source.files)}
+        | {"bytes": sum(file.size for file in source.files)},
+        skipped=skipped,
+        learned=learned,
+    )
+
+
+def _check(config: Config, manifest: Manifest) -> None:
+    """Raises DataError where a split has nothing."""
+    data = config.data
+    train, validation = (manifest.tokens(split) for split in SPLITS)
+    if not train and not validation:
+        raise DataError(f"data.source {data.source!r} holds no documents: name one that does")
+    if train and validation:
+        return
+    empty = "validation" if train else "training"
+    if data.validation == "source":
+        name = data.validation_source if train else data.source
+        raise DataError(f"no document for {empty}: {name!r} holds none, name another source")
+    share = f"data.validation {data.validation} with data.validation_fraction {data.validation_fraction}"
+    other = "larger" if train else "smaller"
+    remedy = f"use --data.validation tail, or a {other} --data.validation_fraction"
+    if data.validation == "tail":
+        remedy = f"use a {other} --data.validation_fraction"
+    count = manifest.documents("train") + manifest.documents("validation")
+    raise DataError(f"no document for {empty}: {share} leaves none of {count}; {remedy}, or name a --data.validation_source")
+
+
+def _report(
+    manifest: Manifest, task: Task, records: list[dict[str, Any]], folder: Folder, seconds: float, echo: Echo
+) -> None:
+    if count := sum(record["skipped"] for record in records):
+        first = manifest.skipped[0]
+        named = f"the first {first['place']}: {first['reason']}"
+        echo(f"data: {count} files or documents skipped, {named}; listed in {folder / FILE}")
+    echo(f"data: {_counts(manifest, task)}, prepared in {seconds:.1f} s ({folder})")
+
+
+def _counts(manifest: Manifest, task: Task) -> str:
+    if task.window is None:
+        return " and ".join(f"{manifest.documents(split):,} {split}" for split in SPLITS) + " examples"
+    tokens = " and ".join(f"{manifest.tokens(split):,} {split}" for split in SPLITS)
+    return f"{tokens} tokens of {manifest.vocabulary_size:,} kinds"

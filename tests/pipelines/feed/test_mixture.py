@@ -1,0 +1,160 @@
+"""Mixtures: counts, positions and what is before a change, for any weights, sources and changes."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raystride.pipelines.feed.mixture import PERIOD, SHIFT, Mixture, MixtureSource, in_units, schedule, split_samples
+from raystride.pipelines.feed.order import Order, digest
+
+WEIGHTS = st.lists(st.floats(0, 1).map(lambda x: 0.0 if x < 1e-3 else x**3), min_size=1, max_size=9).filter(any)
+
+
+def _sources(sizes: list[int], most: list[float] | None = None) -> list[MixtureSource]:
+    bounds = most or [math.inf] * len(sizes)
+    return [
+        MixtureSource(f"s{number}", Order(size, number), bound)
+        for number, (size, bound) in enumerate(zip(sizes, bounds, strict=True))
+    ]
+
+
+def _counted(mixture: Mixture, end: int) -> np.ndarray:
+    """How often each source stands at the positions before `end`, (end + 1, sources), by looking at each."""
+    numbers, _ = split_samples(mixture.at(np.arange(end, dtype=np.int64)))
+    once = np.eye(len(mixture.sources), dtype=np.int64)[numbers]
+    return np.concatenate((np.zeros((1, len(mixture.sources)), np.int64), once.cumsum(0)))
+
+
+@given(WEIGHTS)
+@settings(max_examples=25, deadline=None)
+def test_in_every_prefix_each_source_is_within_one_of_its_share(weights: list[float]) -> None:
+    units = in_units(weights)
+    assert sum(units) == PERIOD
+    assert [unit > 0 for unit in units] == [weight > 0 for weight in weights]
+    # Three periods, from one that is not the first: what repeats is counted, too.
+    counts = _counted(Mixture.planned(_sources([97] * len(weights)), [(0, weights)]), 3 * PERIOD + 17)
+    due = np.arange(len(counts))[:, None] * np.array(units) / PERIOD
+    assert np.abs(counts - due).max() < 1
+    assert len(schedule(units).source) == PERIOD
+
+
+def test_a_case_that_breaks_plain_error_diffusion() -> None:
+    mixture = Mixture.planned(_sources([10, 10, 10]), [(0, [0.4, 0.3, 0.3])])
+    counts = _counted(mixture, 4 * PERIOD)
+    windows = [
+        counts[length:] - counts[:-length] - length * np.array(mixture.phases[0].units) / PERIOD for length in (1, 7, 999)
+    ]
+    assert max(np.abs(each).max() for each in windows) < 2
+
+
+@given(WEIGHTS)
+@settings(deadline=None)
+def test_shares_are_as_near_to_weights_as_units_are(weights: list[float]) -> None:
+    exact, units = np.array(weights) / sum(weights) * PERIOD, np.array(in_units(weights))
+    assert np.all(np.abs(units - exact)[exact >= 1] < len(weights) + 1)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 300), min_size=3, max_size=3),
+    phases=st.lists(st.tuples(st.integers(1, 900), WEIGHTS.filter(lambda w: len(w) >= 3)), max_size=3),
+    most=st.lists(st.one_of(st.just(math.inf), st.integers(0, 700)), min_size=3, max_size=3),
+)
+@settings(max_examples=25, deadline=None)
+def test_each_source_s_samples_come_in_its_own_order_whatever_the_phases(
+    sizes: list[int], phases: list[tuple[int, list[float]]], most: list[float]
+) -> None:
+    sources = _sources(sizes, most)
+    wanted = [
+        (0, [0.5, 0.2, 0.3]),
+        *dict(sorted((first, weights[:3]) for first, weights in phases if any(weights[:3]))).items(),
+    ]
+    mixture = Mixture.planned(sources, wanted)
+    end = int(min(mixture.end, 3_000))
+    positions = np.arange(end, dtype=np.int64)
+    numbers, inside = split_samples(mixture.at(positions))
+    epochs = mixture.epochs(positions)
+    for number, source in enumerate(sources):
+        here = np.flatnonzero(numbers == number)
+        assert len(here) <= source.most
+        np.testing.assert_array_equal(inside[here], source.order.at(np.arange(len(here))))
+        np.testing.assert_array_equal(epochs[here], np.arange(len(here)) // source.order.samples)
+    counts = _counted(mixture, end)
+    for position in {0, end // 3, end // 2, end}:
+        np.testing.assert_array_equal(mixture.counts(position), counts[position])
+    again = Mixture.from_json(mixture.to_json())
+    assert again == mixture
+    # Any position by itself is what it is among others: seeking costs nothing.
+    for position in positions[:: max(1, end // 7)].tolist():
+        assert again.at(np.array([position]))[0] == (numbers[position] << SHIFT) + inside[position]
+
+
+def test_what_a_source_may_not_give_any_more_goes_to_the_others() -> None:
+    sources = _sources([100, 10, 10], [math.inf, 25, 15])
+    mixture = Mixture.planned(sources, [(0, [0.5, 0.25, 0.25])])
+    counts = _counted(mixture, 2_000)
+    assert counts[-1].tolist() == [2_000 - 40, 25, 15]
+    assert mixture.end == math.inf
+    assert [phase.units for phase in mixture.phases] == [(2048, 1024, 1024), (2731, 1365, 0), (4096, 0, 0)]
+    ended = Mixture.planned(_sources([10, 10], [30, 50]), [(0, [0.5, 0.5])])
+    assert ended.end == ended.length(math.inf) == 80
+    assert ended.counts(80).tolist() == [30, 50]
+    assert ended.progress(80) == {"epoch": 4.0, "epoch/s0": 3.0, "epoch/s1": 5.0}
+
+
+@given(at=st.integers(0, 6_000), then=WEIGHTS, new=st.booleans(), gone=st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_a_change_leaves_what_was_before_it_and_each_source_goes_on(
+    at: int, then: list[float], new: bool, gone: bool
+) -> None:
+    past = Mixture.planned(
+        _sources([50, 70, 90], [math.inf, 900, math.inf]), [(0, [0.2, 0.5, 0.3]), (1_000, [0.6, 0.2, 0.2])]
+    )
+    sources = [*past.sources[1 if gone else 0 :], *([MixtureSource("new", Order(33, 9))] if new else [])]
+    weights = [*then, 0.1, 0.2, 0.3, 0.4][: len(sources)]
+    changed = Mixture.planned(sources, [(0, weights)], past, at)
+    before, after = np.arange(at, dtype=np.int64), np.arange(at, at + 500, dtype=np.int64)
+    np.testing.assert_array_equal(changed.at(before), past.at(before))
+    np.testing.assert_array_equal(changed.epochs(before), past.epochs(before))
+    given_before = changed.counts(at)
+    numbers, inside = split_samples(changed.at(after[after < changed.end]))
+    for number, source in enumerate(changed.sources):
+        here = inside[numbers == number]
+        first = int(given_before[number])
+        np.testing.assert_array_equal(here, source.order.at(np.arange(first, first + len(here))))
+        if source.name not in {each.name for each in sources}:
+            assert not len(here), "it has ended"
+
+
+def test_weights_that_stay_go_on_in_the_middle_of_their_schedule() -> None:
+    wanted = [(0, [0.2, 0.5, 0.3]), (1_000, [0.6, 0.2, 0.2])]
+    sources = _sources([50, 70, 90], [math.inf, 900, math.inf])
+    past = Mixture.planned(sources, wanted)
+    for at in (1, 700, 1_000, 1_001, 5_000):
+        assert Mixture.planned(sources, wanted, past, at) == past
+    grown = Mixture.planned([*sources, MixtureSource("new", Order(5))], [(0, [0.6, 0.2, 0.2, 0.0])], past, 1_500)
+    positions = np.arange(9_000, dtype=np.int64)
+    np.testing.assert_array_equal(grown.at(positions), past.at(positions))
+
+
+def test_sources_of_one_size_have_sample_numbers_of_their_own() -> None:
+    mixture = Mixture.planned(_sources([8, 8]), [(0, [0.5, 0.5])])
+    first_epochs = mixture.at(np.arange(16, dtype=np.int64))
+    assert len(set(first_epochs.tolist())) == 16
+    assert digest(np.array(0), first_epochs) == digest(np.array(0), np.sort(first_epochs))
+    assert mixture.names(np.array([3, (1 << SHIFT) + 5])) == ["s0 3", "s1 5"]
+
+
+def test_positions_of_ten_to_the_twelve_are_found_at_once() -> None:
+    mixture = Mixture.planned(_sources([10**10, 10**9, 3]), [(0, [0.8, 0.1, 0.1]), (10**12, [0.4, 0.4, 0.2])])
+    far = np.array([10**12 - 1, 10**12, 2 * 10**12], np.int64)
+    assert mixture.counts(10**12).sum() == 10**12
+    numbers, inside = split_samples(mixture.at(far))
+    assert ((inside >= 0) & (inside < np.array([10**10, 10**9, 3])[numbers])).all()
+
+
+def test_more_sources_than_shares_there_are_is_refused() -> None:
+    with pytest.raises(ValueError, match="at most 4096 sources"):
+        in_units([1.0] * (PERIOD + 1))
