@@ -20,6 +20,7 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.launch import driver
 from raystride.pipelines.launch.check import checks_for, resources_for
 from raystride.pipelines.launch.place import locate
+from raystride.pipelines.launch.preparing import prepare_data
 from raystride.pipelines.launch.screen import Quiet, Screen
 from raystride.run import Run
 
@@ -59,7 +60,7 @@ def prepare(config: Given, settings: Settings | None = None, *, storage: str = "
     """Prepares the data alone; the folder and its manifest. Raises CannotRun where there is no cluster to join or start."""
     located, place = _located(config, settings, None, storage)
     with cluster(located.launch):
-        return driver.prepare_data(located, place, Screen() if progress else Quiet())
+        return prepare_data(located, place, Screen() if progress else Quiet())
 
 
 def check(config: Given, settings: Settings | None = None, *, storage: str = "runs") -> "list[Check]":

@@ -111,6 +111,7 @@ def resolve(config: Config, there: Resources) -> Share:
     scaling, slots = config.scaling, config.train.slots
     device = scaling.device if scaling.device != "auto" else "cuda" if there.gpus >= 1 else "cpu"
     _refuse_for_device(config, device)
+    free = int(there.cpus) - (config.data.start_after_mib > 0)  # one is to prepare
     if config.launch.mode == "inline":
         if isinstance(scaling.workers, int) and scaling.workers > 1:
             raise scaling.error("workers", "must be 1 (or auto) with --launch inline, which is this one process")
@@ -122,14 +123,20 @@ def resolve(config: Config, there: Resources) -> Share:
     elif scaling.strategy == "single":
         workers = 1
     else:
-        groups = int(there.gpus if device == "cuda" else there.cpus) // scaling.group
+        groups = int(there.gpus if device == "cuda" else free) // scaling.group
         # A stage for each slot at least, where there are stages.
         workers = scaling.group * max(1, min(slots // scaling.stages, groups))
     groups = workers // scaling.group
     if scaling.shard_workers and groups % scaling.shard_workers:
         raise scaling.error("shard_workers", f"must divide the workers, of which there are {groups}")
     # Products of matrices are cut up among threads, so a number that follows the workers would change bits with them.
-    threads = scaling.threads or (1 if config.train.exact and device == "cpu" else _threads(there, workers))
+    threads = scaling.threads or (1 if config.train.exact and device == "cpu" else _threads(there, workers, free))
+    if config.data.start_after_mib and config.launch.mode != "inline" and workers * threads >= there.cpus:
+        raise config.data.error(
+            "start_after_mib",
+            f"needs a processor besides those of {workers} worker(s) with {threads} thread(s); there are {there.cpus:g}: "
+            "lower scaling.workers or scaling.threads, or prepare first (start_after_mib 0)",
+        )
     return Share(workers, device, threads, min(scaling.least_workers, workers))
 
 
@@ -150,9 +157,9 @@ def _refuse_for_device(config: Config, device: str) -> None:
         )
 
 
-def _threads(there: Resources, workers: int) -> int:
-    """The most threads a worker with which all of them find a place, at least 1."""
-    return next((threads for threads in range(int(there.cpus) // workers, 1, -1) if there.fit(threads) >= workers), 1)
+def _threads(there: Resources, workers: int, free: int) -> int:
+    """The most threads a worker with which all of them find a place on so many processors, at least 1."""
+    return next((threads for threads in range(free // workers, 1, -1) if there.fit(threads) >= workers), 1)
 
 
 def usable_cores() -> int:

@@ -6,6 +6,7 @@ refuse_with_task(config.task, config.model, config.objective, config.train)     
 What depends on the device, which settings alone do not know, is refused by `cluster.resources.resolve`.
 """
 
+from raystride.pipelines.config.data import Data
 from raystride.pipelines.config.model import Model
 from raystride.pipelines.config.run import Scaling
 from raystride.pipelines.config.train import Checkpoint, Guard, Objective, Train
@@ -63,6 +64,18 @@ def refuse_with_task(task: str, model: Model, objective: Objective, train: Train
         raise model.error("init_from", f"must be None with task `{task}`: the models that can be read are decoders")
     if train.slot_tokens and task == "images":  # windows are refused by the task itself
         raise train.error("slot_tokens", f"must be 0 with task `{task}`, whose samples are equally long")
+
+
+def refuse_early_start(data: Data, train: Train) -> None:
+    """Raises SettingError for what cannot be known of data that is still being prepared."""
+    if not data.start_after_mib:
+        return
+    if data.sources:
+        raise data.error("start_after_mib", "must be 0 with data.sources, whose sizes are asked for first")
+    if train.slot_tokens:
+        raise data.error("start_after_mib", "must be 0 with train.slot_tokens, for which all lengths must be known")
+    if train.epochs:
+        raise data.error("start_after_mib", "must be 0 with train.epochs, whose end is not known then: give train.steps")
 
 
 def _refuse_with_mesh(train: Train, scaling: Scaling, workers: int) -> None:

@@ -6,7 +6,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
-from raystride.pipelines.config.combinations import refuse_combinations, refuse_mesh_of_model, refuse_with_task
+from raystride.pipelines.config.combinations import (
+    refuse_combinations,
+    refuse_early_start,
+    refuse_mesh_of_model,
+    refuse_with_task,
+)
 from raystride.pipelines.config.data import Data, Tokenizer
 from raystride.pipelines.config.mixture import defines_source, mixture_entries, refuse_mixture
 from raystride.pipelines.config.model import Model
@@ -80,6 +85,7 @@ class Config(Section):
         refuse_with_task(self.task, self.model, self.objective, self.train)
         refuse_mesh_of_model(self.task, self.model, self.scaling)
         refuse_mixture(self.data, self.train.epochs)
+        refuse_early_start(self.data, self.train)
         if self.profile.tool == "ncu" and self.launch.mode != "inline":
             raise self.profile.error(
                 "tool", "needs launch.mode inline (--launch inline), as Nsight Compute has to start the process that trains"

@@ -11,7 +11,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -68,6 +68,10 @@ class Placement:
         return placed
 
 
+LOOK_S = 0.5
+"""Between two looks at whether data that is still being prepared is there."""
+STARVED_S = 2.0
+"""Seconds after which the consumer of a loader without data shows that it lives, and heeds a request to stop."""
 FEW = 1
 """Ready steps below which the reading thread goes on, once it has read as many as it may."""
 
@@ -86,6 +90,14 @@ class Step:
     """Empty only for a worker whose slots are all beyond the end of the last epoch."""
     digest: int
     """Sum modulo 2^64 over the (epoch, sample) pairs that this worker read; see `order.digest`."""
+
+
+class _NothingYet:
+    """Stands for a step that cannot be read yet."""
+
+
+NOTHING_YET = _NothingYet()
+Item = Step | BaseException | _NothingYet | None
 
 
 @dataclass
@@ -112,15 +124,20 @@ class Loader:
     """Where micro-batches are wanted; for a GPU they are staged in pinned memory."""
     waited: float = 0.0
     """Seconds that the consumer has waited so far."""
+    stopping: Callable[[], bool] = lambda: False
+    """Whether to end where there is no data yet: there is no step with which all workers could agree on it."""
+    stopped: bool = False
+    """Whether that has happened."""
 
     def __post_init__(self) -> None:
         self.placement = Placement(self.device, self.samples.task)
         self._few = min(FEW, self.prefetch - 1)
+        self._starved = threading.Event()
 
     def steps(self, first: int, until: float) -> Iterator[Step]:
         """Yields the steps from `first`, below `until` and within the plan's epochs. Raises what the reading thread met."""
         last = min(until, self.plan.steps)
-        ready: queue.Queue[Step | BaseException | None] = queue.Queue(self.prefetch)
+        ready: queue.Queue[Item] = queue.Queue(self.prefetch)
         stopped, room = threading.Event(), threading.Event()
         thread = threading.Thread(target=self._read, args=(first, last, ready, stopped, room), name="loader", daemon=True)
         thread.start()
@@ -128,10 +145,15 @@ class Loader:
             while True:
                 with phase("data"):
                     began = time.perf_counter()
-                    item = ready.get()
+                    item = self._taken(ready)
                     if ready.qsize() <= self._few:
                         room.set()
                     self.waited += time.perf_counter() - began
+                    if isinstance(item, _NothingYet):
+                        if self.stopping():
+                            self.stopped = True
+                            return
+                        continue
                     if item is None:
                         return
                     if isinstance(item, BaseException):
@@ -141,11 +163,20 @@ class Loader:
         finally:
             stopped.set()
 
+    def _taken(self, ready: "queue.Queue[Item]") -> Item:
+        """The next thing that is ready; NOTHING_YET after a while without, where data is still being prepared."""
+        while True:
+            try:
+                return ready.get(timeout=STARVED_S)
+            except queue.Empty:
+                if self._starved.is_set():
+                    return NOTHING_YET
+
     def _read(
         self,
         first: int,
         last: float,
-        ready: "queue.Queue[Step | BaseException | None]",
+        ready: "queue.Queue[Item]",
         stopped: threading.Event,
         room: threading.Event,
     ) -> None:
@@ -162,7 +193,7 @@ class Loader:
 
         try:
             for number in itertools.count(first):
-                if number >= last:
+                if number >= last or not self._wait_until_prepared(number, stopped):
                     break
                 step = self.read_step(number)
                 # To a GPU the loop's own thread brings it, since what that thread launches afterwards has to wait for the
@@ -172,6 +203,15 @@ class Loader:
             hand_over(None)
         except BaseException as error:
             hand_over(error)
+
+    def _wait_until_prepared(self, number: int, stopped: threading.Event) -> bool:
+        """Waits until the whole step can be read, as all ranks do before the same one; False where nobody wants it now."""
+        while not self.plan.order.ready(self.plan.position(number + 1)):
+            self._starved.set()
+            if stopped.wait(LOOK_S):
+                return False
+        self._starved.clear()
+        return True
 
     def read_step(self, number: int) -> Step:
         """Reads a step in the calling thread; its micro-batches lie on the host."""

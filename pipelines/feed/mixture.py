@@ -212,6 +212,10 @@ class Mixture:
             for number, inside in zip(*map(list, split_samples(samples)), strict=True)
         ]
 
+    def ready(self, end: int) -> bool:
+        """True: all is prepared."""
+        return True
+
     def shares(self) -> dict[str, float]:
         """The shares by name in the last phase in which all sources that have weights give: of the last weights wanted."""
         best = max(self.phases, key=lambda phase: (sum(unit > 0 for unit in phase.units), phase.first))

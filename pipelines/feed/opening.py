@@ -1,24 +1,26 @@
 """What a run is fed, opened: the plan of its training samples, these, and those that are held out, by source.
 
-feed = open_feed(config, task, prepared, manifest)        # of a resumed run also: where it is, and its order until then
+feed = open_feed(config, task, prepared)        # of a resumed run also: where it is, and its order until then
 loader = Loader(feed.plan, feed.train)
 feed.held_out                                             # {"": samples}; of a mixture a name for each source
 """
 
 import hashlib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.mixture import mixture_entries, wanted_weights
 from raystride.pipelines.feed.cache import node_cache
+from raystride.pipelines.feed.growth import GrowingOrder, GrownOrder, Growth
 from raystride.pipelines.feed.mixture import Mixture, MixtureSource
 from raystride.pipelines.feed.plan import Plan, build_order, build_plan
 from raystride.pipelines.feed.samples import Mixed, Samples, open_samples
 from raystride.pipelines.feed.stream import TokenStream
 from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.generations import read_generation
 from raystride.pipelines.prepare.manifest import Manifest
 from raystride.pipelines.tasks.task import Task
 
@@ -39,17 +41,20 @@ def open_feed(
     config: Config,
     task: Task,
     prepared: Folder,
-    manifest: Manifest,
     *,
     past: Mapping[str, Any] | None = None,
     step: int = 0,
     position: int = 0,
+    said: Callable[[str], None] = lambda _: None,
 ) -> Feed:
     """Opens prepared data for a run that goes on from a step and position, where `past` was its order (`to_json`).
 
-    Raises FileNotFoundError where a source's preparation is not whole, SettingError for weights that cannot be.
+    `said` is told where training waits for data that is still being prepared. Raises FileNotFoundError where a source's
+    preparation is not whole, SettingError for weights that cannot be.
     """
-    cache = node_cache(config)
+    cache, manifest = node_cache(config), open_manifest(config, prepared, past)
+    if manifest.growing:
+        return _growing(config, task, prepared, manifest, past, step, position, said)
     splits: dict[str, dict[str, Samples]] = {"train": {}, "validation": {}}
     for name, (folder, own) in manifest.by_source(prepared).items():
         for split, samples in splits.items():
@@ -62,6 +67,39 @@ def open_feed(
     mixture = build_mixture(config, {name: each.count for name, each in train.items()}, earlier, position)
     plan = build_plan(config, 0, step, position, mixture)
     return Feed(plan, Mixed(task, train, mixture), held_out, mixture.shares())
+
+
+def open_manifest(config: Config, prepared: Folder, past: Mapping[str, Any] | None = None) -> Manifest:
+    """The manifest of prepared data; of what is trained on in generations, that of the first one.
+
+    A run that goes on keeps to what it began with, in generations or as a whole. Raises FileNotFoundError where there is
+    none yet, ValueError for another format.
+    """
+    in_generations = "generations" in past if past else config.data.start_after_mib > 0
+    first = read_generation(prepared, 0) if in_generations else None
+    return replace(first or Manifest.load(prepared), growing=in_generations and bool(first or past))
+
+
+def _growing(
+    config: Config,
+    task: Task,
+    prepared: Folder,
+    first: Manifest,
+    past: Mapping[str, Any] | None,
+    step: int,
+    position: int,
+    said: Callable[[str], None],
+) -> Feed:
+    """What is fed to a run while its data is being prepared."""
+    cache = node_cache(config)
+    stream, held_out = (TokenStream(prepared, first, split, cache) for split in ("train", "validation"))
+    samples = open_samples(config, task, stream)
+    growth = Growth(prepared, stream, lambda: open_samples(config, task, stream).count, whole="parts" not in first.source)
+    known = GrownOrder.from_json(past) if past else GrownOrder(build_order(config, 1))
+    order = GrowingOrder(replace(known, complete=False), growth, said)
+    order.ready(position + 1)
+    plan = build_plan(config, 0, step, position, order)
+    return Feed(plan, samples, {"": open_samples(config, task, held_out)}, {"": 1.0})
 
 
 def build_mixture(config: Config, samples: Mapping[str, int], past: Mixture | None = None, since: int = 0) -> Mixture:

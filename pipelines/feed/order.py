@@ -44,6 +44,10 @@ class SampleOrder(Protocol):
         """What people call samples of these numbers (int64, a vector)."""
         ...
 
+    def ready(self, end: int) -> bool:
+        """Whether the samples at all positions before `end` can be read; where not, whoever wants them asks again."""
+        ...
+
     def to_json(self) -> dict[str, Any]:
         """What a checkpoint's manifest says of it."""
         ...
@@ -77,7 +81,7 @@ class Order:
         result = np.empty_like(inside)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            result[here] = self._in_epoch(inside[here], int(epoch))
+            result[here] = self.in_epoch(inside[here], int(epoch))
         return result
 
     def epochs(self, positions: np.ndarray) -> np.ndarray:
@@ -96,11 +100,16 @@ class Order:
         """What people call samples of these numbers (int64, a vector): these."""
         return [str(number) for number in samples.tolist()]
 
+    def ready(self, end: int) -> bool:
+        """True: all is prepared."""
+        return True
+
     def to_json(self) -> dict[str, Any]:
         """The fields, from which `Order` makes it again."""
         return asdict(self)
 
-    def _in_epoch(self, positions: np.ndarray, epoch: int) -> np.ndarray:
+    def in_epoch(self, positions: np.ndarray, epoch: int) -> np.ndarray:
+        """Sample numbers at positions of one epoch (int64, any shape); each number is the key of a permutation."""
         if self.shuffle == "none":
             return positions
         if self.shuffle == "full":

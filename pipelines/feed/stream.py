@@ -12,7 +12,7 @@ import numpy as np
 
 from raystride.pipelines.feed.cache import NodeCache
 from raystride.pipelines.files import Folder
-from raystride.pipelines.prepare.manifest import Manifest, Shard
+from raystride.pipelines.prepare.manifest import Manifest, Shard, Shards, with_more
 
 MOST_MAPPED = 96
 """Shards that a stream has mapped at once, each an open file: a process may have 1,024, and a long run ten thousand shards.
@@ -33,11 +33,16 @@ class TokenStream:
     def __init__(self, folder: Folder, manifest: Manifest, split: str, cache: NodeCache) -> None:
         self._folder, self._cache = folder, cache
         self._id_type = np.dtype(manifest.id_type).newbyteorder("<")
-        self._shards = manifest.splits[split]
-        # An empty shard ends where the one before does, so no token or row is looked for in it.
-        self._ends = np.cumsum(self._shards.column("tokens"))
-        self._row_ends = np.cumsum(self._shards.column("rows"))
         self._mapped: OrderedDict[int, Mapped] = OrderedDict()
+        self._know(manifest.splits[split])
+
+    def extend(self, shards: Shards) -> None:
+        """Has the stream go on with these shards, from the thread that reads it."""
+        self._know(with_more(self._shards, shards))
+
+    def _know(self, shards: Shards) -> None:
+        # An empty shard ends where the one before does, so no token or row is looked for in it.
+        self._shards, self._ends, self._row_ends = shards, *(np.cumsum(shards.column(name)) for name in ("tokens", "rows"))
         self.tokens = int(self._ends[-1]) if len(self._ends) else 0
         self.examples = int(self._row_ends[-1]) if len(self._row_ends) else 0
 

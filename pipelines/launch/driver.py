@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -25,8 +25,7 @@ from raystride.pipelines.cluster.resubmission import watch_over_job
 from raystride.pipelines.commands import of_storage, pasted, program
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import Parsed
-from raystride.pipelines.feed.opening import open_feed
-from raystride.pipelines.feed.samples import windows_in
+from raystride.pipelines.feed.opening import open_feed, open_manifest
 from raystride.pipelines.files import Folder
 from raystride.pipelines.hang.detector import Hung
 from raystride.pipelines.hang.process import process_start
@@ -37,6 +36,7 @@ from raystride.pipelines.launch.job_page import JobPage, metadata_of
 from raystride.pipelines.launch.owner import Ownership, new_attempt
 from raystride.pipelines.launch.place import locate, settled
 from raystride.pipelines.launch.preflight import failing
+from raystride.pipelines.launch.preparing import data_for, prepare_data
 from raystride.pipelines.launch.profiled import under_profiler
 from raystride.pipelines.launch.resume import (
     Earlier,
@@ -56,9 +56,8 @@ from raystride.pipelines.launch.session import Beside, Watcher, conduct
 from raystride.pipelines.launch.workers import settle_workers
 from raystride.pipelines.plugins import Carried
 from raystride.pipelines.prepare.fingerprint import identity
-from raystride.pipelines.prepare.manifest import Manifest
 from raystride.pipelines.prepare.one_source import Prepared
-from raystride.pipelines.prepare.prepare import check_data, prepare
+from raystride.pipelines.prepare.prepare import check_data
 from raystride.pipelines.record import describe_environment
 from raystride.pipelines.record.environment import DataOfRun, Environment, RunEnvironment, describe_node
 from raystride.pipelines.record.links import job_link, on_a_server, run_link
@@ -126,11 +125,12 @@ def train(
         Ownership.take(folder, attempt, screen.line) as mine,
         cluster(config.launch, told) as dashboard,
         JobPage(told, folder) as page,
+        ExitStack() as until_end,
     ):
         milestones["cluster"] = time.time()
         _watch_over(config, dashboard, screen)
         config, there, share = _proved(config, storage, screen)
-        prepared = prepare_data(config, storage, screen, learned)
+        prepared = until_end.enter_context(data_for(config, storage, screen, carried, learned))
         if earlier:
             # Once more, since only now it is known whether the same settings still mean the same data.
             refuse_changes(earlier, config, prepared.identity)
@@ -214,14 +214,6 @@ def _proved(config: Config, storage: Folder, screen: Screen) -> tuple[Config, Re
     return config, there, share
 
 
-def prepare_data(config: Config, storage: Folder, screen: Screen, learned: str = "") -> Prepared:
-    """Prepares the data, if it is not there yet; `learned` as in `prepare`. Raises SettingError, DataError."""
-    on_ray = config.launch.mode != "inline"
-    prepared = prepare(config, storage, build_task(config), learned=learned, on_ray=on_ray, echo=screen.line)
-    _check_samples(config, prepared)
-    return prepared
-
-
 def _of_data(prepared: Prepared) -> DataOfRun:
     """What `environment.json` says of the data: what another attempt is compared with."""
     known = prepared.identity
@@ -233,7 +225,7 @@ def _of_data(prepared: Prepared) -> DataOfRun:
 def _prepare(config: Config, storage: Folder) -> int:
     check_data(config, storage, build_task(config))
     with cluster(config.launch):
-        prepared = prepare_data(config, storage, Screen())
+        prepared = prepare_data(config, storage, Screen(), alone=True)
     print(f"results  {prepared.folder}")
     print("mlflow   not logged there")
     print(f"next     {program()} train with the same settings {of_storage(str(storage))}".rstrip())
@@ -278,21 +270,6 @@ def _check_init(place: str, config: Config) -> None:
         raise SettingError(f"model.init_from is {place!r}: {error}") from None
 
 
-def _check_samples(config: Config, prepared: Prepared) -> None:
-    """Refuses data that does not fill one window."""
-    task = build_task(config)
-    for name, (_, manifest) in prepared.manifest.by_source(prepared.folder).items():
-        of = f"of data.sources.{name} " if name else ""
-        for split in ("train", "validation") if task.window else ():
-            tokens = manifest.tokens(split)
-            if not windows_in(task, tokens):
-                raise SettingError(
-                    f"model.context is {config.model.context}: the {split} data {of}has {tokens} tokens, which is not one "
-                    f"sample of {config.model.context + 1}. Lower model.context, give more data, or set "
-                    "data.validation_fraction"
-                )
-
-
 def _conduct(job: Job, share: Share, storage: Folder, tags: dict[str, str], beside: Beside) -> RunSummary:
     """Runs the workers beside the progress line, closes the record, and shows the last screen; the summary."""
     from raystride.pipelines.launch.inline import InlineRecorder, train_inline
@@ -324,11 +301,11 @@ def _total_steps(job: Job) -> int | None:
     """Where the run will end, as far as steps and epochs say."""
     steps: float = job.config.train.steps or math.inf
     if job.config.train.epochs or job.config.data.sources:
-        manifest = Manifest.load(job.prepared)
-        task, newest = build_task(job.config, manifest.facts), newest_manifest(job.folder)
-        known = newest.get("state", {}) if manifest.sources else {}
-        since = {"past": newest.get("order") if known else None, **{key: known.get(key, 0) for key in ("step", "position")}}
-        steps = min(steps, open_feed(job.config, task, job.prepared, manifest, **since).plan.steps)
+        newest = newest_manifest(job.folder)
+        task = build_task(job.config, open_manifest(job.config, job.prepared).facts)
+        known = newest.get("state", {}) if job.config.data.sources else {}
+        since = {key: known.get(key, 0) for key in ("step", "position")}
+        steps = min(steps, open_feed(job.config, task, job.prepared, past=newest.get("order"), **since).plan.steps)
     return None if math.isinf(steps) else int(steps)
 
 

@@ -108,6 +108,11 @@ class Shards(Sequence[Shard]):
     __hash__ = None  # type: ignore[assignment]
 
 
+def with_more(first: Shards, second: Shards) -> Shards:
+    """The shards of both, in order."""
+    return Shards.of([*first, *second])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """A whole preparation. It is written last, so where it stands everything that it names is complete."""
@@ -132,6 +137,8 @@ class Manifest:
     """What else the task learned of the data, the names of labels for instance."""
     sources: dict[str, str] = field(default_factory=dict)
     """Of a mixture, which has no shards itself: each source's fingerprint, the name of a folder beside its own."""
+    growing: bool = False
+    """Whether this is the first generation of what is read while it is being prepared; said by whoever opens it."""
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -157,6 +164,7 @@ class Manifest:
     def save(self, folder: Folder) -> None:
         """Commits the preparation, atomically. Raises OSError; with more than `MOST_LISTED` shards it needs pyarrow."""
         content: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        del content["growing"]
         if not self.sources:  # as manifests were before there were mixtures
             del content["sources"]
         if sum(map(len, self.splits.values())) <= MOST_LISTED:

@@ -8,13 +8,16 @@ A finished preparation is reused at once; an interrupted one goes on at its next
 """
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.credentials import masked
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.fingerprint import Identity, fingerprint_of, open_sources
+from raystride.pipelines.prepare.generations import Describe, Records, in_order, publishing
 from raystride.pipelines.prepare.learning import FACTS, Echo, Learned, Studied, learn_facts, make_tokenizers
 from raystride.pipelines.prepare.manifest import FILE, Manifest, Shard, Shards
 from raystride.pipelines.prepare.parts import divide
@@ -52,8 +55,9 @@ def prepare_source(
 ) -> Prepared:
     """Prepares `config.data` under `storage`, or finds it prepared. With `on_ray`, ray.init was called before.
 
-    `learned` is what was learned from several sources together, of which this is one. Raises DataError where the data cannot
-    be used and SettingError where the tokenizer's settings cannot.
+    `learned` is what was learned from several sources together, of which this is one. With `data.start_after_mib`, others
+    train on what is ready while it goes on (`prepare.generations`). Raises DataError where the data cannot be used and
+    SettingError where the tokenizer's settings cannot.
     """
     source, validation = open_sources(config, task)
     digest = fingerprint_of(config, task, source, validation, learned.digest if learned else "")
@@ -77,8 +81,10 @@ def prepare_source(
     job = replace(job, task=task.knowing({}, encoders))
     facts = learned.facts(job.task) if learned else learn_facts([replace(studied[0], job=job)], folder, on_ray, echo)
     job = replace(job, task=task.knowing(facts, encoders))
-    records = _run(job, parts, on_ray, echo)
-    manifest = _manifest(config, digest, source, job.task, records)
+    describe = partial(_manifest, config, digest, source, job.task)
+    with _shared(config, job, parts, describe):
+        records = _run(job, parts, on_ray, echo)
+    manifest = describe(records)
     _check(config, manifest)
     manifest.save(folder)
     # Only an interrupted preparation needs what goes here, and the manifest ends that.
@@ -116,10 +122,26 @@ def finished(folder: Folder) -> Manifest | None:
     return manifest if all(sizes.get(shard.file) == shard.bytes for shard in shards) else None
 
 
+def _shared(config: Config, job: Preparation, parts: tuple[Part, ...], describe: Describe) -> AbstractContextManager[None]:
+    """What publishes generations while parts are prepared, where that is asked for."""
+    if not config.data.start_after_mib:
+        return nullcontext()
+
+    def enough(manifest: Manifest) -> bool:
+        least = job.task.window.length if job.task.window else 1
+        return all(manifest.tokens(split) >= least for split in SPLITS)
+
+    def of_parts(records: Records) -> Manifest:
+        manifest = describe(records)
+        return replace(manifest, source=manifest.source | {"parts": len(records)})
+
+    return publishing(job.folder, parts, config.data.start_after_mib * 2**20, of_parts, enough)
+
+
 def _run(job: Preparation, parts: tuple[Part, ...], on_ray: bool, echo: Echo) -> list[dict[str, Any]]:
     """The records of all parts, in order: those of an interrupted preparation, and those made now."""
     done = _done(job.folder)
-    left = [part for part in parts if part.number not in done]
+    left = [part for part in in_order(parts) if part.number not in done]
     if done:
         echo(f"data: going on with a preparation that was interrupted, {len(done)} of {len(parts)} parts are done")
     with shown("preparing", Meter(job.folder, left), echo):
@@ -148,7 +170,7 @@ def _done(folder: Folder) -> dict[int, dict[str, Any]]:
     return records
 
 
-def _manifest(config: Config, digest: str, source: Source, task: Task, records: list[dict[str, Any]]) -> Manifest:
+def _manifest(config: Config, digest: str, source: Source, task: Task, records: Records) -> Manifest:
     skipped = [fault for record in records for fault in record["faults"]]
     unnamed = sum(record["skipped"] for record in records) - len(skipped)
     if unnamed:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from raystride.pipelines.feed.growth import GrownOrder
 from raystride.pipelines.feed.mixture import SHIFT, Mixture, split_samples
 from raystride.pipelines.feed.order import Order, digest
 from raystride.pipelines.files import Folder
@@ -27,6 +28,7 @@ from raystride.pipelines.train.names import MANIFEST, step_name
 
 CHUNK = 1 << 20
 """Positions at a time: 8 MiB of numbers."""
+AnyOrder = Order | GrownOrder | Mixture
 Epochs = dict[tuple[int, int], int]
 """The digest of what was planned, by a source's number and its epoch."""
 
@@ -104,17 +106,22 @@ def audit(checkpoints: Folder) -> Audit:
     )
 
 
-def _order(content: dict[str, Any]) -> Order | Mixture:
-    return Mixture.from_json(content) if "sources" in content else Order(**content)
+def _order(content: dict[str, Any]) -> AnyOrder:
+    if "sources" in content:
+        return Mixture.from_json(content)
+    return GrownOrder.from_json(content) if "generations" in content else Order(**content)
 
 
-def _check_epochs(order: Order | Mixture, end: int, epochs: Epochs) -> dict[str, tuple[int, int]]:
+def _check_epochs(order: AnyOrder, end: int, epochs: Epochs) -> dict[str, tuple[int, int]]:
     """By source ("" where there is one), how many samples were fed before position `end`, and how many an epoch has.
 
     Raises Broken where a whole epoch does not have each once.
     """
-    counts = [end] if isinstance(order, Order) else order.counts(end).tolist()
-    sources = [("", order)] if isinstance(order, Order) else [(each.name, each.order) for each in order.sources]
+    sources: list[tuple[str, Order | GrownOrder]]
+    if isinstance(order, Mixture):
+        counts, sources = order.counts(end).tolist(), [(each.name, each.order) for each in order.sources]
+    else:
+        counts, sources = [end], [("", order)]
     for number, ((name, own), count) in enumerate(zip(sources, counts, strict=True)):
         for epoch in range(count // own.samples):
             if epochs[number, epoch] != _all_once(own.samples, epoch, number):
@@ -164,7 +171,7 @@ def _read(checkpoints: Folder, name: str) -> dict[str, Any] | None:
     return manifest if {"step", "parent_step", "positions", "fed", "order", "world", "attempt"} <= manifest.keys() else None
 
 
-def _digest(order: Order | Mixture, first: int, end: int, epochs: Epochs) -> int:
+def _digest(order: AnyOrder, first: int, end: int, epochs: Epochs) -> int:
     """The digest of what stands at these positions, added to that of each source's epoch as well."""
     total = 0
     for start in range(first, end, CHUNK):

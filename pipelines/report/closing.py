@@ -94,7 +94,7 @@ def figures(summary: RunSummary) -> dict[str, str]:
 def _figures(summary: RunSummary) -> str:
     """The known figures, two a line; then those of a mixture's sources, a line each figure."""
     known, by_source = figures(summary), defaultdict[str, list[str]](list)
-    for name in [name for name in known if "/" in name]:
+    for name in [name for name in summary.get("metrics") or {} if "/" in name]:
         figure, _, source = name.partition("/")
         by_source[figure].append(f"{source} {known.pop(name)}")
     cells = [f"{label:<17}{value:<18}" for label, value in known.items()]

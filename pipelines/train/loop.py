@@ -137,6 +137,8 @@ class Training:
         # What the workers agree on comes a step late, so nobody has looked at the last step yet.
         if step and result:
             self._heed_now(step, result)
+        if self.loader.stopped:
+            return Ending.STOPPED
         return Ending.EARLY if exhausted else Ending.DONE
 
     def _after(self, step: Step, result: StepResult) -> None:
@@ -275,7 +277,8 @@ class Training:
         self.state.loss_scale = self.rules.scale.read() if self.rules.scale else None
         self.state.loss_seen = self.rules.check.read() if self.config.guard.spike else None
         with phase("checkpoint"):
-            self.checkpoints.save(self.model, self.optimizer, self.state, self.header, best=best)
+            header = self.header | {"order": self.loader.plan.order.to_json()}
+            self.checkpoints.save(self.model, self.optimizer, self.state, header, best=best)
         self._saved_at = self.state.step
         self._tell_of_commits()  # the save before has ended, by itself or because this one waited for it
         self._pause(began)

@@ -18,7 +18,7 @@ from raystride.model.dropout import number_dropouts
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.combinations import SHARDED
 from raystride.pipelines.feed.loader import Loader, validation_batches
-from raystride.pipelines.feed.opening import Feed, open_feed
+from raystride.pipelines.feed.opening import Feed, open_feed, open_manifest
 from raystride.pipelines.feed.samples import Samples
 from raystride.pipelines.files import Folder
 from raystride.pipelines.observers.gpu_monitor import GpuMonitor
@@ -132,7 +132,7 @@ def build_training(
     device = _use_device(job, worker)
     config = replace(job.config, train=with_precision(job.config.train, device))
     use_kernels(config.model.kernels)
-    manifest = Manifest.load(job.prepared)
+    manifest = open_manifest(config, job.prepared)
     task = build_task(config, manifest.facts, Tokenizers(job.prepared, manifest.tokenizers))
     strategy = build_strategy(config, device=device, rank=rank, world=world)
     torch.manual_seed(config.seed)
@@ -156,12 +156,12 @@ def build_training(
         log(f"resumed from step {found.step}")
     state = found.state if found else TrainState()
 
-    past = found.manifest.get("order") if found and manifest.sources else None
-    feed = open_feed(config, task, job.prepared, manifest, past=past, step=state.step, position=state.position)
+    past, tell = found.manifest.get("order") if found else None, lambda text: log(WARNING + text)
+    feed = open_feed(config, task, job.prepared, past=past, step=state.step, position=state.position, said=tell)
     choice = _choose_products(job, config, worker, network, feed.train, found, log)
-    loader = _loader(config, strategy, feed, state)
+    loader = _loader(config, strategy, feed, state, stopping)
     bits = choice.bits | choose_attention(config, device=device, found=found, rank=rank, world=world, log=log)
-    made = {"run": job.run, "bits": bits, "data": manifest.fingerprint, "order": feed.plan.order.to_json()}
+    made = {"run": job.run, "bits": bits, "data": manifest.fingerprint}
     return Training(
         config=config,
         strategy=strategy,
@@ -179,7 +179,7 @@ def build_training(
     )
 
 
-def _loader(config: Config, strategy: Strategy, feed: Feed, state: TrainState) -> Loader:
+def _loader(config: Config, strategy: Strategy, feed: Feed, state: TrainState, stopping: Callable[[], bool]) -> Loader:
     """What reads this worker's micro-batches from a position on."""
     return Loader(
         plan=feed.plan,
@@ -192,6 +192,7 @@ def _loader(config: Config, strategy: Strategy, feed: Feed, state: TrainState) -
         fed=strategy.leads,
         left_out=frozenset((each.step, each.slot) for each in state.left_out),
         prefetch=config.data.prefetch,
+        stopping=stopping,
         device=strategy.device,
     )
 

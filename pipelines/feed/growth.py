@@ -1,0 +1,164 @@
+"""The order of samples while more are still being prepared: epoch 0 goes through generations, one after another.
+
+What a generation holds is fixed once it stands (`prepare.generations`), so the samples at any position follow from the
+generations up to it, on every rank, after every restart: those of a generation are permuted among themselves, and once all
+are there, later epochs are permuted as a whole.
+
+    order = GrowingOrder(GrownOrder(build_order(config, 1)), Growth(folder, stream, count), said=print)
+    order.ready(10_000)                                   # False: whoever wants these positions has to wait
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+
+from raystride.pipelines.feed.order import Order
+from raystride.pipelines.feed.stream import TokenStream
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.generations import failure, generations, read_generation
+from raystride.pipelines.sources.faults import DataError
+
+PATIENCE_S = 5.0
+"""Seconds of waiting for another generation after which it is said."""
+
+
+@dataclass(frozen=True)
+class GrownOrder:
+    """The order of the generations that are known."""
+
+    order: Order
+    """That of all their samples, for epochs after the first."""
+    ends: tuple[int, ...] = ()
+    """Samples in each generation and those before it."""
+    complete: bool = False
+    """Whether no other follows."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of all generations that are known."""
+        return self.order.samples
+
+    def grown(self, end: int) -> Self:
+        """The order with another generation, up to so many samples; itself where these are known."""
+        if self.ends and end <= self.ends[-1]:
+            return self
+        return replace(self, order=replace(self.order, samples=max(1, end)), ends=(*self.ends, end))
+
+    def at(self, positions: np.ndarray) -> np.ndarray:
+        """Sample numbers (int64) at positions (int64, any shape). Raises IndexError beyond what is known."""
+        later = positions >= (self.ends[-1] if self.ends else 0)
+        if later.any() and not self.complete:
+            raise IndexError(f"position {int(positions.max())} is beyond the {self.samples} samples that are prepared")
+        result = np.empty_like(positions)
+        result[later] = self.order.at(positions[later])
+        numbers = np.searchsorted(np.array(self.ends, np.int64), positions, "right")
+        for number in np.unique(numbers[~later]).tolist():
+            here = ~later & (numbers == number)
+            first = self.ends[number - 1] if number else 0
+            own = replace(self.order, samples=self.ends[number] - first)
+            result[here] = own.in_epoch(positions[here] - first, -1 - number) + first
+        return result
+
+    def epochs(self, positions: np.ndarray) -> np.ndarray:
+        """The epochs of the samples at positions (int64, any shape)."""
+        return positions // self.samples if self.complete else np.zeros_like(positions)
+
+    def to_json(self) -> dict[str, Any]:
+        """What a checkpoint's manifest says of it."""
+        return {"generations": list(self.ends), "complete": self.complete, "order": self.order.to_json()}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        """The order from what `to_json` gave. Raises KeyError, TypeError for something else."""
+        return cls(Order(**content["order"]), tuple(content["generations"]), content["complete"])
+
+
+@dataclass
+class Growth:
+    """What a run reads of a preparation that goes on."""
+
+    folder: Folder
+    stream: TokenStream
+    """Has the first generation already, or all shards of a preparation that is whole."""
+    count: Callable[[], int]
+    """Tells the samples in the stream as it is now."""
+    generations: int = 1
+    """Generations that the stream has."""
+    whole: bool = False
+    """Whether nothing follows."""
+
+    def look(self) -> Iterator[int]:
+        """Takes in what is new; the samples after each generation."""
+        while not self.whole and (manifest := read_generation(self.folder, self.generations)):
+            self.stream.extend(manifest.splits["train"])
+            self.generations += 1
+            yield self.count()
+        self.whole = self.whole or generations(self.folder) == self.generations
+
+
+class GrowingOrder:
+    """The order of a run that trains while its data is being prepared; it finds new generations where they are wanted."""
+
+    def __init__(self, known: GrownOrder, growth: Growth, said: Callable[[str], None] = lambda _: None) -> None:
+        """`known` are the generations of a run that goes on, which hold whatever those of the preparation are now."""
+        self._growth, self._said = growth, said
+        self._there = growth.count()
+        self.known = known.grown(self._there)
+        self._since: float | None = None
+
+    def ready(self, end: int) -> bool:
+        """Whether all positions before `end` can be read, after a look at what is new.
+
+        Raises DataError where the preparation went wrong.
+        """
+        if not self._has(end):
+            for there in self._growth.look():
+                self._there, self.known = there, self.known.grown(there)
+            if self._growth.whole:
+                self.known = replace(self.known, complete=True)
+        if self._has(end):
+            self._since = None
+            return True
+        if error := failure(self._growth.folder):
+            raise DataError(f"the preparation beside this training went wrong: {error}")
+        self._say()
+        return False
+
+    def at(self, positions: np.ndarray) -> np.ndarray:
+        """Sample numbers (int64) at positions (int64, any shape). Raises IndexError for those that are not `ready`."""
+        return self.known.at(positions)
+
+    def epochs(self, positions: np.ndarray) -> np.ndarray:
+        """The epochs of the samples at positions (int64, any shape)."""
+        return self.known.epochs(positions)
+
+    def length(self, epochs: float) -> float:
+        """Positions that there are: nobody knows yet."""
+        return float("inf")
+
+    def progress(self, position: int) -> dict[str, float]:
+        """Epochs before a position, of the samples that are known, and how many these are."""
+        return {"epoch": position / self.known.samples, "prepared_samples": float(self.known.samples)}
+
+    def names(self, samples: np.ndarray) -> list[str]:
+        """What people call samples of these numbers (int64, a vector): these."""
+        return self.known.order.names(samples)
+
+    def to_json(self) -> dict[str, Any]:
+        """What a checkpoint's manifest says of it."""
+        return self.known.to_json()
+
+    def _has(self, end: int) -> bool:
+        return self.known.complete or end <= min(self._there, self.known.samples)
+
+    def _say(self) -> None:
+        """Says that training waits, once each time."""
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+        elif 0 < now - self._since > PATIENCE_S:
+            self._since = float("inf")  # until it goes on
+            self._said(f"training waits for its data: {self._there:,} samples are prepared, and all of them were fed")

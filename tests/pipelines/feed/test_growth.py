@@ -1,0 +1,172 @@
+"""Training on what is prepared so far: every sample once an epoch, at the same position whenever it is looked at."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from threading import Semaphore, Thread
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raystride.pipelines.config import Config, Data
+from raystride.pipelines.feed.growth import GrownOrder
+from raystride.pipelines.feed.loader import Loader
+from raystride.pipelines.feed.opening import open_feed, open_manifest
+from raystride.pipelines.feed.order import Order
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare import one_source
+from raystride.pipelines.prepare.generations import generations, read_generation, tell_failure
+from raystride.pipelines.prepare.one_source import prepare_source
+from raystride.pipelines.prepare.stages import write_part
+from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.tasks import build_task
+from tests.tiny import tiny
+
+FILES, LIMIT_S = 9, 60.0
+
+
+@given(st.lists(st.integers(0, 70), min_size=1, max_size=6).filter(lambda sizes: sizes[0] > 0), st.integers(0, 9))
+@settings(max_examples=40, deadline=None)
+def test_each_sample_comes_once_an_epoch_and_what_is_known_stays(sizes: list[int], seed: int) -> None:
+    ends = np.cumsum(sizes).tolist()
+    known = GrownOrder(Order(1, seed))
+    for end in ends:
+        before, known = known, known.grown(end)
+        if before.ends:
+            there = np.arange(before.samples)
+            np.testing.assert_array_equal(known.at(there), before.at(there))
+        assert sorted(known.at(np.arange(end)).tolist()) == list(range(end))
+        with pytest.raises(IndexError, match="beyond"):
+            known.at(np.array([end]))
+    whole = replace(known, complete=True)
+    positions = np.arange(3 * ends[-1])
+    assert sorted(whole.at(positions).tolist()) == sorted(list(range(ends[-1])) * 3)
+    np.testing.assert_array_equal(whole.epochs(positions), positions // ends[-1])
+    assert GrownOrder.from_json(whole.to_json()) == whole
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """A source of several parts, of which a generation is one."""
+    (tmp_path / "data").mkdir()
+    for number in range(FILES):
+        text = "".join(f"file {number} has line {line}\n" for line in range(12_000))
+        (tmp_path / f"data/{number}.txt").write_text(text)
+    data = Data(source=str(tmp_path / "data"), kind="text", validation="tail", validation_fraction=0.1, shard_mib=0.25)
+    return tiny(Path("unused"), data=replace(data, start_after_mib=0.2))
+
+
+class Beside:
+    """A preparation in a thread, of which a part is written each time that it is told to."""
+
+    def __init__(self, config: Config, storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.permits, self.config = Semaphore(0), config
+
+        def gated(job: object, tables: object) -> object:
+            assert self.permits.acquire(timeout=LIMIT_S)
+            return write_part(job, tables)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(one_source, "write_part", gated)
+        self.storage = Folder.at(str(storage))
+        self.thread = Thread(target=self._prepare, daemon=True)
+        self.thread.start()
+
+    def _prepare(self) -> None:
+        prepare_source(self.config, self.storage, build_task(self.config), on_ray=False, echo=lambda _: None)
+
+    @property
+    def folder(self) -> Folder:
+        """The prepared folder."""
+        return self.storage / ".prepared" / next(iter((self.storage / ".prepared").names()))
+
+    def generation(self, number: int) -> None:
+        """Has parts written until this generation is there."""
+        deadline, let = time.monotonic() + LIMIT_S, 0.0
+        while not (self.storage / ".prepared").names() or read_generation(self.folder, number) is None:
+            if time.monotonic() - let > 1.0:
+                self.permits.release()
+                let = time.monotonic()
+            assert let < deadline, f"no generation {number}"
+            time.sleep(0.05)
+
+    def finish(self) -> None:
+        """Has all parts written."""
+        self.permits.release(1000)
+        self.thread.join(LIMIT_S)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def beside(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Beside]:
+    preparation = Beside(config, tmp_path / "runs", monkeypatch)
+    yield preparation
+    preparation.finish()
+
+
+def _loader(beside: Beside, **changes: object) -> Loader:
+    task = build_task(beside.config, open_manifest(beside.config, beside.folder).facts)
+    feed = open_feed(beside.config, task, beside.folder, **changes)  # type: ignore[arg-type]
+    return Loader(feed.plan, feed.train)
+
+
+def test_a_loader_waits_for_what_is_not_prepared_and_goes_on(beside: Beside) -> None:
+    beside.generation(0)
+    loader = _loader(beside)
+    assert not loader.plan.order.ready(10**7), "more is to come"
+    last = loader.plan.order.to_json()["generations"][-1] // loader.plan.batch
+    seen = [loader.read_step(number) for number in (0, 1, last - 1)]
+    steps = loader.steps(last - 2, 10**9)
+    seen += [next(steps) for _ in range(2)]
+    beside.finish()
+    seen += [next(steps) for _ in range(3)]
+    total = generations(beside.folder)
+    assert total is not None
+    assert total > 2
+    steps.close()
+    # Who comes later, and knows all of it, reads the same at each position.
+    again = _loader(beside)
+    while not again.plan.order.ready(10**7):
+        pass
+    for step in seen:
+        other = again.read_step(step.number)
+        assert other.digest == step.digest
+        assert torch.equal(other.micro_batches[0].targets, step.micro_batches[0].targets)
+
+
+def test_a_run_that_goes_on_keeps_its_order_when_the_data_was_prepared_anew(beside: Beside) -> None:
+    beside.generation(0)
+    beside.generation(1)
+    loader = _loader(beside)
+    loader.plan.order.ready(10**7)
+    past = loader.plan.order.to_json()
+    beside.finish()
+    positions = np.arange(past["generations"][-1], dtype=np.int64)
+    meant = loader.plan.order.at(positions)
+    beside.folder.remove("generations")
+    resumed = _loader(beside, past=past, position=40, step=5)
+    assert resumed.plan.order.ready(10**7)
+    np.testing.assert_array_equal(resumed.plan.order.at(positions), meant)
+    total = resumed.plan.order.to_json()["generations"][-1]
+    assert sorted(resumed.plan.order.at(np.arange(total, dtype=np.int64)).tolist()) == list(range(total))
+
+
+def test_a_preparation_that_fails_is_told_to_those_who_wait(beside: Beside) -> None:
+    beside.generation(0)
+    loader = _loader(beside)
+    tell_failure(beside.folder, "x.txt: is not UTF-8")
+    with pytest.raises(DataError, match=r"beside this training went wrong: x\.txt: is not UTF-8"):
+        for _ in loader.steps(0, 10**9):
+            pass
+
+
+def test_who_waits_heeds_a_request_to_stop(beside: Beside) -> None:
+    beside.generation(0)
+    loader = _loader(beside)
+    loader.stopping = lambda: True
+    for _ in loader.steps(0, 10**9):
+        pass
+    assert loader.stopped

@@ -1,0 +1,159 @@
+"""Trainings beside a preparation that goes on: stopped, killed and started again, to the bits of an undisturbed one."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from raystride.pipelines.files import Folder
+from raystride.pipelines.record.audit import audit
+
+LIMIT_S = 120.0
+FLAGS = shlex.split(
+    """
+    --launch inline --data.kind text --data.validation tail --data.validation_fraction 0.05 --data.shard_mib 0.25
+    --data.start_after_mib 0.25 --tokenizer.kind bytes --model.layers 1 --model.heads 2 --model.width 8 --model.context 128
+    --train.slots 4 --train.slot_size 32 --train.steps 45 --train.log_every 10 --train.exact true --checkpoint.every 10
+    --validation.every 0 --optimizer.schedule constant --record.mlflow false --sample.tokens 0
+    """
+)
+
+
+GATED = """
+import os, time
+from raystride.pipelines.tasks.language_model import LanguageModel
+from raystride import register_task
+
+@register_task("gated")
+class Gated(LanguageModel):
+    def encode(self, document):
+        while document[0][:6] > "part 1" and not os.path.exists(os.environ["GATE"]):
+            time.sleep(0.05)
+        return super().encode(document)
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text of six parts, of which all but two are not read before the gate is open."""
+    folder = tmp_path_factory.mktemp("preparing")
+    for number in range(6):
+        (folder / f"{number:02d}.txt").write_text("".join(f"part {number} line {line}\n" for line in range(14_000)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plug-in: a language model's task that encodes all but two of the texts when the file GATE is there."""
+    file = tmp_path_factory.mktemp("plugin") / "gated.py"
+    file.write_text(GATED)
+    return file
+
+
+class Training:
+    """A training, or a preparation, beside which others may run."""
+
+    def __init__(self, source: Path, gated: Path, storage: Path, job: str = "train") -> None:
+        self.storage, self.gate = storage, storage / "gate"
+        where = ["--data.source", str(source), "--storage", str(storage), "--run", "mine", "--plugins", f'["{gated}"]']
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "raystride", job, *where, *FLAGS, "--task", "gated"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"GATE": str(self.gate)},
+        )
+
+    def begun(self) -> psutil.Process:
+        """The process that prepares, once a checkpoint was made of what is ready."""
+        _until(lambda: list(self.storage.glob("mine/checkpoints/step-*/MANIFEST.json")), "no checkpoint")
+        of_driver = psutil.Process(self.process.pid).children()
+        return next(each for each in of_driver if "spawn_main" in " ".join(each.cmdline()))
+
+    def end(self) -> tuple[int, str]:
+        """The exit code, and what was printed."""
+        output, _ = self.process.communicate(timeout=LIMIT_S)
+        return self.process.returncode, output
+
+    def same(self, undisturbed: dict[str, Any]) -> bool:
+        """Whether the bits are those of the other training, and each sample was fed once."""
+        summary = json.loads((self.storage / "mine" / "summary.json").read_text())
+        assert audit(Folder.at(str(self.storage)) / "mine" / "checkpoints").samples == undisturbed["samples_seen"]
+        return bool(summary["parameters_sha256"] == undisturbed["parameters_sha256"])
+
+
+def _until(true: Any, what: str) -> Any:
+    deadline = time.monotonic() + LIMIT_S
+    while not (found := true()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(source: Path, gated: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The summary of a training that nothing disturbs."""
+    storage = tmp_path_factory.mktemp("undisturbed")
+    (storage / "gate").touch()
+    code, output = Training(source, gated, storage).end()
+    assert code == 0, output
+    assert "tokens are prepared to begin with, the rest follows" in output
+    return dict(json.loads((storage / "mine" / "summary.json").read_text()))
+
+
+def test_a_training_that_is_faster_waits_and_says_so(
+    source: Path, gated: Path, tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
+    training = Training(source, gated, tmp_path)
+    training.begun()
+    said = b"training waits for its data"
+    _until(lambda: any(said in file.read_bytes() for file in (tmp_path / "mine").rglob("*.jsonl")), "no word")
+    training.gate.touch()
+    code, output = training.end()
+    assert code == 0, output
+    assert said.decode() in output
+    assert training.same(undisturbed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", ["preparation", "training"])
+def test_what_is_killed_goes_on_to_the_same_bits(
+    source: Path, gated: Path, tmp_path: Path, undisturbed: dict[str, Any], victim: str
+) -> None:
+    training = Training(source, gated, tmp_path)
+    preparing = training.begun()
+    (preparing if victim == "preparation" else training.process).kill()
+    code, output = training.end()
+    assert code != 0
+    if victim == "preparation":
+        assert "its process ended with code -9: start this run again" in output
+    psutil.wait_procs([preparing], LIMIT_S)
+    assert not preparing.is_running(), "it ends with its driver"
+    training.gate.touch()
+    again = Training(source, gated, tmp_path)
+    code, output = again.end()
+    assert code == 0, output
+    assert again.same(undisturbed)
+
+
+@pytest.mark.long
+def test_a_preparation_and_a_training_run_at_once(
+    source: Path, gated: Path, tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
+    alone = Training(source, gated, tmp_path, "prepare")
+    _until(lambda: list(tmp_path.glob(".prepared/*/generations/000000/manifest.json")), "no generation")
+    training = Training(source, gated, tmp_path)
+    training.begun()
+    alone.gate.touch()
+    for each in (alone, training):
+        code, output = each.end()
+        assert code == 0, output
+    assert "another process prepares" in output
+    assert training.same(undisturbed)
