@@ -69,7 +69,13 @@ def refuse_with_task(task: str, model: Model, objective: Objective, train: Train
 def refuse_early_start(data: Data, train: Train) -> None:
     """Raises SettingError for what cannot be known of data that is still being prepared."""
     if not data.start_after_mib:
+        if data.follow:
+            raise data.error("follow", "needs data.start_after_mib, MiB of text with which training begins")
         return
+    if data.follow and data.validation == "tail":
+        raise data.error(
+            "follow", "must be false with data.validation `tail`: what grows has no end; use `hash` or `source`"
+        )
     if data.sources:
         raise data.error("start_after_mib", "must be 0 with data.sources, whose sizes are asked for first")
     if train.slot_tokens:

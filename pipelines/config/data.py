@@ -85,6 +85,8 @@ class Data(Section):
     start_after_mib: float = setting(0.0, at_least=0, since="0.3")
     """MiB of text that are prepared before training begins, while the rest follows; 0: all. What is prepared by then is gone
     through first, then what came next, in steps of so many MiB; each sample once an epoch, as always."""
+    follow: bool = setting(False, fixed=True, since="0.3")
+    """Whether training goes on with files that are added to the source, for ever; needs `start_after_mib`."""
     prefetch: int = setting(4, at_least=1, at_most=1024)
     """Steps that the loader keeps ready ahead of the loop."""
     cache_gib: float = setting(32.0, above=0)

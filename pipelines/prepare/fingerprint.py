@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from raystride.pipelines.config import Config, Tokenizer
+from raystride.pipelines.credentials import stripped
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.source import Source, open_source
 from raystride.pipelines.tasks.task import Task
@@ -93,7 +94,7 @@ def fingerprint_of(config: Config, task: Task, source: Source, validation: Sourc
     content: dict[str, Any] = {
         "format": FORMAT,
         "task": config.task,
-        "source": source.identity,
+        "source": {"kind": source.kind, "followed": stripped(data.source)} if data.follow else source.identity,
         "validation": data.validation,
         "on_error": data.on_error,
         "shard_mib": data.shard_mib,

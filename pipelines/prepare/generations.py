@@ -4,7 +4,8 @@ A generation is the next parts that are whole, in their order: a manifest of the
 one has something of both splits, and `end.json` says that no other follows. A reader that knows a generation never has to
 look at it again.
 
-    with publishing(job.folder, parts, least_bytes=64 << 20, describe=describe, echo=print):
+    publisher = Publisher(job.folder, least_bytes=64 << 20, describe=describe, enough=enough)
+    with publisher.publishing(parts):
         run_parts(job, parts)
     first = read_generation(folder, 0)                        # None: it is not there yet
 """
@@ -12,6 +13,7 @@ look at it again.
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from raystride.pipelines.files import Folder
@@ -68,79 +70,74 @@ def in_order(parts: Sequence[Part]) -> list[Part]:
     return sorted(parts, key=lambda part: part.split != "validation")
 
 
-@contextmanager
-def publishing(
-    folder: Folder, parts: Sequence[Part], least_bytes: float, describe: Describe, enough: Callable[[Manifest], bool]
-) -> Iterator[None]:
-    """Publishes generations of at least so many bytes of text while the block prepares the parts.
+class Publisher:
+    """Follows the records of parts and writes generations of at least so many bytes of text; the first is `enough`.
 
-    Goes on with those of an interrupted preparation. The first one comes when it is `enough`. Where the block raises
-    DataError, all who wait are told.
+    It goes on with those of an interrupted preparation.
     """
-    publisher = _Publisher(folder, in_order(parts), least_bytes, describe, enough)
-    ended = threading.Event()
-    thread = threading.Thread(target=publisher.run, args=(ended,), name="generations", daemon=True)
-    forget_failure(folder)
-    thread.start()
-    try:
-        yield
-    except DataError as error:
-        tell_failure(folder, str(error))
-        raise
-    finally:
-        ended.set()
-        thread.join()
-    publisher.publish(last=True)
 
-
-class _Publisher:
-    """Follows the records of parts and writes generations."""
-
-    def __init__(
-        self,
-        folder: Folder,
-        parts: Sequence[Part],
-        least_bytes: float,
-        describe: Describe,
-        enough: Callable[[Manifest], bool],
-    ) -> None:
-        self._folder, self._parts, self._least = folder, parts, least_bytes
-        self._describe, self._enough = describe, enough
-        self._published, self._number = self._found()
+    def __init__(self, folder: Folder, least_bytes: float, describe: Describe, enough: Callable[[Manifest], bool]) -> None:
+        self._folder, self._least, self._describe, self._enough = folder, least_bytes, describe, enough
+        self._parts: list[Part] = []
         self._records: list[Mapping[str, Any]] = []
         """Of the parts after those that are published."""
+        self.published, self._number = self._found()
+        """Parts that are in generations."""
 
-    def run(self, ended: threading.Event) -> None:
-        """Publishes until the event is set."""
-        while not ended.wait(LOOK_S):
-            self.publish()
+    @contextmanager
+    def publishing(self, parts: Sequence[Part]) -> Iterator[None]:
+        """Publishes these parts, which come after those before, while the block prepares them, and at its end the rest.
 
-    def publish(self, *, last: bool = False) -> None:
-        """Publishes what is whole where it is as much as it has to be; with `last` all that is left, and that it is all.
-
-        Where a generation ends depends on the parts alone, not on when one looks.
+        Where the block raises DataError, all who wait are told.
         """
-        while self._published + len(self._records) < len(self._parts):
-            part = self._parts[self._published + len(self._records)]
+        self._parts += in_order(parts)
+        forget_failure(self._folder)
+        ended = threading.Event()
+        thread = threading.Thread(target=self._run, args=(ended,), name="generations", daemon=True)
+        thread.start()
+        try:
+            yield
+        except DataError as error:
+            tell_failure(self._folder, str(error))
+            raise
+        finally:
+            ended.set()
+            thread.join()
+        self._publish()
+        self._write()
+
+    def skip(self, parts: int) -> None:
+        """Passes over parts that are published."""
+        self._parts += [Part(0, (), None)] * parts
+
+    def end(self) -> None:
+        """Says that no other generation follows."""
+        (self._folder / PLACE).put_json(END, {"generations": self._number})
+
+    def _run(self, ended: threading.Event) -> None:
+        while not ended.wait(LOOK_S):
+            self._publish()
+
+    def _publish(self) -> None:
+        """Publishes what is whole where it is as much as it has to be: which parts that are is no matter of time."""
+        while self.published + len(self._records) < len(self._parts):
+            part = self._parts[self.published + len(self._records)]
             try:
                 self._records.append((self._folder / "parts").read_json(f"{part.number:05d}.json"))
             except FileNotFoundError:
                 return
-            parts = self._parts[self._published : self._published + len(self._records)]
-            if sum(each.bytes for each in parts) >= self._least:
-                self._write(last=False)
-        if last:
-            self._write(last=True)
-            (self._folder / PLACE).put_json(END, {"generations": self._number})
+            parts = self._parts[self.published : self.published + len(self._records)]
+            if sum(each.bytes for each in parts) >= self._least and (self._number or self._enough(self._manifest())):
+                self._write()
 
-    def _write(self, *, last: bool) -> None:
-        if not self._records:
-            return
+    def _manifest(self) -> Manifest:
         manifest = self._describe(self._records)
-        if not self._number and not last and not self._enough(manifest):
-            return
-        manifest.save(self._folder / PLACE / f"{self._number:06d}")
-        self._published, self._number, self._records = self._published + len(self._records), self._number + 1, []
+        return replace(manifest, source=manifest.source | {"parts": len(self._records)})
+
+    def _write(self) -> None:
+        if self._records:
+            self._manifest().save(self._folder / PLACE / f"{self._number:06d}")
+            self.published, self._number, self._records = self.published + len(self._records), self._number + 1, []
 
     def _found(self) -> tuple[int, int]:
         """How many parts are in generations of an interrupted preparation, and how many generations there are."""

@@ -8,7 +8,8 @@ A finished preparation is reused at once; an interrupted one goes on at its next
 """
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from raystride.pipelines.config import Config
 from raystride.pipelines.credentials import masked
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.fingerprint import Identity, fingerprint_of, open_sources
-from raystride.pipelines.prepare.generations import Describe, Records, in_order, publishing
+from raystride.pipelines.prepare.generations import Describe, Publisher, Records, in_order
 from raystride.pipelines.prepare.learning import FACTS, Echo, Learned, Studied, learn_facts, make_tokenizers
 from raystride.pipelines.prepare.manifest import FILE, Manifest, Shard, Shards
 from raystride.pipelines.prepare.parts import divide
@@ -70,20 +71,13 @@ def prepare_source(
         _say_if_full(echo)
     started = time.time()
     parts = divide(source, validation, config.data)
-    readers = {"train": source.reader, "validation": (validation or source).reader}
-    job = Preparation(folder, readers, task, config.data.validation_fraction, config.data.on_error == "skip")
-    studied = [Studied(job, parts, config.data.validation == "tail")]
-    if learned:
-        learned.copy_tokenizers(folder, task)
-    else:
-        make_tokenizers(config, studied, folder, task, on_ray, echo)
-    encoders = Tokenizers(folder, task.tokenizers)
-    job = replace(job, task=task.knowing({}, encoders))
-    facts = learned.facts(job.task) if learned else learn_facts([replace(studied[0], job=job)], folder, on_ray, echo)
-    job = replace(job, task=task.knowing(facts, encoders))
-    describe = partial(_manifest, config, digest, source, job.task)
-    with _shared(config, job, parts, describe):
-        records = _run(job, parts, on_ray, echo)
+    job = job_of(config, folder, Divided(source, validation, parts), task, learned, on_ray, echo)
+    describe = partial(manifest_of, config, digest, source, job.task)
+    publisher = publisher_of(config, job, describe) if config.data.start_after_mib else None
+    with publisher.publishing(parts) if publisher else nullcontext():
+        records = run(job, parts, on_ray, echo)
+    if publisher:
+        publisher.end()
     manifest = describe(records)
     _check(config, manifest)
     manifest.save(folder)
@@ -93,6 +87,33 @@ def prepare_source(
     folder.remove_temporary(before=started)
     _report(manifest, task, records, folder, time.time() - started, echo)
     return Prepared(folder, manifest, reused=False)
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A source, the one that validates, where there is one, and their parts."""
+
+    source: Source
+    validation: Source | None
+    parts: tuple[Part, ...]
+
+
+def job_of(
+    config: Config, folder: Folder, divided: Divided, task: Task, learned: Learned | None, on_ray: bool, echo: Echo
+) -> Preparation:
+    """What all parts have in common, once tokenizers are made and facts are learned. Raises DataError, SettingError."""
+    source, data = divided.source, config.data
+    readers = {"train": source.reader, "validation": (divided.validation or source).reader}
+    job = Preparation(folder, readers, task, data.validation_fraction, data.on_error == "skip")
+    studied = Studied(job, divided.parts, data.validation == "tail")
+    if learned:
+        learned.copy_tokenizers(folder, task)
+    else:
+        make_tokenizers(config, [studied], folder, task, on_ray, echo)
+    encoders = Tokenizers(folder, task.tokenizers)
+    job = replace(job, task=task.knowing({}, encoders))
+    facts = learned.facts(job.task) if learned else learn_facts([replace(studied, job=job)], folder, on_ray, echo)
+    return replace(job, task=task.knowing(facts, encoders))
 
 
 def look_at(config: Config, source: Source, validation: Source | None) -> None:
@@ -122,23 +143,17 @@ def finished(folder: Folder) -> Manifest | None:
     return manifest if all(sizes.get(shard.file) == shard.bytes for shard in shards) else None
 
 
-def _shared(config: Config, job: Preparation, parts: tuple[Part, ...], describe: Describe) -> AbstractContextManager[None]:
-    """What publishes generations while parts are prepared, where that is asked for."""
-    if not config.data.start_after_mib:
-        return nullcontext()
+def publisher_of(config: Config, job: Preparation, describe: Describe) -> Publisher:
+    """What has others train on what is ready."""
 
     def enough(manifest: Manifest) -> bool:
         least = job.task.window.length if job.task.window else 1
         return all(manifest.tokens(split) >= least for split in SPLITS)
 
-    def of_parts(records: Records) -> Manifest:
-        manifest = describe(records)
-        return replace(manifest, source=manifest.source | {"parts": len(records)})
-
-    return publishing(job.folder, parts, config.data.start_after_mib * 2**20, of_parts, enough)
+    return Publisher(job.folder, config.data.start_after_mib * 2**20, describe, enough)
 
 
-def _run(job: Preparation, parts: tuple[Part, ...], on_ray: bool, echo: Echo) -> list[dict[str, Any]]:
+def run(job: Preparation, parts: Sequence[Part], on_ray: bool, echo: Echo) -> list[dict[str, Any]]:
     """The records of all parts, in order: those of an interrupted preparation, and those made now."""
     done = _done(job.folder)
     left = [part for part in in_order(parts) if part.number not in done]
@@ -170,7 +185,7 @@ def _done(folder: Folder) -> dict[int, dict[str, Any]]:
     return records
 
 
-def _manifest(config: Config, digest: str, source: Source, task: Task, records: Records) -> Manifest:
+def manifest_of(config: Config, digest: str, source: Source, task: Task, records: Records) -> Manifest:
     skipped = [fault for record in records for fault in record["faults"]]
     unnamed = sum(record["skipped"] for record in records) - len(skipped)
     if unnamed:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from raystride.pipelines.config import Config
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.fingerprint import Identity, identity, learning_sources, open_sources
+from raystride.pipelines.prepare.following import follow_source
 from raystride.pipelines.prepare.learning import Echo, Learned, Studied, learn
 from raystride.pipelines.prepare.manifest import Manifest, Shards
 from raystride.pipelines.prepare.one_source import Prepared, finished, look_at, prepare_source
@@ -26,9 +27,12 @@ def prepare(
 ) -> Prepared:
     """Prepares `config.data` under `storage`, or finds it prepared. With `on_ray`, ray.init was called before.
 
+    With `data.follow` it never returns.
     `learned`: what a resumed run has learned from the sources that its mixture had (`Identity.learned`). Raises DataError
     where the data cannot be used and SettingError where the tokenizer's settings cannot.
     """
+    if config.data.follow:
+        follow_source(config, storage, task, on_ray=on_ray, echo=echo)
     if not config.data.sources:
         return prepare_source(config, storage, task, on_ray=on_ray, echo=echo)
     known = identity(config, task, learned)

@@ -1,0 +1,114 @@
+"""A source that grows: files that are added to its folder are prepared as they come, for trainings that follow it.
+
+The files that are there at a look and have not changed since the look before are a batch. It is written down before it is
+prepared, so that an interrupted preparation cuts the same parts from the same files; what is published is not read again,
+and may go. What is added to a file once its batch has begun is not read.
+
+    follow_source(config, storage, task, on_ray=False, echo=print)     # until the process ends
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn
+
+from raystride.pipelines.config import Config
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.fingerprint import fingerprint_of, open_sources
+from raystride.pipelines.prepare.learning import Echo
+from raystride.pipelines.prepare.one_source import Divided, job_of, look_at, manifest_of, publisher_of, run
+from raystride.pipelines.prepare.parts import divide
+from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.sources.pieces import File, Part
+from raystride.pipelines.tasks.task import Task
+
+FILE = "followed.json"
+LOOK_S = 2.0
+"""Between two looks at the source."""
+
+
+def follow_source(config: Config, storage: Folder, task: Task, *, on_ray: bool, echo: Echo) -> NoReturn:
+    """Prepares what is in the source, and what is added to it, for ever. Raises DataError, SettingError."""
+    source, validation = open_sources(config, task)
+    look_at(config, source, validation)
+    digest = fingerprint_of(config, task, source, validation)
+    followed = Followed(storage / ".prepared" / digest)
+    begun = followed.parts(0) is not None  # then its tokenizers are there, and its files need not be
+    first = source if begun else replace(source, files=followed.next(0, source.files, settle=False))
+    parts = () if begun else divide(first, validation, config.data)
+    job = job_of(config, followed.folder, Divided(first, validation, parts), task, None, on_ray, echo)
+    publisher = publisher_of(config, job, partial(manifest_of, config, digest, source, job.task))
+    number, before = 0, 0
+    while True:
+        known = followed.parts(number)
+        if known is not None and publisher.published >= before + known:
+            publisher.skip(known)
+        elif files := followed.next(number, source.files):
+            own = replace(source, files=files)
+            parts = (
+                _later(divide(own, None, config.data), config, before) if number else divide(own, validation, config.data)
+            )
+            followed.cut(number, len(parts))
+            with publisher.publishing(parts):
+                run(job, parts, on_ray, echo)
+            known = len(parts)
+            echo(f"data: {len(files)} files of {config.data.source} are prepared, {before + known} parts in all")
+        else:
+            time.sleep(LOOK_S)
+            source, _ = open_sources(config, task)
+            continue
+        number, before = number + 1, before + known
+
+
+def _later(parts: Sequence[Part], config: Config, before: int) -> tuple[Part, ...]:
+    """The parts of a later batch; with a source of its own that validates, none of them does."""
+    split = "train" if config.data.validation == "source" else None
+    return tuple(replace(part, number=part.number + before, split=split) for part in parts)
+
+
+class Followed:
+    """Which files came with which batch, as the prepared folder remembers it."""
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder = folder
+        try:
+            self._batches: list[dict[str, Any]] = folder.read_json(FILE)["batches"]
+        except FileNotFoundError:
+            self._batches = []
+        self._seen: dict[str, File] = {}
+
+    def parts(self, number: int) -> int | None:
+        """Into how many parts a batch was cut; None where it was not."""
+        return self._batches[number]["parts"] if number < len(self._batches) else None
+
+    def next(self, number: int, files: Sequence[File], *, settle: bool = True) -> tuple[File, ...]:
+        """The files of a batch, of an interrupted preparation or of what has come and has settled; maybe none.
+
+        Raises DataError where one of them is not to be had any more.
+        """
+        if number == len(self._batches):
+            known = {uri for batch in self._batches for uri, _ in batch["files"]}
+            new = [file for file in files if file.uri not in known]
+            settled = [file for file in new if self._seen.get(file.uri) == file or not settle]
+            self._seen = {file.uri: file for file in new}
+            if not settled:
+                return ()
+            self._batches.append({"files": [[file.uri, file.size] for file in settled], "parts": None})
+            self._save()
+        there = {file.uri: file for file in files}
+        for uri, size in self._batches[number]["files"]:
+            if uri not in there or there[uri].size < size:
+                raise DataError(f"{uri} has gone or become shorter since it was found: put it back, or prepare anew")
+        return tuple(replace(there[uri], size=size) for uri, size in self._batches[number]["files"])
+
+    def cut(self, number: int, parts: int) -> None:
+        """Remembers into how many parts a batch is cut. Raises DataError where it was cut into others before."""
+        before = self.parts(number)
+        if before not in (None, parts):
+            raise DataError(f"batch {number} of {self.folder} makes {parts} parts now, not {before}: its files have changed")
+        self._batches[number]["parts"] = parts
+        self._save()
+
+    def _save(self) -> None:
+        self.folder.put_json(FILE, {"batches": self._batches})

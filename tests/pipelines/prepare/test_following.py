@@ -1,0 +1,117 @@
+"""A source that grows: what is added comes once, after what was there, also after a kill; and what is published may go."""
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from raystride.pipelines.config import Config, Data, SettingError
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.following import follow_source
+from raystride.pipelines.prepare.generations import read_generation
+from raystride.pipelines.prepare.manifest import Manifest
+from raystride.pipelines.tasks import build_task
+from tests.tiny import tiny
+
+LIMIT_S = 60.0
+CONTEXT = multiprocessing.get_context("spawn")
+
+
+def _follow(config: Config, storage: str) -> None:
+    follow_source(config, Folder.at(storage), build_task(config), on_ray=False, echo=lambda _: None)
+
+
+class Following:
+    """A process that follows a source."""
+
+    def __init__(self, source: Path, storage: Path) -> None:
+        data = Data(source=str(source), kind="text", validation_fraction=0.3, start_after_mib=0.0001, follow=True)
+        self.storage, self.source = storage, source
+        self.config = replace(tiny(Path("unused")), data=data)
+        self.process = CONTEXT.Process(target=_follow, args=(self.config, str(storage)), daemon=True)
+        self.process.start()
+
+    def end(self) -> None:
+        """Kills it."""
+        self.process.kill()
+        self.process.join()
+
+    def texts(self) -> list[str]:
+        """The documents that are published, of both splits, in order."""
+        folders = list(self.storage.glob(".prepared/*"))
+        if not folders:
+            return []
+        folder, found, number = Folder.at(str(folders[0])), [], 0
+        while manifest := read_generation(folder, number):
+            found += [text for split in manifest.splits for text in _texts(folder, manifest, split)]
+            number += 1
+        return found
+
+    def wait(self, true: Callable[[list[str]], bool]) -> list[str]:
+        """What is published, once it is as wanted."""
+        deadline = time.monotonic() + LIMIT_S
+        while not true(found := self.texts()):
+            assert time.monotonic() < deadline, found
+            assert self.process.is_alive(), "it ended"
+            time.sleep(0.1)
+        return found
+
+
+def _texts(folder: Folder, manifest: Manifest, split: str) -> Iterator[str]:
+    import pyarrow as pa
+
+    assert folder.local
+    for shard in manifest.splits[split]:
+        with pa.memory_map(str(folder.local / shard.file)) as file:
+            for ids in pa.ipc.open_file(file).get_batch(0)["ids"].to_pylist():
+                yield bytes(each for each in ids if each < 256).decode()
+
+
+@pytest.fixture
+def following(tmp_path: Path) -> Iterator[Following]:
+    (tmp_path / "data").mkdir()
+    for number in range(20):
+        (tmp_path / f"data/b{number:02d}.txt").write_text(f"first {number} " + "x" * 60)
+    process = Following(tmp_path / "data", tmp_path / "runs")
+    yield process
+    process.end()
+
+
+def test_what_is_added_comes_once_and_last_and_what_is_published_may_go(following: Following) -> None:
+    first = following.wait(lambda texts: len(texts) == 20)
+    (following.source / "a.txt").write_text("sorts before " + "y" * 60)
+    then = following.wait(lambda texts: len(texts) == 21)
+    assert then[:20] == first
+    assert then[20].startswith("sorts before")
+    following.end()
+    for file in following.source.glob("b*.txt"):
+        file.unlink()
+    (following.source / "c.txt").write_text("after a kill " + "z" * 60)
+    again = Following(following.source, following.storage)
+    try:
+        last = again.wait(lambda texts: len(texts) == 22)
+    finally:
+        again.end()
+    assert last[:21] == then
+    assert last[21].startswith("after a kill")
+
+
+def test_a_file_that_is_still_written_is_waited_for(following: Following) -> None:
+    following.wait(lambda texts: len(texts) == 20)
+    file = following.source / "growing.txt"
+    for size in range(1, 6):
+        file.write_text("grows " + "w" * 100 * size)
+        time.sleep(0.7)
+    found = following.wait(lambda texts: len(texts) == 21)
+    assert len(found[20]) == 506
+
+
+def test_what_cannot_be_followed_is_refused() -> None:
+    config = tiny(Path("unused"))
+    with pytest.raises(SettingError, match=r"data\.follow is True: it needs data\.start_after_mib"):
+        replace(config, data=Data(follow=True))
+    with pytest.raises(SettingError, match=r"data\.follow is True: it must be false with data\.validation `tail`"):
+        replace(config, data=Data(follow=True, start_after_mib=1, validation="tail"))
