@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from threading import Thread
+from threading import Event, Thread
 
 from raystride.pipelines.cluster.cluster import cluster
 from raystride.pipelines.cluster.internals import on_loopback
@@ -121,10 +121,12 @@ def beside(config: Config, storage: Folder, screen: Screen, carried: Carried) ->
     )
     process.start()
     tell.close()
-    Thread(target=_watch, args=(process, hear, folder, screen.line), name="preparation", daemon=True).start()
+    ended = Event()
+    Thread(target=_watch, args=(process, hear, ended, folder, screen.line), name="preparation", daemon=True).start()
     try:
         yield Begun(folder, process)
     finally:
+        ended.set()
         process.terminate()
         process.join(END_S)
         process.kill()
@@ -167,12 +169,12 @@ def _place(config: Config, storage: Folder) -> Folder:
     return storage / ".prepared" / identity(config, build_task(config)).data
 
 
-def _watch(process: BaseProcess, hear: Connection, folder: Folder, said: Callable[[str], None]) -> None:
-    """Passes on what the process says; where it dies, all who wait for it are told."""
+def _watch(process: BaseProcess, hear: Connection, ended: Event, folder: Folder, said: Callable[[str], None]) -> None:
+    """Passes on what the process says; where it dies before it was `ended`, all who wait for it are told."""
     with suppress(EOFError, OSError):
         while True:
             said(hear.recv())
     process.join()
-    if process.exitcode and finished(folder) is None:
+    if process.exitcode and not ended.is_set() and finished(folder) is None:
         with suppress(OSError):
             tell_failure(folder, f"its process ended with code {process.exitcode}: start this run again")

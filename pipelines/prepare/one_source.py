@@ -8,7 +8,7 @@ A finished preparation is reused at once; an interrupted one goes on at its next
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -155,7 +155,7 @@ def publisher_of(config: Config, job: Preparation, describe: Describe) -> Publis
 
 def run(job: Preparation, parts: Sequence[Part], on_ray: bool, echo: Echo) -> list[dict[str, Any]]:
     """The records of all parts, in order: those of an interrupted preparation, and those made now."""
-    done = _done(job.folder)
+    done = _done(job.folder, {part.number for part in parts})
     left = [part for part in in_order(parts) if part.number not in done]
     if done:
         echo(f"data: going on with a preparation that was interrupted, {len(done)} of {len(parts)} parts are done")
@@ -172,11 +172,13 @@ def run(job: Preparation, parts: Sequence[Part], on_ray: bool, echo: Echo) -> li
     return [records[part.number] for part in parts]
 
 
-def _done(folder: Folder) -> dict[int, dict[str, Any]]:
-    """Records, by part, of parts whose shards are still as they were written."""
+def _done(folder: Folder, wanted: Set[int]) -> dict[int, dict[str, Any]]:
+    """Records, by part, of those wanted whose shards are still as they were written."""
     records = {}
     for name in (folder / "parts").names():
         try:
+            if int(name.removesuffix(".json")) not in wanted:
+                continue
             record = (folder / "parts").read_json(name)
             if all(same_file(folder, shard) for shard in record["shards"].values() if shard):
                 records[record["part"]] = record
