@@ -188,6 +188,7 @@ def _done(folder: Folder, wanted: Set[int]) -> dict[int, dict[str, Any]]:
 
 
 def manifest_of(config: Config, digest: str, source: Source, task: Task, records: Records) -> Manifest:
+    """What parts of a preparation say of themselves together, from their records."""
     skipped = [fault for record in records for fault in record["faults"]]
     unnamed = sum(record["skipped"] for record in records) - len(skipped)
     if unnamed:
