@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from raystride.pipelines.credentials import masked, note
-from raystride.pipelines.retries import Result, retried
+from raystride.pipelines.ranged_file import RangedFile
+from raystride.pipelines.retries import retried
 from raystride.pipelines.stores import Spill, address_below, client, split, whole_object
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class Folder:
         """The bytes [start, stop) of a file (to its end, where `stop` is None), piece by piece. Raises FileNotFoundError,
         and EOFError where the file ends before `stop`.
         """
-        with _Source(self, name) as source:
+        with RangedFile(address_below(self.uri, name)) as source:
             end = source.size() if stop is None else stop
             for at in range(start, end, PIECE):
                 wanted = min(PIECE, end - at)
@@ -298,50 +299,6 @@ class Folder:
         for piece in self.read_pieces(name):
             digest.update(piece)
         return digest.hexdigest()
-
-
-class _Source:
-    """A file of which ranges are read; opened once, and anew after a failure."""
-
-    def __init__(self, folder: Folder, name: str) -> None:
-        self._folder, self._name = folder, name
-        self._stream: Any = None
-
-    def __enter__(self) -> "_Source":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._close()
-
-    def size(self) -> int:
-        def measured(stream: Any) -> int:
-            return int(stream.seek(0, os.SEEK_END))
-
-        return retried(lambda: self._with(measured))
-
-    def read(self, at: int, count: int) -> bytes:
-        def ranged(stream: Any) -> bytes:
-            stream.seek(at)
-            return bytes(stream.read(count))
-
-        return retried(lambda: self._with(ranged))
-
-    def _with(self, work: Callable[[Any], Result]) -> Result:
-        try:
-            if self._stream is None:
-                local = self._folder.local
-                system, path = (None, "") if local else self._folder._remote(self._name)
-                self._stream = (local / self._name).open("rb") if local else system.open_input_file(path)  # type: ignore[union-attr]
-            return work(self._stream)
-        except BaseException:
-            self._close()
-            raise
-
-    def _close(self) -> None:
-        if self._stream is not None:
-            with suppress(Exception):
-                self._stream.close()
-            self._stream = None
 
 
 def _pieces_of(source: Path) -> Iterator[bytes]:

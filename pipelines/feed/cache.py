@@ -1,82 +1,229 @@
-"""A node-local copy of remote shards, bounded in bytes, shared by the workers of a node.
+"""A node's copies of pieces of remote files, bounded in bytes, shared by all processes of the node that read far shards.
 
-The least recently used files go first. A file that a worker has mapped stays readable after it is gone from the folder,
-which therefore lies on a disk of the node's own: on a network drive that holds for the same machine alone.
+A piece is believed by its hash, appears whole or not at all, and is fetched once a node, whoever asks; what has to go is
+what is needed farthest in the future, as the ledger knows it (`feed.ledger`). The folder lies on a disk of the node's own.
 
     cache = NodeCache(Path("/tmp/raystride-cache"), most_bytes=32 << 30)
-    path = cache.fetch(folder, "train/00003.arrow", shard_bytes)
+    piece = RemotePiece(name, folder, "train/00003.arrow", first=65536, size=65536, believed=check)
+    cache.read(name, 100, 2, lambda: piece)                   # bytes 100 and 101 of it, fetched where it is not there
+    cache.fetch_ahead([piece, ...])                           # in the background, several at a time
 """
 
-import hashlib
+import errno
 import os
+import threading
 import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from raystride.pipelines.config import Config
+from raystride.pipelines.feed.ledger import Claim, Ledger
 from raystride.pipelines.files import Folder
-from raystride.pipelines.locks import locked
 from raystride.pipelines.node_folder import node_folder, open_private
+from raystride.pipelines.ranged_file import RangedFile
 
-LOCKS = "locks"
-OTHERS_S = 600.0
-"""Seconds that a worker waits for another one's download of the same file, and then fetches it itself: a put is whole."""
-LEFT_S = 86400.0
-"""Age at which what a killed download has left is removed."""
+AT_ONCE = 8
+"""Pieces that a process fetches ahead at a time: over a link with 50 ms to a store, 1 MiB each make more than 1 Gbit/s."""
+OTHERS_S = 120.0
+"""Seconds that a process waits for another one's fetch of the same piece, and then fetches it itself: it appears whole."""
+LOOK_S = 0.02
+TRIES = 3
+"""Times that a piece is fetched which is not what it has to be."""
+MOST_OPEN = 64
+"""Remote files that are kept open, which saves asking for their size again."""
 
 
 @dataclass(frozen=True)
+class RemotePiece:
+    """Some bytes of a remote file."""
+
+    name: bytes
+    """What it is called in the ledger, 16 bytes: another name for another content."""
+    folder: Folder
+    file: str
+    first: int
+    """The first of its bytes in the file ..."""
+    size: int
+    """... and how many they are."""
+    believed: Callable[[bytes], bool] = lambda content: True
+    """Whether some content is what it has to be. Raises OSError where that cannot be found out."""
+
+
 class NodeCache:
-    """Files fetched to this node, at most `most_bytes` of them, but always those that are asked for now."""
+    """Pieces on this node's disk, at most `most_bytes` of them, but always those that are asked for now."""
 
-    root: Path
-    most_bytes: int
+    def __init__(
+        self, root: Path, most_bytes: int, *, clock: str = "", said: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """`clock` names those whose steps are the same (`Ledger`). `said` is told of pieces that were fetched again."""
+        self.root, self.most_bytes = root, most_bytes
+        self._clock, self._said = clock, said
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, RangedFile] = OrderedDict()
+        self._coming: dict[bytes, Future[None]] = {}
+        self.fetched = 0
+        """Bytes that this process has fetched."""
 
-    def fetch(self, folder: Folder, name: str, size: int) -> Path:
-        """The local path of a file of `size` bytes; downloads it once a node, whichever worker asks first.
+    @cached_property
+    def ledger(self) -> Ledger:
+        """The node's ledger. Raises OSError, sqlite3.Error; SettingError where the cache's place is another user's."""
+        open_private(self.root)
+        return Ledger(self.root, self.most_bytes, self._clock)
 
-        Raises OSError where it cannot be downloaded, SettingError where the cache's place is another user's.
+    def read(self, name: bytes, at: int, count: int, piece: Callable[[], RemotePiece]) -> bytes:
+        """The bytes [at, at + count) of a piece, which is fetched first where it is not there.
+
+        Raises OSError where it cannot be fetched or is not what it has to be.
         """
-        target = self.root / hashlib.sha256(f"{folder / name}".encode()).hexdigest()[:32]
-        if not _is_whole(target, size):
-            open_private(self.root)
-            (self.root / LOCKS).mkdir(exist_ok=True)
-            with locked(self.root / LOCKS / target.name[:2], OTHERS_S):  # who wants another file need not wait for this one
-                if not _is_whole(target, size):
-                    with locked(self.root / LOCKS / "room", OTHERS_S):
-                        self._make_room(size)
-                    folder.download(name, target)
-        # The time of the last use, by which `_make_room` chooses.
-        with suppress(FileNotFoundError):  # another worker needed its room; then the next look finds it gone
-            os.utime(target)
-        return target
+        place = self.ledger.place(name)
+        while True:
+            try:
+                handle = os.open(place, os.O_RDONLY)
+            except FileNotFoundError:
+                self._bring(piece())
+                continue
+            try:
+                return os.pread(handle, count, at)
+            finally:
+                os.close(handle)
 
-    def _make_room(self, size: int) -> None:
-        found = []
-        for path in self.root.iterdir():
-            with suppress(FileNotFoundError):
-                state = path.stat()
-                if ".tmp-" in path.name:
-                    if time.time() - state.st_mtime > LEFT_S:
-                        path.unlink()
-                elif path.is_file():
-                    found.append((state.st_mtime, state.st_size, path))
-        held = sum(bytes_ for _, bytes_, _ in found)
-        for _, bytes_, path in sorted(found):
-            if held + size <= self.most_bytes:
+    def fetch_ahead(self, pieces: Sequence[RemotePiece]) -> int:
+        """Begins to fetch pieces that nobody waits for yet, as many of them as are free to be and have room.
+
+        How many of them, from the first on, are there or on their way; whoever wants the others asks again.
+        """
+        free = AT_ONCE - len(self._under_way())
+        if free <= 0 or not pieces:
+            return 0
+        claims = self.ledger.claim([(piece.name, piece.size) for piece in pieces], most=free)
+        for piece, claim in zip(pieces, claims, strict=False):
+            if claim == Claim.MINE:
+                self._begin(piece)
+        return len(claims)
+
+    def wait(self, seconds: float) -> None:
+        """Waits until one of those that are on their way has come, at most so long."""
+        coming = self._under_way()
+        if coming:
+            wait(coming, seconds, FIRST_COMPLETED)
+
+    def bring(self, pieces: Sequence[RemotePiece]) -> None:
+        """Fetches pieces, several at a time, and returns when they have come or there is no room for more of them.
+
+        Raises nothing: who then reads a piece that did not come meets why.
+        """
+        left = list(pieces)
+        while left:
+            taken = self.fetch_ahead(left)
+            left = left[taken:]
+            if not taken and not self._under_way():
                 return
-            held -= bytes_
-            path.unlink(missing_ok=True)
+            self.wait(1.0)
+        while self._under_way():
+            self.wait(1.0)
+
+    def _under_way(self) -> list["Future[None]"]:
+        with self._lock:
+            self._coming = {name: each for name, each in self._coming.items() if not each.done()}
+            return list(self._coming.values())
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(AT_ONCE, thread_name_prefix="fetch")
+
+    def _begin(self, piece: RemotePiece) -> None:
+        def work() -> None:
+            with suppress(Exception):  # who needs the piece fetches it again, and meets what is wrong
+                self._fetch(piece)
+
+        with self._lock:
+            self._coming[piece.name] = self._threads.submit(work)
+
+    def _bring(self, piece: RemotePiece) -> None:
+        """Has a piece there that somebody waits for."""
+        until = time.monotonic() + OTHERS_S
+        while True:
+            with self._lock:
+                coming = self._coming.get(piece.name)
+            if coming is not None:
+                coming.result()
+                if os.path.exists(self.ledger.place(piece.name)):
+                    return
+            (claim,) = self.ledger.claim([(piece.name, piece.size)], urgent=True)
+            if claim == Claim.MINE or (claim == Claim.OTHERS and time.monotonic() > until):
+                self._fetch(piece)
+                return
+            if claim == Claim.HERE:
+                if os.path.exists(self.ledger.place(piece.name)):
+                    return
+                self.ledger.gone(piece.name)  # somebody has removed the file
+                continue
+            time.sleep(LOOK_S)
+
+    def _fetch(self, piece: RemotePiece) -> None:
+        """Fetches a piece that is this reader's to fetch. Raises OSError."""
+        try:
+            content = self._right(piece)
+            self._put(piece, content)
+        except BaseException:
+            self.ledger.gone(piece.name)
+            raise
+        self.ledger.arrived(piece.name, piece.size)
+        with self._lock:
+            self.fetched += piece.size
+
+    def _right(self, piece: RemotePiece) -> bytes:
+        """The content of a piece, fetched until it is what it has to be."""
+        place = f"bytes {piece.first:,} to {piece.first + piece.size:,} of {piece.folder / piece.file}"
+        for number in range(TRIES):
+            content = self._opened(piece).read(piece.first, piece.size)
+            if len(content) == piece.size and piece.believed(content):
+                if number:
+                    self._said(f"{place} arrived damaged, and whole when they were fetched again")
+                return content
+        raise OSError(
+            f"{place} are not what was prepared ({len(content):,} bytes came, {TRIES} times): "
+            "the file was changed or is damaged where it lies; remove its folder to prepare it again"
+        )
+
+    def _opened(self, piece: RemotePiece) -> RangedFile:
+        address = (piece.folder / piece.file).uri
+        with self._lock:
+            found = self._open.setdefault(address, RangedFile(address))
+            self._open.move_to_end(address)
+            while len(self._open) > MOST_OPEN:
+                self._open.popitem(last=False)
+        return found
+
+    def _put(self, piece: RemotePiece, content: bytes) -> None:
+        """Writes a piece under another name, then gives it its own. Where the disk is full others go, once."""
+        path = Path(self.ledger.place(piece.name))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for last in (False, True):
+            temporary = self.ledger.temporary(path)
+            try:
+                temporary.write_bytes(content)
+                temporary.replace(path)
+                return
+            except OSError as error:
+                temporary.unlink(missing_ok=True)
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                if last or not self.ledger.shrink(8 * piece.size):
+                    message = f"no room for {piece.size:,} bytes in {self.root}: free some, set a lower data.cache_gib, or "
+                    raise OSError(error.errno, message + "name another place by $RAYSTRIDE_CACHE") from error
 
 
-def _is_whole(path: Path, size: int) -> bool:
-    try:
-        return path.stat().st_size == size
-    except FileNotFoundError:
-        return False
+def cache_bytes(config: Config) -> int:
+    """Bytes of pieces that a node keeps."""
+    return int(config.data.cache_gib * 2**30)
 
 
-def node_cache(config: Config) -> NodeCache:
+def node_cache(config: Config, clock: str = "", said: Callable[[str], None] = lambda _: None) -> NodeCache:
     """The cache of this node, as large as `data.cache_gib` says."""
-    return NodeCache(node_folder(), int(config.data.cache_gib * 2**30))
+    return NodeCache(node_folder(), cache_bytes(config), clock=clock, said=said)

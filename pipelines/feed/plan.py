@@ -60,6 +60,15 @@ class Plan:
         first = self._begin(step) + slot * self.slot_size
         return np.arange(first, max(first, min(first + self.slot_size, self.end)), dtype=np.int64)
 
+    def positions(self, first: int, stop: int, rank: int, world: int) -> tuple[np.ndarray, np.ndarray]:
+        """The positions of one worker's samples in steps [first, stop), and each one's step, both int64, in order."""
+        slots = self.share(rank, world)
+        steps = np.arange(first, stop, dtype=np.int64)
+        inside = np.arange(slots.start * self.slot_size, slots.stop * self.slot_size, dtype=np.int64)
+        positions = (self._begin(first) + (steps - first)[:, None] * self.batch + inside).ravel()
+        there = positions < self.end
+        return positions[there], np.repeat(steps, len(inside))[there]
+
     def _begin(self, step: int) -> int:
         return self.first_position + (step - self.first_step) * self.batch
 

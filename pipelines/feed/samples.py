@@ -12,6 +12,8 @@ import numpy as np
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.feed.bundles import Bundles, bundle
+from raystride.pipelines.feed.cache import RemotePiece
+from raystride.pipelines.feed.far_shards import FarShards, Pieces, in_order_of_samples
 from raystride.pipelines.feed.mixture import Mixture, split_samples
 from raystride.pipelines.feed.stream import TokenStream
 from raystride.pipelines.tasks.task import Inputs, Rows, Task
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     import torch
 
 
+SOURCE_SHIFT = 40
+"""A piece's number in a stream has so many bits."""
 Read = tuple[Rows, Rows | None]
 """Samples' numbers and, where there are any, their loss masks."""
 
@@ -42,6 +46,23 @@ class Samples(Protocol):
         """The numbers and masks of the samples of these numbers, (n) int64, as `Task.collate` takes them."""
         ...
 
+    @property
+    def far(self) -> Sequence[FarShards]:
+        """The shards on remote stores that they are read from; none where all lie on disks of this machine."""
+        ...
+
+    def pieces(self, samples: np.ndarray) -> Pieces:
+        """The pieces of far shards that the samples of these numbers, (n) int64, are read from; see `piece`."""
+        ...
+
+    def piece(self, number: int) -> RemotePiece:
+        """A piece by its number: that in its stream, and above `SOURCE_SHIFT` bits the place of this among `far`."""
+        return self.far[number >> SOURCE_SHIFT].piece(number & ((1 << SOURCE_SHIFT) - 1))
+
+    def piece_name(self, number: int) -> bytes:
+        """What the piece of a number is called in the node's ledger."""
+        return self.far[number >> SOURCE_SHIFT].name(number & ((1 << SOURCE_SHIFT) - 1))
+
     def batch(self, samples: np.ndarray) -> "tuple[Inputs, torch.Tensor]":
         """Inputs and targets, on the host, of the samples of these numbers, (n) int64."""
         return self.task.collate(*self.read(samples))
@@ -51,7 +72,18 @@ class Samples(Protocol):
         ...
 
 
-class Windows(Samples):
+class _OfStream(Samples):
+    """Samples of one stream."""
+
+    _stream: TokenStream
+
+    @property
+    def far(self) -> Sequence[FarShards]:
+        """The stream's shards, where they lie far away."""
+        return [self._stream.far] if self._stream.far else []
+
+
+class Windows(_OfStream):
     """Windows over all tokens, across the borders of documents and shards; the tail that fills none is dropped."""
 
     examples = 1.0
@@ -67,13 +99,17 @@ class Windows(Samples):
         """The windows of these numbers, (n) int64: ids (n, length) and masks likewise, or None."""
         return self._stream.windows(samples * self._window.stride, self._window.length)
 
+    def pieces(self, samples: np.ndarray) -> Pieces:
+        """The pieces in which the windows of these numbers lie."""
+        return self.far[0].pieces_of_tokens(samples * self._window.stride, self._window.length)
+
     def empty(self, samples: int) -> "tuple[Inputs, torch.Tensor]":
         """Inputs and targets of so many windows of zeros in which no target counts."""
         windows = np.zeros((samples, self._window.length), np.int64)
         return self.task.collate(windows, np.zeros(windows.shape, bool))
 
 
-class Examples(Samples):
+class Examples(_OfStream):
     """Whole examples, each a sample of its own."""
 
     examples = 1.0
@@ -87,17 +123,21 @@ class Examples(Samples):
         """The examples of these numbers, (n) int64: n vectors of ids, and masks likewise, or None."""
         return self._stream.rows(samples)
 
+    def pieces(self, samples: np.ndarray) -> Pieces:
+        """The pieces in which the rows of these numbers about lie."""
+        return self.far[0].pieces_of_rows(samples)
+
     def empty(self, samples: int) -> "tuple[Inputs, torch.Tensor]":
         """Inputs and targets of so many copies of the first example in which no target counts."""
         rows, _ = self._stream.rows(np.zeros(samples, np.int64))
         return self.task.collate(rows, [np.zeros(len(row), bool) for row in rows])
 
 
-class Bundled(Samples):
+class Bundled(_OfStream):
     """Bundles of examples of like length, each a sample; see `feed.bundles`."""
 
     def __init__(self, task: Task, stream: TokenStream, most: int, seed: int) -> None:
-        self.task, self._rows = task, Examples(task, stream)
+        self.task, self._stream, self._rows = task, stream, Examples(task, stream)
         self.bundles: Bundles = bundle(task.sizes(*stream.heads()), most, seed)
         self.count = self.bundles.count
         self.examples = stream.examples / max(1, self.count)
@@ -107,6 +147,12 @@ class Bundled(Samples):
     def read(self, samples: np.ndarray) -> Read:
         """The examples in the bundles of these numbers, (n) int64, as `Examples.read` gives them."""
         return self._rows.read(np.concatenate([self.bundles.members(sample) for sample in samples.tolist()]))
+
+    def pieces(self, samples: np.ndarray) -> Pieces:
+        """The pieces in which the examples in the bundles of these numbers about lie."""
+        members = [self.bundles.members(sample) for sample in samples.tolist()]
+        pieces, rows = self._rows.pieces(np.concatenate(members))
+        return pieces, np.repeat(np.arange(len(members)), [len(each) for each in members])[rows]
 
     def empty(self, samples: int) -> "tuple[Inputs, torch.Tensor]":
         """Inputs and targets of so many bundles in which no target counts; one example stands for a bundle."""
@@ -134,6 +180,25 @@ class Mixed(Samples):
         masked = any(masks is not None for _, masks in read)
         masks = [_all_count(rows) if masks is None else masks for rows, masks in read] if masked else None
         return _joined([rows for rows, _ in read]), None if masks is None else _joined(masks)
+
+    @property
+    def far(self) -> Sequence[FarShards]:
+        """Those of all sources that have not ended."""
+        return [shards for source in self._sources if source is not None for shards in source.far]
+
+    def pieces(self, samples: np.ndarray) -> Pieces:
+        """The pieces in which the samples of these numbers lie, of the sources that lie far away."""
+        numbers, inside = split_samples(samples)
+        pieces, owners, place = [np.empty(0, np.int64)], [np.empty(0, np.int64)], 0
+        for number, source in enumerate(self._sources):
+            if source is None or not source.far:
+                continue
+            here = np.flatnonzero(numbers == number)
+            found, of = source.pieces(inside[here])
+            pieces.append(found + (place << SOURCE_SHIFT))
+            owners.append(here[of])
+            place += 1
+        return in_order_of_samples(list(zip(pieces, owners, strict=True)))
 
     def empty(self, samples: int) -> "tuple[Inputs, torch.Tensor]":
         """Inputs and targets of so many samples in which no target counts, of the first source that has not ended."""

@@ -1,26 +1,18 @@
-"""The examples of a split, one after another, read from mapped shards by the position of a token or the number of a row.
+"""The examples of a split, one after another, read from its shards by the position of a token or the number of a row.
 
 stream = TokenStream(folder, Manifest.load(folder), "train", cache)
 windows, masks = stream.windows(starts, 129)              # ids (B, 129) int64; masks (B, 129) bool, or None
 rows, masks = stream.rows(numbers)                        # B vectors of ids, of their own lengths; masks likewise, or None
 """
 
-from collections import OrderedDict
-from contextlib import suppress
-
 import numpy as np
 
 from raystride.pipelines.feed.cache import NodeCache
+from raystride.pipelines.feed.far_shards import FarShards
+from raystride.pipelines.feed.shard_files import MappedShards, ShardFiles
 from raystride.pipelines.files import Folder
-from raystride.pipelines.prepare.manifest import Manifest, Shard, Shards, with_more
+from raystride.pipelines.prepare.manifest import Manifest, Shards, with_more
 
-MOST_MAPPED = 96
-"""Shards that a stream has mapped at once, each an open file: a process may have 1,024, and a long run ten thousand shards.
-Few of them also keep the bound of the node's cache real, whose evicted files stay on disk as long as they are mapped."""
-TRIES = 3
-"""Other workers of the node may need the room of a file that was just fetched before it is mapped."""
-Mapped = tuple[np.ndarray, np.ndarray | None, np.ndarray]
-"""Ids, loss mask where there is one, and where rows begin, of a shard: views into one map."""
 Slice = tuple[np.ndarray, np.ndarray | None]
 """Some ids and, where there is one, their loss mask."""
 Rows = tuple[list[np.ndarray], list[np.ndarray] | None]
@@ -31,14 +23,17 @@ class TokenStream:
     """The tokens of a split in the stream's order, over the borders of its shards."""
 
     def __init__(self, folder: Folder, manifest: Manifest, split: str, cache: NodeCache) -> None:
-        self._folder, self._cache = folder, cache
-        self._id_type = np.dtype(manifest.id_type).newbyteorder("<")
-        self._mapped: OrderedDict[int, Mapped] = OrderedDict()
-        self._know(manifest.splits[split])
+        id_type, shards = np.dtype(manifest.id_type).newbyteorder("<"), manifest.splits[split]
+        self.far = None if folder.local else FarShards(folder, id_type, shards, cache)
+        """Where its shards lie far away: what is fetched of them."""
+        self._files: ShardFiles = self.far or MappedShards(folder.local, id_type, shards)  # type: ignore[arg-type]
+        self._know(shards)
 
     def extend(self, shards: Shards) -> None:
         """Has the stream go on with these shards, from the thread that reads it."""
-        self._know(with_more(self._shards, shards))
+        more = with_more(self._shards, shards)
+        self._files.know(more)
+        self._know(more)
 
     def _know(self, shards: Shards) -> None:
         # An empty shard ends where the one before does, so no token or row is looked for in it.
@@ -75,10 +70,10 @@ class TokenStream:
         masks: list[np.ndarray | None] = []
         for number in numbers.tolist():
             shard, inside = self._place(number)
-            shard_ids, shard_mask, starts = self._map(shard)
-            first, end = starts[inside : inside + 2].tolist()
-            ids.append(shard_ids[first:end])
-            masks.append(None if shard_mask is None else shard_mask[first:end].astype(bool))
+            first, end = self._files.starts(shard, inside, inside + 1).tolist()
+            ids.append(self._files.ids(shard, first, end))
+            mask = self._files.mask(shard, first, end)
+            masks.append(None if mask is None else mask.astype(bool))
         if all(mask is None for mask in masks):
             return ids, None
         return ids, [np.ones(len(row), bool) if mask is None else mask for row, mask in zip(ids, masks, strict=True)]
@@ -86,8 +81,8 @@ class TokenStream:
     def heads(self) -> tuple[np.ndarray, np.ndarray]:
         """The first number of every row (int64), and every row's length (int64), which reads all shards."""
         firsts, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        for number in range(len(self._shards)):
-            ids, _, starts = self._map(number)
+        for number, (tokens, rows) in enumerate(zip(*map(self._shards.column, ("tokens", "rows")), strict=True)):
+            ids, starts = self._files.ids(number, 0, int(tokens)), self._files.starts(number, 0, int(rows))
             firsts.append(ids[np.minimum(starts[:-1], len(ids) - 1)].astype(np.int64))
             lengths.append(np.diff(starts))
         return np.concatenate(firsts), np.concatenate(lengths)
@@ -105,35 +100,5 @@ class TokenStream:
         if number == len(self._shards):
             raise IndexError(f"token {start} is beyond the {self.tokens} tokens of the stream")
         inside = start - (int(self._ends[number - 1]) if number else 0)
-        ids, mask, _ = self._map(number)
-        return ids[inside : inside + most], None if mask is None else mask[inside : inside + most]
-
-    def _map(self, number: int) -> Mapped:
-        """A shard's arrays; those that were not asked for the longest are let go."""
-        if number in self._mapped:
-            self._mapped.move_to_end(number)
-            return self._mapped[number]
-        while len(self._mapped) >= MOST_MAPPED:
-            self._mapped.popitem(last=False)
-        shard = self._shards[number]
-        # np.memmap gives a subclass whose slices cost twice as much as an array's.
-        file = np.asarray(self._open(shard))
-        ids = np.frombuffer(file, self._id_type, shard.tokens, shard.ids_offset)
-        mask = None if shard.mask_offset is None else np.frombuffer(file, np.uint8, shard.tokens, shard.mask_offset)
-        starts = np.empty(0, np.int64)
-        if shard.rows_offset is not None:  # preparations of an older version, which are made again, have none
-            starts = np.frombuffer(file, "<i8", shard.rows + 1, shard.rows_offset)
-        self._mapped[number] = ids, mask, starts
-        return self._mapped[number]
-
-    def _open(self, shard: Shard) -> np.ndarray:
-        for _ in range(TRIES - 1):
-            with suppress(FileNotFoundError):
-                return np.memmap(self._file(shard), np.uint8, "r")
-        return np.memmap(self._file(shard), np.uint8, "r")
-
-    def _file(self, shard: Shard) -> str:
-        """The local path of a shard, fetched first where it is remote."""
-        if self._folder.local:
-            return str(self._folder.local / shard.file)
-        return str(self._cache.fetch(self._folder, shard.file, shard.bytes))
+        end = min(inside + most, int(self._shards.packed("tokens")[number]))
+        return self._files.ids(number, inside, end), self._files.mask(number, inside, end)

@@ -55,9 +55,13 @@ class Shard:
     """Byte at which the rows' first tokens begin, one int64 a row and the number of tokens; None: of an older version."""
     rows: int = 0
     """Rows: the documents that begin here, and one that only goes on here, if there is one."""
+    top_hash: str = ""
+    """Hash of the hashes of its leaves (`prepare.hash_list`), 32 hexadecimal digits; empty: of an older version."""
 
 
-TEXTS = ("file", "sha256")
+HASHES = {"sha256": 32, "top_hash": 16}
+"""Bytes of the hashes among the fields."""
+TEXTS = ("file", *HASHES)
 NUMBERS = tuple(each.name for each in fields(Shard) if each.name not in TEXTS)
 
 
@@ -80,8 +84,13 @@ class Shards(Sequence[Shard]):
         return self._columns[name].astype(np.int64, copy=False)
 
     def packed(self, name: str) -> np.ndarray:
-        """A field of all shards in the type in which it is kept: `file` as bytes, `sha256` as digits or 32 bytes."""
+        """A field of all shards in the type in which it is kept: `file` as bytes, hashes as digits or as bytes."""
         return self._columns[name]
+
+    def figures(self, name: str, at: np.ndarray) -> np.ndarray:
+        """A number of some shards, (n) int64, by their places, (n) int64; -1 stands for None."""
+        figures: np.ndarray = self._columns[name][at].astype(np.int64)
+        return figures
 
     def __len__(self) -> int:
         return len(self._columns["file"])
@@ -97,6 +106,7 @@ class Shards(Sequence[Shard]):
         for name in TEXTS:
             text = self._columns[name][at]
             values[name] = text.tobytes().hex() if isinstance(text, np.void) else text.decode()
+        values["top_hash"] = values["top_hash"] if values["top_hash"].strip("0") else ""  # packed, none is all zeros
         for name in NUMBERS:
             number = int(self._columns[name][at])
             values[name] = None if number == NONE else number
@@ -197,7 +207,7 @@ def _put_columns(folder: Folder, splits: Mapping[str, Shards]) -> dict[str, Any]
     import pyarrow as pa
 
     columns = {"file": np.concatenate([shards.packed("file") for shards in splits.values()])}
-    columns["sha256"] = _hashes([shards.packed("sha256") for shards in splits.values()])
+    columns |= {name: _hashes([shards.packed(name) for shards in splits.values()], size) for name, size in HASHES.items()}
     columns |= {name: _smallest(np.concatenate([shards.column(name) for shards in splits.values()])) for name in NUMBERS}
     arrays = {}
     for name, column in columns.items():
@@ -216,13 +226,18 @@ def _put_columns(folder: Folder, splits: Mapping[str, Shards]) -> dict[str, Any]
     }
 
 
-def _hashes(columns: Iterable[np.ndarray]) -> np.ndarray:
-    """Hashes of several splits as their 32 bytes each. Raises ValueError for what is no SHA-256."""
+def _hashes(columns: Iterable[np.ndarray], size: int) -> np.ndarray:
+    """Hashes of several splits as their bytes each. Raises ValueError for what is no hash of that size."""
     # Column by column: one that came from a file of columns is packed already.
-    raw = (
-        each.tobytes() if each.dtype.kind == "V" else bytes.fromhex(each.tobytes().decode()) for each in columns if each.size
-    )
-    return np.frombuffer(b"".join(raw), "V32")
+    raw = (each.tobytes() if each.dtype.kind == "V" else _packed(each, size) for each in columns if each.size)
+    return np.frombuffer(b"".join(raw), f"V{size}")
+
+
+def _packed(column: np.ndarray, size: int) -> bytes:
+    """The bytes of hexadecimal digits; zeros where there are none."""
+    if column.dtype.itemsize != 2 * size and not column.any():
+        return bytes(size * len(column))
+    return bytes.fromhex(np.where(column == b"", b"0" * 2 * size, column).tobytes().decode())
 
 
 def _smallest(column: np.ndarray) -> np.ndarray:
@@ -250,6 +265,7 @@ def _read_columns(folder: Folder, counts: Mapping[str, int], columns: Mapping[st
         raise ValueError(f"{folder / COLUMNS} has {len(content)} bytes, not {columns['bytes']}: prepare it again")
     total, found, first = sum(counts.values()), {}, 0
     whole = {name: np.frombuffer(content, np.dtype(of), total, offset=at) for name, (at, of) in columns["places"].items()}
+    whole.setdefault("top_hash", np.zeros(total, f"V{HASHES['top_hash']}"))  # an older version wrote none
     for name, count in counts.items():
         found[name] = Shards({column: values[first : first + count] for column, values in whole.items()})
         first += count

@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.hash_list import hash_list_name, put_hash_list
 from raystride.pipelines.prepare.manifest import Shard
 
 _LISTS = ("ids", "loss_mask")
@@ -79,7 +80,7 @@ class ShardWriter:
                 with pa.ipc.new_file(str(path), batch.schema) as out:
                     out.write_batch(batch)
                 offsets = _offsets(path, batch)
-                digest = _sha256(path)
+                digest, top_hash = _sha256(path), put_hash_list(folder, name, path)
                 size = path.stat().st_size
         return Shard(
             file=name,
@@ -91,6 +92,7 @@ class ShardWriter:
             mask_offset=offsets.get("loss_mask"),
             rows_offset=offsets["rows"],
             rows=batch.num_rows,
+            top_hash=top_hash,
         )
 
     def _batch(self) -> pa.RecordBatch:
@@ -138,6 +140,7 @@ def _sha256(path: Path) -> str:
 def same_file(folder: Folder, shard: dict[str, Any]) -> bool:
     """Whether a shard of an interrupted preparation is there as it was written."""
     try:
-        return folder.sha256(shard["file"]) == str(shard["sha256"])
+        there = not shard.get("top_hash") or folder.exists(hash_list_name(shard["file"]))
+        return there and folder.sha256(shard["file"]) == str(shard["sha256"])
     except OSError:
         return False

@@ -37,7 +37,7 @@ def many(split: str, count: int) -> list[Shard]:
     return [
         Shard(
             file=f"{split}/{n}.arrow", tokens=n, documents=1, bytes=2 * n, sha256=f"{n:064x}", ids_offset=8,
-            mask_offset=n if n % 3 else None, rows=n % 7,
+            mask_offset=n if n % 3 else None, rows=n % 7, top_hash=f"{n + 1:032x}" if n % 2 else "",
         )
         for n in range(count)
     ]  # fmt: skip
@@ -70,6 +70,7 @@ def test_opening_a_million_shards_reads_no_shard(tmp_path: Path) -> None:
     count, folder = 1_000_000, Folder(str(tmp_path))
     numbers = {name: np.arange(count) for name in ("tokens", "documents", "bytes", "ids_offset", "rows_offset", "rows")}
     texts = {"file": np.array([b"train/x.arrow"] * count), "sha256": np.array([b"0" * 64] * count)}
+    texts["top_hash"] = np.array([b"1" * 32] * count)
     train = Shards(texts | numbers | {"mask_offset": np.full(count, -1)})
     Manifest(fingerprint="f", id_type="uint16", vocabulary_size=9, end_id=0, splits={"train": train}).save(folder)
     loaded = Manifest.load(folder)

@@ -1,0 +1,240 @@
+"""What a worker will read of far shards, fetched before it reads it: the order is computed, so all of it is known.
+
+A thread walks the worker's steps. Of the next ones it knows which pieces each needs, and has those that are not there fetched,
+in the order in which they are needed, `data.prefetch_mib` ahead. Up to two epochs ahead it looks at which step each piece is
+needed next, in segments of some steps, and tells the node's ledger, by which it is decided what makes room.
+
+    ahead = ReadAhead(plan, samples, cache, rank=0, world=2, most_bytes=1 << 30)
+    with ahead.reading(first=0, until=1000):
+        samples.read(...)
+        ahead.passed(0)                                       # the samples of step 0 are read
+"""
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from raystride.pipelines.feed.cache import NodeCache
+from raystride.pipelines.feed.plan import Plan
+from raystride.pipelines.feed.samples import Samples
+
+SEGMENT = 1 << 13
+"""Samples, about, in a segment: what is looked at in one go."""
+MOST_SAMPLES, MOST_USES, MOST_PIECES = 1 << 23, 1 << 22, 1 << 18
+"""How far it is looked: so many samples, uses in segments (of 12 bytes), and pieces whose next use the ledger knows."""
+AT_ONCE = 256
+"""Pieces that the ledger is asked for in one go: most of them are there where much of the data is."""
+PAUSE_S = 0.25
+"""Seconds between two looks where nothing happens: another process may have made room."""
+PACE = 1 / 16
+"""The weight of the newest seconds a step in their running mean."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Which pieces some steps need, and each at which of them first."""
+
+    stop: int
+    """The step after the last one."""
+    pieces: np.ndarray
+    """Ascending, (n) int64."""
+    steps: np.ndarray
+    """(n) int32, from the first step of the walk on."""
+
+
+class ReadAhead:
+    """Has the pieces of one worker's samples fetched before they are read."""
+
+    def __init__(
+        self, plan: Plan, samples: Samples, cache: NodeCache, *, rank: int, world: int, most_bytes: int, epochs: float = 2.0
+    ) -> None:
+        """`most_bytes` of pieces are fetched ahead; `epochs` is how far it is looked."""
+        self._plan, self._samples, self._cache, self._rank, self._world = plan, samples, cache, rank, world
+        self._size = max(each.piece_bytes for each in samples.far)
+        # Half of the cache: what was read and will be needed again has the rest, and other processes theirs.
+        self._most = max(1, min(most_bytes, cache.most_bytes // 2) // self._size)
+        own = max(1, plan.batch // world)
+        self._stride = max(1, SEGMENT // own)
+        self._horizon = min(MOST_SAMPLES // own, int(epochs * samples.count / plan.batch) + 1)
+        self._event, self._stopped = threading.Event(), threading.Event()
+        self._passed = 0
+        self.failure: BaseException | None = None
+        """What has ended the thread, if anything has: then pieces are fetched where they are read."""
+
+    @contextmanager
+    def reading(self, first: int, until: float) -> Iterator[None]:
+        """Fetches ahead of who reads the steps from `first` to below `until`, and calls `passed`, in the block."""
+        self._passed, self._until = first, until
+        self._stopped.clear()
+        thread = threading.Thread(target=self._run, args=(first,), name="read-ahead", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stopped.set()
+            self._event.set()
+            thread.join()
+
+    def passed(self, step: int) -> None:
+        """Says that the samples of a step are read, and of all before it."""
+        self._passed = step + 1
+        self._event.set()
+
+    def _run(self, first: int) -> None:
+        self._first = self._exact_stop = self._far_stop = self._fetch_step = first
+        self._next: deque[tuple[int, list[int]]] = deque()
+        """Steps that are known exactly, and the pieces that each needs, in order."""
+        self._uses: dict[int, deque[int]] = defaultdict(deque)
+        """The steps among these that need a piece."""
+        self._far: deque[Segment] = deque()
+        self._far_uses = 0
+        self._told: set[int] = set()
+        """Pieces of which the ledger knows when they are needed next."""
+        self._asked: dict[int, None] = {}
+        """Pieces that the steps up to `_fetch_step` need, ..."""
+        self._left: deque[int] = deque()
+        """... and those of them that nobody was seen to fetch yet."""
+        self._at, self._since, self._pace = first, time.monotonic(), 1.0
+        try:
+            self._cache.ledger.pass_on([], step=first, pace=self._pace)
+            while not self._stopped.is_set():
+                self._event.clear()
+                self._pass_on(self._passed)
+                busy = self._fetch()
+                busy = self._look() or busy
+                if not busy:
+                    self._event.wait(PAUSE_S)
+            self._cache.ledger.retire()
+        except Exception as error:
+            self.failure = error
+
+    def _fetch(self) -> bool:
+        """Asks for what is needed next, as much as may be; whether it is to be tried again at once."""
+        while len(self._asked) < self._most and self._fetch_step - self._passed < self._horizon:
+            if self._fetch_step == self._exact_stop and not self._walk_exactly():
+                break
+            _, pieces = self._next[self._fetch_step - self._exact_stop]
+            for piece in pieces:
+                if piece not in self._asked:
+                    self._asked[piece] = None
+                    self._left.append(piece)
+            self._fetch_step += 1
+        if not self._left:
+            return False
+        some = [self._left[number] for number in range(min(AT_ONCE, len(self._left)))]
+        taken = self._cache.fetch_ahead([self._samples.piece(number) for number in some])
+        for _ in range(taken):
+            self._left.popleft()
+        if not taken:
+            self._cache.wait(PAUSE_S / 5)  # a free place among those that fetch
+        return taken > 0 or self._cache.busy
+
+    def _walk(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """The pieces (n) int64 of all samples of steps, in order, and the step of each, (n) int64.
+
+        Raises IndexError where these are not prepared yet.
+        """
+        positions, steps = self._plan.positions(first, stop, self._rank, self._world)
+        pieces, of = self._samples.pieces(self._plan.order.at(positions))
+        return pieces, steps[of]
+
+    def _walk_exactly(self) -> bool:
+        """Gets to know another segment's steps one by one; False where there are none, or none yet."""
+        first = self._exact_stop
+        stop = int(min(first + self._stride, self._until))
+        if self._far and first < self._far[0].stop:
+            stop = self._far[0].stop
+        if stop <= first:
+            return False
+        try:
+            pieces, steps = self._walk(first, stop)
+        except IndexError:  # of data that is still being prepared
+            return False
+        if self._far and self._far[0].stop <= stop:
+            self._far_uses -= len(self._far.popleft().pieces)
+        self._far_stop = max(self._far_stop, stop)
+        bounds = np.searchsorted(steps, np.arange(first, stop + 1))
+        new: dict[int, int] = {}
+        for step in range(first, stop):
+            needed = list(dict.fromkeys(pieces[bounds[step - first] : bounds[step - first + 1]].tolist()))
+            self._next.append((step, needed))
+            for piece in needed:
+                self._uses[piece].append(step)
+                new.setdefault(piece, step)
+        self._exact_stop = stop
+        self._tell(new)
+        return True
+
+    def _look(self) -> bool:
+        """Looks at another segment beyond what is known exactly; False where it has looked far enough."""
+        first = self._far_stop
+        full = self._far_uses >= MOST_USES or len(self._told) >= MOST_PIECES
+        stop = int(min(first + self._stride, self._until))
+        if full or stop <= first or first - self._passed >= self._horizon:
+            return False
+        try:
+            pieces, steps = self._walk(first, stop)
+        except IndexError:
+            return False
+        found, places = np.unique(pieces, return_index=True)
+        self._far.append(Segment(stop, found, (steps[places] - self._first).astype(np.int32)))
+        self._far_stop, self._far_uses = stop, self._far_uses + len(found)
+        self._tell(dict(zip(found.tolist(), steps[places].tolist(), strict=True)))
+        return True
+
+    def _tell(self, uses: dict[int, int]) -> None:
+        """Tells the ledger of pieces that it does not know to be needed by this worker."""
+        new = {piece: step for piece, step in uses.items() if piece not in self._told}
+        if new:
+            self._told.update(new)
+            self._cache.ledger.announce([(self._name(piece), step) for piece, step in new.items()])
+
+    def _pass_on(self, passed: int) -> None:
+        """Tells the ledger of steps that are over, and when what they needed is needed again."""
+        if passed <= self._at:
+            return
+        now = time.monotonic()
+        self._pace += PACE * ((now - self._since) / (passed - self._at) - self._pace) if self._at > self._first else 0.0
+        self._at, self._since = passed, now
+        over: dict[int, None] = {}
+        while self._next and self._next[0][0] < passed:
+            step, pieces = self._next.popleft()
+            for piece in pieces:
+                self._uses[piece].popleft()
+                over[piece] = None
+        later = self._later(list(over))
+        for piece, step in later.items():
+            if step is None:
+                self._told.discard(piece)
+            if step is None or step >= self._fetch_step:
+                self._asked.pop(piece, None)
+        self._fetch_step = max(self._fetch_step, min(passed, self._exact_stop))
+        named = [(self._name(piece), step) for piece, step in later.items()]
+        self._cache.ledger.pass_on(named, step=passed, pace=self._pace)
+
+    def _later(self, pieces: list[int]) -> dict[int, int | None]:
+        """The step that needs each of these pieces next, as far as is known."""
+        found: dict[int, int | None] = {}
+        for piece in pieces:
+            uses = self._uses[piece]
+            found[piece] = uses[0] if uses else None
+            if not uses:
+                del self._uses[piece]
+        missing = np.array([piece for piece, step in found.items() if step is None], np.int64)
+        for segment in self._far:
+            if not len(missing):
+                break
+            places = np.minimum(np.searchsorted(segment.pieces, missing), max(0, len(segment.pieces) - 1))
+            there = segment.pieces[places] == missing if len(segment.pieces) else np.zeros(len(missing), bool)
+            for piece, step in zip(missing[there].tolist(), segment.steps[places[there]].tolist(), strict=True):
+                found[piece] = step + self._first
+            missing = missing[~there]
+        return found
+
+    def _name(self, piece: int) -> bytes:
+        return self._samples.piece_name(piece)
