@@ -76,8 +76,9 @@ class Data(Section):
     """At an unreadable or empty file, or a document that is not UTF-8: end with an error, or skip and count it."""
     shard_mib: float = setting(32.0, above=0, at_most=4096, fixed=True)
     """Text that one shard is made from, in MiB; small sources are cut finer, so that every worker has work."""
-    shuffle: Literal["full", "blocks", "none"] = setting("full", fixed=True)
-    """Order of an epoch: a permutation of all samples, of blocks and then inside a window (for slow disks), or as read."""
+    shuffle: Literal["auto", "full", "blocks", "none"] = setting("full", fixed=True)
+    """Order of an epoch: a permutation of all samples, of blocks and then inside a window (for slow disks), or as read.
+    `auto`: full, but where shards lie far away and a node's cache would have them fetched again and again, blocks."""
     shuffle_block: int = setting(1024, at_least=1, fixed=True)
     """Neighbouring samples that stay together when `shuffle` is `blocks`."""
     shuffle_window: int = setting(64, at_least=1, fixed=True)
@@ -89,6 +90,8 @@ class Data(Section):
     """Whether training goes on with files that are added to the source, for ever; needs `start_after_mib`."""
     prefetch: int = setting(4, at_least=1, at_most=1024)
     """Steps that the loader keeps ready ahead of the loop."""
+    prefetch_mib: float = setting(1024.0, above=0, since="0.3")
+    """MiB of remote shards that a worker has fetched before it reads them, at most half of `cache_gib`."""
     cache_gib: float = setting(32.0, above=0)
     """Bound of the node-local cache that remote shards are read through, in GiB."""
 

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -62,7 +62,7 @@ class NodeCache:
     ) -> None:
         """`clock` names those whose steps are the same (`Ledger`). `said` is told of pieces that were fetched again."""
         self.root, self.most_bytes = root, most_bytes
-        self._clock, self._said = clock, said
+        self._clock, self.said = clock, said
         self._lock = threading.Lock()
         self._open: OrderedDict[str, RangedFile] = OrderedDict()
         self._coming: dict[bytes, Future[None]] = {}
@@ -106,11 +106,12 @@ class NodeCache:
                 self._begin(piece)
         return len(claims)
 
-    def wait(self, seconds: float) -> None:
-        """Waits until one of those that are on their way has come, at most so long."""
+    def wait(self, seconds: float) -> bool:
+        """Waits until one of those that are on their way has come, at most so long; False where none is."""
         coming = self._under_way()
         if coming:
             wait(coming, seconds, FIRST_COMPLETED)
+        return bool(coming)
 
     def bring(self, pieces: Sequence[RemotePiece]) -> None:
         """Fetches pieces, several at a time, and returns when they have come or there is no room for more of them.
@@ -121,28 +122,28 @@ class NodeCache:
         while left:
             taken = self.fetch_ahead(left)
             left = left[taken:]
-            if not taken and not self._under_way():
+            if not self.wait(1.0) and not taken:
                 return
-            self.wait(1.0)
-        while self._under_way():
-            self.wait(1.0)
+        while self.wait(1.0):
+            pass
 
     def _under_way(self) -> list["Future[None]"]:
         with self._lock:
             self._coming = {name: each for name, each in self._coming.items() if not each.done()}
             return list(self._coming.values())
 
-    @cached_property
-    def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(AT_ONCE, thread_name_prefix="fetch")
-
     def _begin(self, piece: RemotePiece) -> None:
+        future: Future[None] = Future()
+
         def work() -> None:
             with suppress(Exception):  # who needs the piece fetches it again, and meets what is wrong
                 self._fetch(piece)
+            future.set_result(None)
 
         with self._lock:
-            self._coming[piece.name] = self._threads.submit(work)
+            self._coming[piece.name] = future
+        # Not one of a pool, whose threads a process waits for at its end: a store may not answer for a minute.
+        threading.Thread(target=work, name="fetch", daemon=True).start()
 
     def _bring(self, piece: RemotePiece) -> None:
         """Has a piece there that somebody waits for."""
@@ -184,7 +185,7 @@ class NodeCache:
             content = self._opened(piece).read(piece.first, piece.size)
             if len(content) == piece.size and piece.believed(content):
                 if number:
-                    self._said(f"{place} arrived damaged, and whole when they were fetched again")
+                    self.said(f"{place} arrived damaged, and whole when they were fetched again")
                 return content
         raise OSError(
             f"{place} are not what was prepared ({len(content):,} bytes came, {TRIES} times): "

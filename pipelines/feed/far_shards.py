@@ -46,7 +46,7 @@ class FarShards(ShardFiles):
     """Shards on a remote store, read through the node's cache."""
 
     def __init__(self, folder: Folder, id_type: np.dtype, shards: Shards, cache: NodeCache) -> None:  # type: ignore[type-arg]
-        self._folder, self._id_type, self._cache = folder, id_type, cache
+        self._folder, self._id_type, self.cache = folder, id_type, cache
         self.piece_bytes = piece_bytes(cache.most_bytes)
         """Bytes of a piece; the last one of a shard may have fewer, and one that is a whole shard has as many as that."""
         self._base = lru_cache(MOST_LISTS)(self._named)
@@ -63,6 +63,11 @@ class FarShards(ShardFiles):
         self._shards, self._ends = shards, np.cumsum(counts)
         self._token_ends, self._row_ends = (np.cumsum(shards.column(name)) for name in ("tokens", "rows"))
         self._whole = ~listed
+
+    @property
+    def size(self) -> int:
+        """Bytes of all of them."""
+        return int(self._shards.column("bytes").sum())
 
     def ids(self, shard: int, first: int, end: int) -> np.ndarray:
         """The ids [first, end) of a shard. Raises OSError where they cannot be fetched."""
@@ -93,7 +98,7 @@ class FarShards(ShardFiles):
             number, inside = divmod(at, size)
             take = min(count, size - inside)
             name = self._name(shard, number)
-            found.append(self._cache.read(name, inside, take, partial(self.piece, before + number)))
+            found.append(self.cache.read(name, inside, take, partial(self.piece, before + number)))
             at, count = at + take, count - take
         return found[0] if len(found) == 1 else b"".join(found)
 

@@ -135,6 +135,20 @@ class Ledger:
         with self._transaction() as db:
             db.executemany("INSERT OR IGNORE INTO uses VALUES (?, ?, ?)", ((name, self.reader, at) for name, at in uses))
 
+    def want(self, names: Sequence[bytes]) -> None:
+        """Says that this reader needs pieces now; see `unwant`."""
+        now = time.monotonic()
+        with self._transaction() as db:
+            db.execute("INSERT OR IGNORE INTO clocks VALUES (?, 0, ?, 1.0)", (self._clock, now))
+            (step,) = db.execute("SELECT step FROM clocks WHERE name = ?", (self._clock,)).fetchone()
+            # One row a reader and piece: where it needs a piece later, too, it says so again when it has passed on.
+            db.executemany("INSERT OR REPLACE INTO uses VALUES (?, ?, ?)", [(name, self.reader, step) for name in names])
+
+    def unwant(self, names: Sequence[bytes]) -> None:
+        """Says that what was wanted now is not needed any more."""
+        with self._transaction() as db:
+            db.executemany("DELETE FROM uses WHERE name = ? AND reader = ?", [(name, self.reader) for name in names])
+
     def pass_on(self, uses: Iterable[tuple[bytes, int | None]], *, step: int, pace: float) -> None:
         """Says that this reader is at `step` now, with `pace` seconds a step, and at which step it needs pieces next."""
         uses, now = list(uses), time.monotonic()
@@ -156,8 +170,13 @@ class Ledger:
         with self._lock:
             return _held(self._db)
 
+    def retire(self) -> None:
+        """Takes back all that this reader has said of its needs; it may go on fetching."""
+        with self._transaction() as db:
+            db.execute("DELETE FROM uses WHERE reader = ?", (self.reader,))
+
     def close(self) -> None:
-        """Takes back all that this reader has said."""
+        """Has the others forget this reader, as they do when its process ends."""
         with suppress(sqlite3.Error), self._transaction() as db:
             _forget(db, self.reader)
         with self._lock:
@@ -284,7 +303,7 @@ class _Room:
         """Whether a piece that nobody waits for, needed at a time, may have the room of another one."""
         _, _, at, others = victim
         if at is None or wanted is None:
-            return at is None
+            return at is None and wanted is not None
         clearly = CLEARLY if others else 1.0
         return at - self._now > clearly * max(0.0, wanted - self._now)
 

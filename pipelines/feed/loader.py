@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 
 from raystride.pipelines.feed.order import digest
 from raystride.pipelines.feed.plan import Plan
+from raystride.pipelines.feed.read_ahead import ReadAhead, brought
 from raystride.pipelines.feed.samples import Samples
 from raystride.pipelines.phases import phase
 from raystride.pipelines.tasks.task import Inputs, Task
@@ -128,6 +130,8 @@ class Loader:
     """Whether to end where there is no data yet: there is no step with which all workers could agree on it."""
     stopped: bool = False
     """Whether that has happened."""
+    ahead: ReadAhead | None = None
+    """What has far shards fetched before they are read."""
 
     def __post_init__(self) -> None:
         self.placement = Placement(self.device, self.samples.task)
@@ -192,14 +196,17 @@ class Loader:
             return not stopped.is_set()
 
         try:
-            for number in itertools.count(first):
-                if number >= last or not self._wait_until_prepared(number, stopped):
-                    break
-                step = self.read_step(number)
-                # To a GPU the loop's own thread brings it, since what that thread launches afterwards has to wait for the
-                # copy.
-                if not hand_over(self._placed(step) if self.device.type == "cpu" else step):
-                    break
+            with self.ahead.reading(first, last) if self.ahead else nullcontext():
+                for number in itertools.count(first):
+                    if number >= last or not self._wait_until_prepared(number, stopped):
+                        break
+                    step = self.read_step(number)
+                    if self.ahead:
+                        self.ahead.passed(number)
+                    # To a GPU the loop's own thread brings it, since what that thread launches afterwards has to wait for
+                    # the copy.
+                    if not hand_over(self._placed(step) if self.device.type == "cpu" else step):
+                        break
             hand_over(None)
         except BaseException as error:
             hand_over(error)
@@ -268,7 +275,9 @@ def validation_batches(
     placement = Placement(device, samples.task)
     chosen = np.arange(wanted, dtype=np.int64) * samples.count // max(1, wanted)
     batches = -(-wanted // size)
-    for number in range(rank, batches, world):
-        yield placement.place(MicroBatch(number, *samples.batch(chosen[number * size : (number + 1) * size])))
+    own = {number: chosen[number * size : (number + 1) * size] for number in range(rank, batches, world)}
+    with brought(samples, np.concatenate([np.array([], np.int64), *own.values()])):
+        for number, numbers in own.items():
+            yield placement.place(MicroBatch(number, *samples.batch(numbers)))
     if equal_micro_batches and batches % world and rank >= batches % world:
         yield placement.place(empty_batch(samples, 0, size))

@@ -7,17 +7,19 @@ feed.held_out                                             # {"": samples}; of a 
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.mixture import mixture_entries, wanted_weights
-from raystride.pipelines.feed.cache import node_cache
+from raystride.pipelines.feed.cache import NodeCache, node_cache
 from raystride.pipelines.feed.growth import GrowingOrder, GrownOrder, Growth
 from raystride.pipelines.feed.mixture import Mixture, MixtureSource
 from raystride.pipelines.feed.plan import Plan, build_order, build_plan
+from raystride.pipelines.feed.read_ahead import ReadAhead
 from raystride.pipelines.feed.samples import Mixed, Samples, open_samples
+from raystride.pipelines.feed.shuffling import Reading, choose_shuffle
 from raystride.pipelines.feed.stream import TokenStream
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.generations import read_generation
@@ -35,6 +37,15 @@ class Feed:
     """The samples that validate, by source; "" where there is but one."""
     shares: Mapping[str, float]
     """How much of what validates is to come from each of these."""
+    cache: NodeCache
+    """What far shards are read through."""
+
+    def ahead(self, config: Config, rank: int, world: int) -> ReadAhead | None:
+        """What has one worker's pieces of far shards fetched; None where no shards are far."""
+        if not self.train.far:
+            return None
+        most = int(config.data.prefetch_mib * 2**20)
+        return ReadAhead(self.plan, self.train, self.cache, rank=rank, world=world, most_bytes=most)
 
 
 def open_feed(
@@ -45,28 +56,41 @@ def open_feed(
     past: Mapping[str, Any] | None = None,
     step: int = 0,
     position: int = 0,
+    clock: str = "",
     said: Callable[[str], None] = lambda _: None,
 ) -> Feed:
     """Opens prepared data for a run that goes on from a step and position, where `past` was its order (`to_json`).
 
-    `said` is told where training waits for data that is still being prepared. Raises FileNotFoundError where a source's
+    `clock` names those whose steps are the same, as a run's workers. `said` is told where training waits for data that is
+    still being prepared, and of what far shards cost. Raises FileNotFoundError where a source's
     preparation is not whole, SettingError for weights that cannot be.
     """
-    cache, manifest = node_cache(config), open_manifest(config, prepared, past)
+    cache, manifest = node_cache(config, clock, said), open_manifest(config, prepared, past)
     if manifest.growing:
-        return _growing(config, task, prepared, manifest, past, step, position, said)
+        return _growing(config, task, prepared, manifest, cache, past, step, position, said)
     splits: dict[str, dict[str, Samples]] = {"train": {}, "validation": {}}
     for name, (folder, own) in manifest.by_source(prepared).items():
         for split, samples in splits.items():
             samples[name] = open_samples(config, task, TokenStream(folder, own, split, cache))
     train, held_out = splits["train"], splits["validation"]
+    config = replace(config, data=choose_shuffle(config.data, _reading(train.values(), cache), past, said))
     if not manifest.sources:
         plan = build_plan(config, train[""].count, step, position)
-        return Feed(plan, train[""], held_out, {"": 1.0})
+        return Feed(plan, train[""], held_out, {"": 1.0}, cache)
     earlier = Mixture.from_json(past) if past else None
     mixture = build_mixture(config, {name: each.count for name, each in train.items()}, earlier, position)
     plan = build_plan(config, 0, step, position, mixture)
-    return Feed(plan, Mixed(task, train, mixture), held_out, mixture.shares())
+    return Feed(plan, Mixed(task, train, mixture), held_out, mixture.shares(), cache)
+
+
+def _reading(some: Iterable[Samples], cache: NodeCache) -> Reading | None:
+    """What is read from far away of an epoch of samples; None where nothing is."""
+    far = [samples for samples in some if samples.far]
+    if not far:
+        return None
+    shards = [each for samples in far for each in samples.far]
+    piece, size = max(each.piece_bytes for each in shards), sum(each.size for each in shards)
+    return Reading(size, sum(samples.count for samples in far), piece, cache.most_bytes)
 
 
 def open_manifest(config: Config, prepared: Folder, past: Mapping[str, Any] | None = None) -> Manifest:
@@ -85,21 +109,24 @@ def _growing(
     task: Task,
     prepared: Folder,
     first: Manifest,
+    cache: NodeCache,
     past: Mapping[str, Any] | None,
     step: int,
     position: int,
     said: Callable[[str], None],
 ) -> Feed:
     """What is fed to a run while its data is being prepared."""
-    cache = node_cache(config)
     stream, held_out = (TokenStream(prepared, first, split, cache) for split in ("train", "validation"))
     samples = open_samples(config, task, stream)
+    # How much there will be is not known yet: it is chosen by what there is.
+    data = choose_shuffle(config.data, _reading([samples], cache), past, said)
+    config = replace(config, data=data)
     growth = Growth(prepared, stream, lambda: open_samples(config, task, stream).count, whole="parts" not in first.source)
     known = GrownOrder.from_json(past) if past else GrownOrder(build_order(config, 1))
     order = GrowingOrder(replace(known, complete=False), growth, said)
     order.ready(position + 1)
     plan = build_plan(config, 0, step, position, order)
-    return Feed(plan, samples, {"": open_samples(config, task, held_out)}, {"": 1.0})
+    return Feed(plan, samples, {"": open_samples(config, task, held_out)}, {"": 1.0}, cache)
 
 
 def build_mixture(config: Config, samples: Mapping[str, int], past: Mixture | None = None, since: int = 0) -> Mixture:

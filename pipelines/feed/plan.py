@@ -97,4 +97,5 @@ def build_order(config: Config, samples: int, seed: int | None = None) -> Order:
     """The order of one source's samples, under the run's seed or one of the source's own."""
     data = config.data
     seed = config.seed if seed is None else seed
+    assert data.shuffle != "auto"  # `feed.shuffling` has chosen
     return Order(samples, seed, data.shuffle, data.shuffle_block, data.shuffle_window)

@@ -1,8 +1,8 @@
 """What a worker will read of far shards, fetched before it reads it: the order is computed, so all of it is known.
 
-A thread walks the worker's steps. Of the next ones it knows which pieces each needs, and has those that are not there fetched,
-in the order in which they are needed, `data.prefetch_mib` ahead. Up to two epochs ahead it looks at which step each piece is
-needed next, in segments of some steps, and tells the node's ledger, by which it is decided what makes room.
+A thread walks the worker's steps. Of the next ones it knows which pieces each needs, and has those that are not there
+fetched, in the order in which they are needed, `data.prefetch_mib` ahead. Up to two epochs ahead it looks at which step each
+piece is needed next, in segments of some steps, and tells the node's ledger, by which it is decided what makes room.
 
     ahead = ReadAhead(plan, samples, cache, rank=0, world=2, most_bytes=1 << 30)
     with ahead.reading(first=0, until=1000):
@@ -36,7 +36,7 @@ PACE = 1 / 16
 
 
 @dataclass(frozen=True)
-class Segment:
+class Glimpse:
     """Which pieces some steps need, and each at which of them first."""
 
     stop: int
@@ -63,8 +63,6 @@ class ReadAhead:
         self._horizon = min(MOST_SAMPLES // own, int(epochs * samples.count / plan.batch) + 1)
         self._event, self._stopped = threading.Event(), threading.Event()
         self._passed = 0
-        self.failure: BaseException | None = None
-        """What has ended the thread, if anything has: then pieces are fetched where they are read."""
 
     @contextmanager
     def reading(self, first: int, until: float) -> Iterator[None]:
@@ -91,7 +89,7 @@ class ReadAhead:
         """Steps that are known exactly, and the pieces that each needs, in order."""
         self._uses: dict[int, deque[int]] = defaultdict(deque)
         """The steps among these that need a piece."""
-        self._far: deque[Segment] = deque()
+        self._far: deque[Glimpse] = deque()
         self._far_uses = 0
         self._told: set[int] = set()
         """Pieces of which the ledger knows when they are needed next."""
@@ -107,32 +105,32 @@ class ReadAhead:
                 self._pass_on(self._passed)
                 busy = self._fetch()
                 busy = self._look() or busy
-                if not busy:
+                if not busy and not (self._left and self._cache.wait(PAUSE_S)):
                     self._event.wait(PAUSE_S)
             self._cache.ledger.retire()
         except Exception as error:
-            self.failure = error
+            # Nothing is lost but time: what is not there is fetched where it is read.
+            self._cache.said(f"shards are not fetched ahead any more: {type(error).__name__}: {error}")
 
     def _fetch(self) -> bool:
-        """Asks for what is needed next, as much as may be; whether it is to be tried again at once."""
+        """Asks for what is needed next, as much as may be; whether anything came of it."""
         while len(self._asked) < self._most and self._fetch_step - self._passed < self._horizon:
-            if self._fetch_step == self._exact_stop and not self._walk_exactly():
+            if self._fetch_step >= self._exact_stop and not self._walk_exactly():
                 break
-            _, pieces = self._next[self._fetch_step - self._exact_stop]
-            for piece in pieces:
+            for piece in self._next[self._fetch_step - self._exact_stop][1]:
                 if piece not in self._asked:
                     self._asked[piece] = None
                     self._left.append(piece)
             self._fetch_step += 1
+        while self._left and self._left[0] not in self._asked:  # read meanwhile
+            self._left.popleft()
         if not self._left:
             return False
         some = [self._left[number] for number in range(min(AT_ONCE, len(self._left)))]
         taken = self._cache.fetch_ahead([self._samples.piece(number) for number in some])
         for _ in range(taken):
             self._left.popleft()
-        if not taken:
-            self._cache.wait(PAUSE_S / 5)  # a free place among those that fetch
-        return taken > 0 or self._cache.busy
+        return taken > 0
 
     def _walk(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """The pieces (n) int64 of all samples of steps, in order, and the step of each, (n) int64.
@@ -145,17 +143,17 @@ class ReadAhead:
 
     def _walk_exactly(self) -> bool:
         """Gets to know another segment's steps one by one; False where there are none, or none yet."""
-        first = self._exact_stop
-        stop = int(min(first + self._stride, self._until))
-        if self._far and first < self._far[0].stop:
-            stop = self._far[0].stop
+        first = self._fetch_step = max(self._exact_stop, self._passed)
+        while self._far and self._far[0].stop <= first:
+            self._far_uses -= len(self._far.popleft().pieces)
+        stop = self._far[0].stop if self._far else int(min(first + self._stride, self._until))
         if stop <= first:
             return False
         try:
             pieces, steps = self._walk(first, stop)
         except IndexError:  # of data that is still being prepared
             return False
-        if self._far and self._far[0].stop <= stop:
+        if self._far:
             self._far_uses -= len(self._far.popleft().pieces)
         self._far_stop = max(self._far_stop, stop)
         bounds = np.searchsorted(steps, np.arange(first, stop + 1))
@@ -182,7 +180,7 @@ class ReadAhead:
         except IndexError:
             return False
         found, places = np.unique(pieces, return_index=True)
-        self._far.append(Segment(stop, found, (steps[places] - self._first).astype(np.int32)))
+        self._far.append(Glimpse(stop, found, (steps[places] - self._first).astype(np.int32)))
         self._far_stop, self._far_uses = stop, self._far_uses + len(found)
         self._tell(dict(zip(found.tolist(), steps[places].tolist(), strict=True)))
         return True
@@ -192,14 +190,15 @@ class ReadAhead:
         new = {piece: step for piece, step in uses.items() if piece not in self._told}
         if new:
             self._told.update(new)
-            self._cache.ledger.announce([(self._name(piece), step) for piece, step in new.items()])
+            self._cache.ledger.announce([(self._samples.piece_name(piece), step) for piece, step in new.items()])
 
     def _pass_on(self, passed: int) -> None:
         """Tells the ledger of steps that are over, and when what they needed is needed again."""
         if passed <= self._at:
             return
         now = time.monotonic()
-        self._pace += PACE * ((now - self._since) / (passed - self._at) - self._pace) if self._at > self._first else 0.0
+        if self._at > self._first:  # not the first: it waited for all that comes first
+            self._pace += PACE * ((now - self._since) / (passed - self._at) - self._pace)
         self._at, self._since = passed, now
         over: dict[int, None] = {}
         while self._next and self._next[0][0] < passed:
@@ -213,8 +212,8 @@ class ReadAhead:
                 self._told.discard(piece)
             if step is None or step >= self._fetch_step:
                 self._asked.pop(piece, None)
-        self._fetch_step = max(self._fetch_step, min(passed, self._exact_stop))
-        named = [(self._name(piece), step) for piece, step in later.items()]
+        self._fetch_step = max(self._fetch_step, passed)
+        named = [(self._samples.piece_name(piece), step) for piece, step in later.items()]
         self._cache.ledger.pass_on(named, step=passed, pace=self._pace)
 
     def _later(self, pieces: list[int]) -> dict[int, int | None]:
@@ -225,16 +224,32 @@ class ReadAhead:
             found[piece] = uses[0] if uses else None
             if not uses:
                 del self._uses[piece]
-        missing = np.array([piece for piece, step in found.items() if step is None], np.int64)
+        missing = np.array([piece for piece, known in found.items() if known is None], np.int64)
         for segment in self._far:
             if not len(missing):
                 break
             places = np.minimum(np.searchsorted(segment.pieces, missing), max(0, len(segment.pieces) - 1))
             there = segment.pieces[places] == missing if len(segment.pieces) else np.zeros(len(missing), bool)
-            for piece, step in zip(missing[there].tolist(), segment.steps[places[there]].tolist(), strict=True):
-                found[piece] = step + self._first
+            for piece, at in zip(missing[there].tolist(), segment.steps[places[there]].tolist(), strict=True):
+                found[piece] = at + self._first
             missing = missing[~there]
         return found
 
-    def _name(self, piece: int) -> bytes:
-        return self._samples.piece_name(piece)
+
+@contextmanager
+def brought(samples: Samples, numbers: np.ndarray) -> Iterator[None]:
+    """Has the pieces of these samples, (n) int64, fetched and kept in the block, where they lie far away.
+
+    Where there is not room for all, the others are fetched when they are read.
+    """
+    if not samples.far or not len(numbers):
+        yield
+        return
+    cache, pieces = samples.far[0].cache, dict.fromkeys(samples.pieces(numbers)[0].tolist())
+    names = [samples.piece_name(number) for number in pieces]
+    cache.ledger.want(names)
+    try:
+        cache.bring([samples.piece(number) for number in pieces])
+        yield
+    finally:
+        cache.ledger.unwant(names)

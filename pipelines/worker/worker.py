@@ -157,7 +157,8 @@ def build_training(
     state = found.state if found else TrainState()
 
     past, tell = found.manifest.get("order") if found else None, lambda text: log(WARNING + text)
-    feed = open_feed(config, task, job.prepared, past=past, step=state.step, position=state.position, said=tell)
+    since = {"step": state.step, "position": state.position}
+    feed = open_feed(config, task, job.prepared, past=past, **since, clock=f"{job.folder} {job.attempt}", said=tell)
     choice = _choose_products(job, config, worker, network, feed.train, found, log)
     loader = _loader(config, strategy, feed, state, stopping)
     bits = choice.bits | choose_attention(config, device=device, found=found, rank=rank, world=world, log=log)
@@ -194,6 +195,7 @@ def _loader(config: Config, strategy: Strategy, feed: Feed, state: TrainState, s
         prefetch=config.data.prefetch,
         stopping=stopping,
         device=strategy.device,
+        ahead=feed.ahead(config, strategy.rank, strategy.world),
     )
 
 

@@ -1,74 +1,143 @@
-"""The node's cache: one file's download holds up no other, what the dead left goes, nobody else's folder is believed."""
+"""The node's cache: bounded, shared by processes, fetched once; a fetch that stands still holds up no other."""
 
+import errno
 import os
 import stat
 import threading
 import time
+from collections.abc import Iterator
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.feed import cache as module
-from raystride.pipelines.feed.cache import NodeCache, node_cache
-from raystride.pipelines.files import Folder
-from raystride.pipelines.locks import locked
+from raystride.pipelines.feed.cache import NodeCache, RemotePiece, node_cache
+from tests.pipelines.feed.far import FarStore, far_folder, forget
+
+SIZE = 1000
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    forget()
+    yield
+    forget()
 
 
 @pytest.fixture
-def far(tmp_path: Path) -> Folder:
-    """A storage with ten files of 100 bytes, and one whose download never ends."""
+def far(tmp_path: Path) -> Path:
+    """A storage with ten files, and one whose reading never ends."""
     folder = tmp_path / "far"
     folder.mkdir()
     for number in range(10):
-        (folder / f"{number}").write_bytes(bytes([number]) * 100)
-    os.mkfifo(folder / "stuck")
-    return Folder(str(folder))
+        (folder / f"{number}.arrow").write_bytes(bytes([number]) * SIZE)
+    return folder
 
 
-def test_a_download_that_stands_still_holds_up_no_other(far: Folder, tmp_path: Path) -> None:
-    cache = NodeCache(tmp_path / "cache", 1000)
-    threading.Thread(target=cache.fetch, args=(far, "stuck", 100), daemon=True).start()
-    await_lock = time.monotonic() + 20
-    while not (tmp_path / "cache" / "locks").exists():
-        assert time.monotonic() < await_lock
+def _piece(far: Path, number: int, **changes: Any) -> RemotePiece:
+    return RemotePiece(number.to_bytes(16, "little"), far_folder(far), f"{number}.arrow", 0, SIZE, **changes)
+
+
+def _read(cache: NodeCache, piece: RemotePiece, at: int = 10, count: int = 5) -> bytes:
+    return cache.read(piece.name, at, count, lambda: piece)
+
+
+def test_a_fetch_that_stands_still_holds_up_no_other(far: Path, tmp_path: Path) -> None:
+    cache, going_on = NodeCache(tmp_path / "cache", 100 * SIZE), threading.Event()
+
+    def believed(content: bytes) -> bool:
+        going_on.wait(120)
+        return True
+
+    reader = threading.Thread(target=_read, args=(cache, _piece(far, 9, believed=believed)), daemon=True)
+    reader.start()
+    while cache.ledger.state(_piece(far, 9).name) is None:
         time.sleep(0.01)
-    fetched = [cache.fetch(far, f"{number}", 100).read_bytes() for number in range(9)]
-    assert fetched == [bytes([number]) * 100 for number in range(9)]
+    other = NodeCache(tmp_path / "cache", 100 * SIZE)
+    assert [_read(other, _piece(far, number)) for number in range(9)] == [bytes([number]) * 5 for number in range(9)]
+    going_on.set()
+    reader.join()
+    assert _read(other, _piece(far, 9)) == b"\x09" * 5
+    assert sum(path.endswith("9.arrow") for path, _, _ in FarStore.reads) == 1
 
 
-def test_who_waits_too_long_for_the_same_file_fetches_it_itself(
-    far: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_who_waits_too_long_for_the_same_piece_fetches_it_itself(
+    far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    first, second = (NodeCache(tmp_path / "cache", 100 * SIZE) for _ in range(2))
+    first.ledger.claim([(_piece(far, 1).name, SIZE)], urgent=True)  # and never fetches it
     monkeypatch.setattr(module, "OTHERS_S", 0.2)
-    cache = NodeCache(tmp_path / "cache", 1000)
-    with locked(cache.root / "locks" / cache.fetch(far, "1", 100).name[:2], 10):
-        (tmp_path / "cache" / cache.fetch(far, "1", 100).name).unlink()
-        assert cache.fetch(far, "1", 100).read_bytes() == b"\x01" * 100
+    assert _read(second, _piece(far, 1)) == b"\x01" * 5
 
 
-def test_the_least_recently_used_go_and_so_does_what_the_dead_left(far: Folder, tmp_path: Path) -> None:
-    cache = NodeCache(tmp_path / "cache", 350)
-    paths = [cache.fetch(far, f"{number}", 100) for number in range(3)]
-    for age, path in enumerate(paths):
-        os.utime(path, (1e9 - age, 1e9 - age))  # the first was used last
-    left, fresh = (tmp_path / "cache" / f"{name}.tmp-1" for name in ("left", "fresh"))
-    left.touch()
-    fresh.touch()
-    os.utime(left, (1e9, 1e9))
-    cache.fetch(far, "3", 100)
-    assert [path.exists() for path in paths] == [True, True, False]
-    assert (left.exists(), fresh.exists()) == (False, True)
+def test_pieces_that_are_fetched_ahead_are_read_without_another_fetch(far: Path, tmp_path: Path) -> None:
+    cache = NodeCache(tmp_path / "cache", 4 * SIZE)
+    pieces = [_piece(far, number) for number in range(10)]
+    cache.ledger.want([piece.name for piece in pieces])
+    cache.bring(pieces)
+    assert 4 * SIZE == cache.ledger.held() == sum(size for _, _, size in FarStore.reads)
+    assert [_read(cache, piece) for piece in pieces[:4]] == [bytes([number]) * 5 for number in range(4)]
+    assert len(FarStore.reads) == 4
+    assert _read(cache, pieces[9]) == b"\x09" * 5
+    assert cache.ledger.held() == 4 * SIZE
+    Path(cache.ledger.place(pieces[9].name)).unlink()  # by somebody who needed the disk
+    assert _read(cache, pieces[9]) == b"\x09" * 5
+
+
+def test_a_full_disk_has_others_go_and_is_told_where_that_does_not_help(
+    far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = NodeCache(tmp_path / "cache", 100 * SIZE)
+    for number in range(4):
+        _read(cache, _piece(far, number))
+    write, full = Path.write_bytes, [1]
+
+    def no_space(path: Path, content: bytes) -> int:
+        if full:
+            full.pop()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", no_space)
+    assert _read(cache, _piece(far, 5)) == b"\x05" * 5
+    assert cache.ledger.held() < 5 * SIZE
+    full += [1] * 9
+    with pytest.raises(OSError, match=r"data\.cache_gib"):
+        _read(cache, _piece(far, 6))
+    assert not list((tmp_path / "cache").rglob("*.tmp-*"))
+
+
+def _reads_all(far: Path, root: Path, order: int, results: Any) -> None:
+    cache = NodeCache(root, 5 * SIZE)
+    numbers = [(3 * step + order) % 10 for step in range(60)]
+    results.put([_read(cache, _piece(far, number)) == bytes([number]) * 5 for number in numbers])
+
+
+def test_processes_share_what_was_fetched_within_one_bound(far: Path, tmp_path: Path) -> None:
+    context = get_context("spawn")
+    results, root = context.Queue(), tmp_path / "cache"
+    children = [context.Process(target=_reads_all, args=(far, root, order, results), daemon=True) for order in range(3)]
+    for child in children:
+        child.start()
+    for _ in children:
+        assert all(results.get(timeout=180))
+    for child in children:
+        child.join()
+    held = sum(path.stat().st_size for path in (root / "pieces").rglob("*") if path.is_file())
+    assert held == NodeCache(root, 5 * SIZE).ledger.held() <= 5 * SIZE
 
 
 def test_the_default_place_is_the_node_s_and_the_user_s_alone(
-    far: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAYSTRIDE_CACHE", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     cache = node_cache(Config())
     assert cache.root.parent == tmp_path
-    cache.fetch(far, "1", 100)
+    _read(cache, _piece(far, 1))
     assert stat.S_IMODE(cache.root.stat().st_mode) == 0o700
     monkeypatch.setenv("RAYSTRIDE_CACHE", "~/elsewhere")
     assert node_cache(Config()).root == Path("~/elsewhere").expanduser()

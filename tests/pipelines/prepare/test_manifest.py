@@ -76,7 +76,7 @@ def test_opening_a_million_shards_reads_no_shard(tmp_path: Path) -> None:
     loaded = Manifest.load(folder)
     for name in ("tokens", "file", "sha256"):
         assert not loaded.splits["train"].packed(name).flags.owndata
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 80e6
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 100e6
     assert loaded.splits["train"][123_456].tokens == 123_456
     assert loaded.splits["train"][-1].mask_offset is None
 

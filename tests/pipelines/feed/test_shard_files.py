@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from raystride.pipelines.feed.cache import NodeCache
-from raystride.pipelines.feed.stream import MOST_MAPPED, TokenStream
+from raystride.pipelines.feed.shard_files import MOST_MAPPED
+from raystride.pipelines.feed.stream import TokenStream
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.manifest import Manifest, Shard, Shards
 
@@ -35,7 +36,7 @@ def stream(tmp_path_factory: pytest.TempPathFactory) -> TokenStream:
 
 
 def _maps(stream: TokenStream) -> int:
-    return Path("/proc/self/maps").read_text().count(f"{stream._folder}/")
+    return Path("/proc/self/maps").read_text().count(f"{stream._files._folder}/")
 
 
 def test_all_shards_are_read_with_few_open(stream: TokenStream) -> None:

@@ -1,0 +1,179 @@
+"""The ledger lets go of what is needed farthest in the future, over all who read, and forgets those that died."""
+
+import os
+import signal
+import sqlite3
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raystride.pipelines.feed import ledger as module
+from raystride.pipelines.feed.ledger import Claim, Ledger
+from raystride.pipelines.feed.shuffling import belady
+
+
+@pytest.fixture(autouse=True)
+def _much_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RESERVE", 0)
+    monkeypatch.setattr(module, "BURY_S", 0.0)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "cache").mkdir()
+    return tmp_path / "cache"
+
+
+def _name(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+def _fetch(ledger: Ledger, number: int, size: int = 1, *, urgent: bool = True) -> bool:
+    """Has a piece there; whether it had to be fetched."""
+    claims = ledger.claim([(_name(number), size)], urgent=urgent)
+    if claims == [Claim.MINE]:
+        place = Path(ledger.place(_name(number)))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(bytes(size))
+        ledger.arrived(_name(number), size)
+    return claims == [Claim.MINE]
+
+
+@given(read=st.lists(st.integers(0, 9), min_size=1, max_size=60), held=st.integers(1, 6))
+@settings(max_examples=40, deadline=None)
+def test_one_reader_fetches_as_often_as_the_best_cache_would(
+    tmp_path_factory: pytest.TempPathFactory, read: list[int], held: int
+) -> None:
+    ledger = Ledger(tmp_path_factory.mktemp("cache"), held)
+    later = {piece: read.index(piece) for piece in read}
+    ledger.pass_on([], step=0, pace=1.0)
+    ledger.announce([(_name(piece), step) for piece, step in later.items()])
+    fetched = 0
+    for step, piece in enumerate(read):
+        fetched += _fetch(ledger, piece)
+        following = next((at for at in range(step + 1, len(read)) if read[at] == piece), None)
+        ledger.pass_on([(_name(piece), following)], step=step + 1, pace=1.0)
+    assert fetched == belady(read, held)
+    assert fetched <= _fewest(read, held)
+    assert ledger.held() <= held
+    ledger.close()
+
+
+def _fewest(read: list[int], held: int) -> int:
+    """The fewest fetches of any choice, by trying all of them, of short readings; else as many as there are reads."""
+    if len(read) > 14:
+        return len(read)
+    best: dict[frozenset[int], int] = {frozenset(): 0}
+    for piece in read:
+        after: dict[frozenset[int], int] = {}
+        for there, fetched in best.items():
+            if piece in there:
+                choices = [(there, fetched)]
+            elif len(there) < held:
+                choices = [(there | {piece}, fetched + 1)]
+            else:
+                choices = [(there - {gone} | {piece}, fetched + 1) for gone in there]
+            for now, count in choices:
+                after[now] = min(count, after.get(now, count))
+        best = after
+    return min(best.values())
+
+
+def test_what_nobody_waits_for_takes_no_room_of_what_is_needed_sooner(root: Path) -> None:
+    ledger = Ledger(root, 2)
+    ledger.pass_on([], step=0, pace=1.0)
+    ledger.announce([(_name(1), 1), (_name(2), 5), (_name(3), 3), (_name(4), 9)])
+    assert _fetch(ledger, 1)
+    assert _fetch(ledger, 2)
+    assert not _fetch(ledger, 4, urgent=False)
+    assert _fetch(ledger, 3, urgent=False)  # instead of 2
+    assert ledger.state(_name(2)) is None
+    assert not Path(ledger.place(_name(2))).exists()
+    assert _fetch(ledger, 4)  # somebody waits for it: instead of 3, which is needed later than 1
+    assert [ledger.state(_name(piece)) for piece in (1, 3, 4)] == [Claim.HERE, None, Claim.HERE]
+
+
+def test_two_runs_count_in_seconds_and_the_workers_of_one_in_steps(root: Path) -> None:
+    slow, fast = Ledger(root, 3, "slow"), Ledger(root, 3, "fast")
+    other = Ledger(root, 3, "fast")
+    slow.pass_on([], step=10, pace=100.0)
+    fast.pass_on([], step=1000, pace=0.1)
+    slow.announce([(_name(1), 11)])  # in 100 s
+    fast.announce([(_name(2), 1100)])  # in 10 s
+    other.announce([(_name(3), 1010)])  # in 1 s
+    assert all(_fetch(each, piece) for each, piece in ((slow, 1), (fast, 2), (other, 3)))
+    fast.announce([(_name(4), 1050)])
+    assert _fetch(fast, 4)
+    assert [slow.state(_name(piece)) for piece in (1, 2, 3, 4)] == [None, *[Claim.HERE] * 3]
+    slow.announce([(_name(5), 10)])
+    for each in (slow, fast, other):
+        each.retire()
+    assert _fetch(slow, 5)
+
+
+def _reads_and_hangs(root: Path, ready: str) -> None:
+    ledger = Ledger(root, 4, "dies")
+    ledger.pass_on([], step=0, pace=1.0)
+    ledger.announce([(_name(1), 1)])
+    ledger.claim([(_name(7), 1)], urgent=True)
+    place = Path(ledger.place(_name(7)))
+    place.parent.mkdir(parents=True, exist_ok=True)
+    ledger.temporary(place).touch()
+    Path(ready).touch()
+    time.sleep(600)
+
+
+def test_the_dead_are_forgotten_with_what_they_were_fetching(root: Path, tmp_path: Path) -> None:
+    child = get_context("spawn").Process(target=_reads_and_hangs, args=(root, str(tmp_path / "ready")), daemon=True)
+    child.start()
+    until = time.monotonic() + 120
+    while not (tmp_path / "ready").exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    ledger = Ledger(root, 4)
+    assert ledger.claim([(_name(7), 1)]) == [Claim.OTHERS]
+    assert child.pid
+    os.kill(child.pid, signal.SIGKILL)
+    child.join()
+    assert ledger.claim([(_name(7), 1)]) == [Claim.MINE]
+    assert not list(root.rglob("*.tmp-*"))
+    with sqlite3.connect(root / module.DATABASE) as db:
+        assert db.execute("SELECT COUNT(*) FROM uses").fetchone() == (0,)
+        assert db.execute("SELECT COUNT(*) FROM readers").fetchone() == (1,)
+
+
+@pytest.mark.parametrize("what", ["torn", "of another start", "none"])
+def test_pieces_that_no_ledger_vouches_for_are_removed(root: Path, what: str) -> None:
+    ledger = Ledger(root, 4)
+    _fetch(ledger, 1)
+    place = Path(ledger.place(_name(1)))
+    ledger.close()
+    (root / ("0" * 32)).write_bytes(b"an earlier version's")
+    if what == "of another start":
+        with sqlite3.connect(root / module.DATABASE) as db:
+            db.execute("UPDATE boot SET id = 'another'")
+        db.close()
+    else:
+        for path in root.glob(f"{module.DATABASE}*"):
+            path.unlink()
+        if what == "torn":
+            (root / module.DATABASE).write_bytes(b"SQLite format 3\0" + b"x" * 5000)
+    again = Ledger(root, 4)
+    assert again.state(_name(1)) is None
+    assert not place.exists()
+    assert not (root / ("0" * 32)).exists()
+    assert _fetch(again, 1)
+
+
+def test_a_disk_that_is_short_bounds_what_is_kept(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger(root, 1 << 40)
+    assert _fetch(ledger, 1, 100)
+    assert _fetch(ledger, 2, 100)
+    monkeypatch.setattr(module, "RESERVE", 1 << 60)
+    assert not ledger.claim([(_name(3), 100)])  # nobody waits for it, and when it is needed is not known ...
+    assert _fetch(ledger, 3, 100)  # ... but now somebody does
+    assert ledger.held() == 100

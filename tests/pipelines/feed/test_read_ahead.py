@@ -1,0 +1,179 @@
+"""Read-ahead: a worker finds its pieces there, none is fetched more often than by the best cache, and the bound holds."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from raystride.pipelines.config import Config
+from raystride.pipelines.feed import ledger, read_ahead
+from raystride.pipelines.feed.cache import NodeCache
+from raystride.pipelines.feed.loader import Loader
+from raystride.pipelines.feed.mixture import Mixture, MixtureSource
+from raystride.pipelines.feed.opening import open_feed
+from raystride.pipelines.feed.order import Order
+from raystride.pipelines.feed.plan import Plan
+from raystride.pipelines.feed.read_ahead import ReadAhead
+from raystride.pipelines.feed.samples import Examples, Mixed, Samples, Windows
+from raystride.pipelines.feed.shuffling import belady
+from raystride.pipelines.feed.stream import TokenStream
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.manifest import Manifest
+from raystride.pipelines.tasks import Task
+from tests.pipelines.feed.far import FarStore, far_folder, fetched, forget, prepared_text
+
+Prepared = tuple[Folder, Manifest, Task]
+PIECE = 1 << 16
+OF_A_STEP = 8
+"""Pieces that a step of four samples needs at most, where each lies on a border."""
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    return prepared_text(tmp_path_factory.mktemp("far"), 1_200_000, context=512)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    forget()
+    yield
+    forget()
+
+
+def _samples(prepared: Prepared, root: Path, pieces: int) -> tuple[Samples, NodeCache]:
+    folder, manifest, task = prepared
+    assert folder.local
+    cache = NodeCache(root, pieces * PIECE)
+    return Windows(task, TokenStream(far_folder(folder.local), manifest, "train", cache)), cache
+
+
+def _loader(samples: Samples, cache: NodeCache, plan: Plan, rank: int = 0, world: int = 1) -> Loader:
+    ahead = ReadAhead(plan, samples, cache, rank=rank, world=world, most_bytes=1 << 30)
+    return Loader(plan, samples, rank, world, prefetch=2, ahead=ahead)
+
+
+def _digests(loader: Loader, first: int, until: int) -> list[int]:
+    return [step.digest for step in loader.steps(first, until)]
+
+
+@given(data=st.data())
+@settings(max_examples=10, deadline=None, phases=(Phase.explicit, Phase.generate))  # a smaller case tells no more
+def test_no_piece_is_fetched_more_often_than_by_the_best_cache(
+    prepared: Prepared, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    forget()
+    held = data.draw(st.integers(2 * OF_A_STEP, 30), label="pieces of the cache")
+    samples, cache = _samples(prepared, tmp_path_factory.mktemp("cache"), held)
+    shuffle = data.draw(st.sampled_from(["full", "blocks", "none"]))
+    order = Order(samples.count, data.draw(st.integers(0, 99)), shuffle, block=100, window=3)
+    plan, first = Plan(order, slots=2, slot_size=2), data.draw(st.integers(0, 300))
+    loader = _loader(samples, cache, plan)
+    until = first + 60
+    _digests(loader, first, until)
+    read: list[int] = []
+    for step in range(first, until):
+        pieces, _ = samples.pieces(order.at(plan.positions(step, step + 1, 0, 1)[0]))
+        read += list(dict.fromkeys(pieces.tolist()))
+    # What a step needs is kept until all of it is read.
+    assert len(FarStore.reads) <= belady(read, held - OF_A_STEP)
+    assert cache.ledger.held() <= held * PIECE
+    assert loader.ahead
+    cache.ledger.close()
+
+
+@pytest.mark.parametrize("kind", ["windows", "rows", "mixture"])
+def test_workers_read_what_they_would_of_a_disk_and_wait_for_nothing_twice(
+    prepared: Prepared, tmp_path: Path, kind: str
+) -> None:
+    folder, manifest, task = prepared
+    assert folder.local
+
+    def opened(place: Folder, cache: NodeCache) -> Samples:
+        stream = TokenStream(place, manifest, "train", cache)
+        if kind == "rows":
+            return Examples(task, stream)
+        return Windows(task, stream)
+
+    caches = [NodeCache(tmp_path / "cache", 16 * PIECE, clock="run") for _ in range(2)]
+    near = opened(folder, caches[0])
+    far = [opened(far_folder(folder.local), cache) for cache in caches]
+    plan = Plan(Order(near.count, 3, "blocks", block=64, window=4), slots=4, slot_size=4)
+    if kind == "mixture":
+        sources = [MixtureSource(name, Order(near.count, seed)) for seed, name in enumerate(("far", "near"))]
+        mixture = Mixture.planned(sources, [(0, (0.5, 0.5))])
+        plan = replace(plan, order=mixture)
+        far = [Mixed(task, {"far": each, "near": near}, mixture) for each in far]
+        near = Mixed(task, {"far": near, "near": near}, mixture)
+    for first in (0, 37):  # from the beginning, and after a resume
+        for rank in range(2):
+            here, there = Loader(plan, near, rank, 2), _loader(far[rank], caches[rank], plan, rank, 2)
+            for own, other in zip(here.steps(first, first + 25), there.steps(first, first + 25), strict=True):
+                assert own.digest == other.digest
+                if kind != "rows":
+                    assert all(map(torch.equal, *((each.micro_batches[0].inputs) for each in (own, other))))
+    assert fetched() > 0
+
+
+def test_a_thread_that_fails_costs_time_alone(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples, cache = _samples(prepared, tmp_path / "cache", 8)
+    said: list[str] = []
+    cache.said = said.append
+
+    def fails(*_: object) -> None:
+        raise ValueError("no more")
+
+    monkeypatch.setattr(ReadAhead, "_fetch", fails)
+    plan = Plan(Order(samples.count), slots=2, slot_size=2)
+    assert len(_digests(_loader(samples, cache, plan), 0, 10)) == 10
+    assert said == ["shards are not fetched ahead any more: ValueError: no more"]
+
+
+def test_looking_far_is_bounded(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_ahead, "SEGMENT", 64)
+    monkeypatch.setattr(read_ahead, "MOST_PIECES", 9)
+    monkeypatch.setattr(ledger, "RESERVE", 0)
+    samples, cache = _samples(prepared, tmp_path / "cache", 8)
+    plan = Plan(Order(samples.count, 1, "blocks", block=64, window=2), slots=2, slot_size=8)
+    loader = _loader(samples, cache, plan)
+    assert len(_digests(loader, 0, 3 * samples.count // 16)) == 3 * samples.count // 16
+    assert cache.ledger.held() <= 8 * PIECE
+
+
+def test_what_validates_is_brought_at_once_and_then_makes_room(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "RESERVE", 0)
+    samples, cache = _samples(prepared, tmp_path / "cache", 16)
+    first, second = np.arange(12) * 7, samples.count - 1 - np.arange(12) * 7
+    for numbers in (first, second):
+        FarStore.reads.clear()
+        with read_ahead.brought(samples, numbers):
+            there = len(FarStore.reads)
+            samples.read(numbers)
+            assert len(FarStore.reads) == there > 0
+        assert cache.ledger.held() <= 16 * PIECE
+
+
+def test_a_feed_of_far_shards_is_fetched_ahead_and_one_of_a_disk_is_not(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYSTRIDE_CACHE", str(tmp_path / "cache"))
+    folder, _, task = prepared
+    assert folder.local
+    config = Config()
+    assert open_feed(config, task, folder).ahead(config, 0, 1) is None
+    data = replace(config.data, shuffle="auto", cache_gib=4 * PIECE / 2**30)
+    said: list[str] = []
+    feed = open_feed(replace(config, data=data), task, far_folder(folder.local), said=said.append)
+    assert feed.ahead(config, 0, 1) is not None
+    assert isinstance(feed.plan.order, Order)
+    assert feed.plan.order.shuffle == "blocks"
+    assert len(said) == 1
+    again = replace(config, data=replace(data, cache_gib=32.0))  # on resume nothing changes
+    resumed = open_feed(again, task, far_folder(folder.local), past=feed.plan.order.to_json())
+    assert resumed.plan.order == feed.plan.order

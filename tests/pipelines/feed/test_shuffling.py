@@ -1,0 +1,63 @@
+"""The shuffle of far shards: full where the cache holds them, blocks where it would fetch them many times."""
+
+import pytest
+
+from raystride.pipelines.config import Data
+from raystride.pipelines.feed.mixture import Mixture, MixtureSource
+from raystride.pipelines.feed.order import Order
+from raystride.pipelines.feed.shuffling import Reading, belady, choose_shuffle, full_cost
+
+FAR = Reading(size=10 * 2**30, samples=2_500_000, piece=1 << 20, cache=2 << 30)
+
+
+def _chosen(data: Data, reading: Reading | None, past: dict[str, object] | None = None) -> tuple[Data, list[str]]:
+    said: list[str] = []
+    return choose_shuffle(data, reading, past, said.append), said
+
+
+def test_auto_is_full_where_nothing_is_far_or_the_cache_holds_it() -> None:
+    for reading in (None, Reading(FAR.size, FAR.samples, FAR.piece, FAR.size)):
+        assert _chosen(Data(shuffle="auto"), reading) == (Data(shuffle="full"), [])
+
+
+def test_auto_is_blocks_whose_window_the_cache_holds() -> None:
+    data, said = _chosen(Data(shuffle="auto"), FAR)
+    assert data.shuffle == "blocks"
+    block = data.shuffle_block * FAR.sample
+    assert 16 * FAR.piece <= block
+    assert data.shuffle_window * block <= FAR.cache / 4
+    assert data.shuffle_window > 1
+    assert f"{full_cost(FAR):.1f} times" in said[0]
+
+
+def test_full_is_kept_and_its_cost_is_told() -> None:
+    data, said = _chosen(Data(shuffle="full"), FAR)
+    assert data == Data(shuffle="full")
+    assert "--data.shuffle auto" in said[0]
+    assert _chosen(Data(shuffle="blocks"), FAR) == (Data(shuffle="blocks"), [])
+
+
+@pytest.mark.parametrize("of", ["source", "mixture", "growing"])
+def test_a_run_that_goes_on_keeps_its_order_whatever_the_cache_is_now(of: str) -> None:
+    order = Order(100, 1, "blocks", block=7, window=5)
+    past = {
+        "source": order.to_json(),
+        "mixture": Mixture.planned([MixtureSource("a", order)], [(0, (1.0,))]).to_json(),
+        "growing": {"generations": [], "complete": False, "order": order.to_json()},
+    }[of]
+    data, said = _chosen(Data(shuffle="auto"), None, past)
+    assert (data.shuffle, data.shuffle_block, data.shuffle_window) == ("blocks", 7, 5)
+    assert not said
+
+
+def test_what_a_full_shuffle_costs_grows_with_what_a_piece_holds_besides() -> None:
+    costs = [full_cost(Reading(1 << 30, (1 << 30) // sample, 1 << 16, 1 << 28)) for sample in (1 << 18, 1 << 16, 1 << 12)]
+    assert costs[0] <= costs[1] <= 1.01
+    assert 3 < costs[2] <= 16
+
+
+def test_belady_by_hand() -> None:
+    assert belady([1, 2, 3, 1, 2, 3], 3) == 3
+    assert belady([1, 2, 3, 1, 2, 3], 2) == 4
+    assert belady([1, 2, 1, 2], 1) == 4
+    assert belady([1, 2, 3, 1, 2, 3], 2, counted_from=3) == 1
