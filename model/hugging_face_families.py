@@ -41,7 +41,7 @@ _PECULIAR: dict[str, tuple[Any, str]] = {
 
 
 @dataclass(frozen=True)
-class Family:
+class DecoderFamily:
     """What one `model_type` says."""
 
     architecture: str
@@ -233,37 +233,37 @@ _GEMMA_DEFAULTS: dict[str, Any] = {
     "sliding_window": 4096,
     "tie_word_embeddings": True,
 }
-FAMILIES: dict[ModelType, Family] = {
-    "llama": Family("LlamaForCausalLM", others=_ROPE | _BIASED, even_heads=True, own_padding=False),
-    "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True}, others=_ROPE | _WINDOWS, own_padding=False),
-    "qwen3": Family(
+FAMILIES: dict[ModelType, DecoderFamily] = {
+    "llama": DecoderFamily("LlamaForCausalLM", others=_ROPE | _BIASED, even_heads=True, own_padding=False),
+    "qwen2": DecoderFamily("Qwen2ForCausalLM", {"qkv_bias": True}, others=_ROPE | _WINDOWS, own_padding=False),
+    "qwen3": DecoderFamily(
         "Qwen3ForCausalLM",
         {"qk_norm": True},
         others=_ROPE | _WINDOWS | _BIASED,
         defaults={"head_dim": 128},
         own_padding=False,
     ),
-    "mistral": Family(
+    "mistral": DecoderFamily(
         "MistralForCausalLM",
         marks=frozenset({"window"}),
         others=_ROPE,
         defaults={"sliding_window": 4096, "num_key_value_heads": 8},
         own_padding=False,
     ),
-    "smollm3": Family(
+    "smollm3": DecoderFamily(
         "SmolLM3ForCausalLM",
         marks=frozenset({"unrotated_layers"}),
         others=_ROPE | _BIASED,
         defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6},
     ),
-    "phi3": Family(
+    "phi3": DecoderFamily(
         "Phi3ForCausalLM",
         marks=frozenset({"rotary_share"}),
         others=frozenset({"window"}),
         defaults={"rms_norm_eps": 1e-5},
         even_heads=True,
     ),
-    "gemma2": Family(
+    "gemma2": DecoderFamily(
         "Gemma2ForCausalLM",
         _GEMMA,
         others=_ROPE | _WINDOWS | _BIASED | {"softcap", "logit_softcap", "query_scalar"},
@@ -271,7 +271,7 @@ FAMILIES: dict[ModelType, Family] = {
         | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2},
         even_heads=True,
     ),
-    "gemma3_text": Family(
+    "gemma3_text": DecoderFamily(
         "Gemma3ForCausalLM",
         _GEMMA | {"qk_norm": True},
         others=_ROPE | _WINDOWS | _BIASED | {"logit_softcap", "query_scalar", "window_rope_theta"},

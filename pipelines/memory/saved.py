@@ -147,7 +147,7 @@ def feed_forward_sizes(shape: DecoderShape) -> list[int]:
     """Numbers of each parameter of a feed-forward, with the norm before it."""
     width, hidden = shape.width, hidden_width(shape)
     into = _layer(shape, width, hidden) * (2 if shape.flavour == "llama" else 1)
-    return norm_sizes(shape) * (2 if sandwich_norm(shape) else 1) + into + _layer(shape, hidden, width)
+    return norm_sizes(shape) + into + _layer(shape, hidden, width) + norm_sizes(shape) * sandwich_norm(shape)
 
 
 def norm_sizes(shape: DecoderShape) -> list[int]:
