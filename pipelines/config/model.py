@@ -1,10 +1,12 @@
 """Settings of the network."""
 
 from dataclasses import dataclass
+from os.path import exists
 from typing import ClassVar, Literal
 
 from raystride.pipelines.config.section import Section, setting
 from raystride.pipelines.files import absolute
+from raystride.pipelines.hub import is_hub_name
 
 LLAMA_ONLY = (
     "window_rope_theta", "unrotated_layers", "rotary_share", "rope_factor", "out_bias", "gate", "scaled_embedding",
@@ -105,10 +107,11 @@ class Model(Section):
     logit_softcap: float = setting(0.0, at_least=0, fixed=True, since="0.2")
     """Bound of the logits, l becomes logit_softcap tanh(l / logit_softcap), as Gemma 2 has it (30); 0: none."""
     init_from: str | None = setting(None, fixed=True)
-    """Folder or URI of a Hugging Face model in safetensors, whose weights a new run starts with: Llama, Qwen2, Qwen3, GPT-2.
+    """A Hugging Face model in safetensors whose weights a new run starts with: a folder, a URI, or a name on the hub,
+    `org/name` or `org/name@revision`. Of the families GPT-2, Llama, Qwen 2 and 3, Mistral, SmolLM, Phi-3, Gemma 2 and 3.
 
     The other settings must describe that model (the error names the flags that do), and `tokenizer.file` should be the one
-    beside it."""
+    beside it, or the same name."""
     kernels: Literal["auto", "triton", "torch"] = setting("auto")
     """Attention and the other hot operations: our Triton kernels, or PyTorch's own; `auto` takes Triton on GPUs.
 
@@ -147,7 +150,7 @@ class Model(Section):
         if self.rope_scaling and self.rope_scaling[1] >= self.rope_scaling[2]:
             raise self.error("rope_scaling", "must have a low factor, its second number, below the high one, its third")
         self._check_layers()
-        if self.init_from:
+        if self.init_from and not (is_hub_name(self.init_from) and not exists(self.init_from)):
             # Workers have other working directories than the one in which this was typed.
             object.__setattr__(self, "init_from", absolute(self.init_from))
 
