@@ -1,9 +1,8 @@
 """Models on the Hugging Face hub by their names: fetched into its client's cache, and pushed.
 
 A name is `org/name`, or `org/name@revision`: a branch, a tag or a commit. The client (`huggingface_hub`) keeps what it
-fetched (`HF_HOME`), does without the network where it has it, and always so under `HF_HUB_OFFLINE=1`; it tries again what a
-network does badly for a while. All files of one fetch are those of one commit. A folder is none of these: its path begins
-with `/`, or it is there.
+fetched (`HF_HOME`), does without the network where it has it, and always so under `HF_HUB_OFFLINE=1`. All files of one fetch
+are those of one commit. A folder is none of these: its path begins with `/`, or it is there.
 
     description = read_description("Qwen/Qwen3-0.6B")        # config.json alone
     folder = fetched("Qwen/Qwen3-0.6B@main")                 # with weights and tokenizer
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from raystride.pipelines.files import Folder
+from raystride.pipelines.retries import retried
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.json)(@[\w.][\w./-]*)?", re.ASCII)
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -107,7 +107,7 @@ def _file(place: str, name: str, revision: str, *, needed: bool = True) -> Path 
 
     with _told(place):
         try:
-            return Path(hf_hub_download(place.partition("@")[0], name, revision=revision, endpoint=constants.ENDPOINT))
+            return Path(retried(lambda: hf_hub_download(place.partition("@")[0], name, revision=revision)))
         except RemoteEntryNotFoundError as error:
             if needed:
                 raise ValueError(f"the hub's model has no {name}") from error

@@ -102,3 +102,17 @@ class Export(Finished):
             raise self.error("push", "must be a name on the hub, `org/name`")
         if self.push and self.to != "hugging_face":
             raise self.error("push", f"must be left out with --to {self.to}: the hub has models of `hugging_face`")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve(Finished):
+    """Which run's model answers requests, and where."""
+
+    host: str = setting("127.0.0.1")
+    """Address to listen at; the default is seen from this machine alone."""
+    port: int = setting(0, at_least=0, at_most=65535)
+    """Port to listen at; 0: a free one."""
+    token: str = setting("")
+    """What requests must carry (`Authorization: Bearer ...`); empty: RAYSTRIDE_SERVE_TOKEN, or a new one."""
+    device: Literal["auto", "cpu", "cuda"] = setting("auto")
+    """Where the model computes; `auto`: on a GPU, if there is one."""

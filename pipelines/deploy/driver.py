@@ -8,10 +8,11 @@ from dataclasses import fields
 from pathlib import Path
 
 from raystride.pipelines.config import Config, SettingError
-from raystride.pipelines.config.deploy import Deploy
+from raystride.pipelines.config.deploy import Deploy, DeployServe
 from raystride.pipelines.config.parse import Parsed, parse
 from raystride.pipelines.config.section import nearest
 from raystride.pipelines.config.sweep import SweepConfig
+from raystride.pipelines.deploy.llm_serving import deploy_serving
 from raystride.pipelines.deploy.next_steps import next_steps
 from raystride.pipelines.deploy.plan import FIRST_PLACE, KINDS, Kind, find_place, known_places, plan
 from raystride.pipelines.deploy.render import rendered, write
@@ -30,6 +31,11 @@ def run_deploy(arguments: Sequence[str]) -> int:
 def _deploy(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help())
+        return DONE
+    if arguments[0] == "serve":
+        flags = [each.replace("-", "_") if each.startswith("--") and "=" not in each else each for each in arguments[1:]]
+        flags = [each.replace("__", "--", 1) if each.startswith("__") else each for each in flags]
+        print("\n".join(deploy_serving(parse(DeployServe, flags, program="raystride deploy serve").settings)))
         return DONE
     kind = _kind(arguments.pop(0))
     own, others = _split(arguments)
@@ -80,7 +86,8 @@ def _help() -> str:
         f"raystride deploy {'|'.join(KINDS)} --config PRESET [--nodes N] [--gpus-per-node N] [--place PLACE] [--output DIR]",
         "",
         "Writes the files with which the run goes there, looks whether they are valid, and says what to type next. All",
-        "settings of a training may follow; `raystride deploy slurm --help` lists the flags of this command. Places:",
+        "settings of a training may follow; `raystride deploy slurm --help` lists the flags of this command. `raystride deploy",
+        "serve --run NAME` writes what serves its model on GPUs. Places:",
         "",
         *(f"  {name:<28} {find_place(name).about}" for name in known_places()),
     ]
