@@ -33,8 +33,7 @@ def _deploy(arguments: list[str]) -> int:
         print(_help())
         return DONE
     if arguments[0] == "serve":
-        flags = [each.replace("-", "_") if each.startswith("--") and "=" not in each else each for each in arguments[1:]]
-        flags = [each.replace("__", "--", 1) if each.startswith("__") else each for each in flags]
+        flags = [_underscored(each) for each in arguments[1:]]
         print("\n".join(deploy_serving(parse(DeployServe, flags, program="raystride deploy serve").settings)))
         return DONE
     kind = _kind(arguments.pop(0))
@@ -66,6 +65,12 @@ def _kind(word: str) -> Kind:
     raise SettingError(f"there is no kind {word!r} of deployment{nearest(word, KINDS)}; there are {', '.join(KINDS)}")
 
 
+def _underscored(argument: str) -> str:
+    """A flag with underscores for dashes; a value as it is."""
+    flag, equals, value = argument.removeprefix("--").partition("=")
+    return f"--{flag.replace('-', '_')}{equals}{value}" if argument.startswith("--") else argument
+
+
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The flags of this command, with underscores for dashes, and those of the run."""
     own: list[str] = []
@@ -76,7 +81,7 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             flag, equals, value = argument.removeprefix("--").partition("=")
             name = flag.replace("-", "_")
             into = own if name in OWN else others
-            argument = f"--{name}{equals}{value}" if name in OWN else argument
+            argument = _underscored(argument) if name in OWN else argument
         into.append(argument)
     return own, others
 
@@ -86,8 +91,8 @@ def _help() -> str:
         f"raystride deploy {'|'.join(KINDS)} --config PRESET [--nodes N] [--gpus-per-node N] [--place PLACE] [--output DIR]",
         "",
         "Writes the files with which the run goes there, looks whether they are valid, and says what to type next. All",
-        "settings of a training may follow; `raystride deploy slurm --help` lists the flags of this command. `raystride deploy",
-        "serve --run NAME` writes what serves its model on GPUs. Places:",
+        "settings of a training may follow; `raystride deploy slurm --help` lists the flags of this command.",
+        "`raystride deploy serve --run NAME` writes what serves a run's model on GPUs. Places:",
         "",
         *(f"  {name:<28} {find_place(name).about}" for name in known_places()),
     ]

@@ -67,7 +67,7 @@ class Server:
         self._place = tempfile.TemporaryDirectory()
         os.chdir(self._place.name)  # a folder here is a model's name there
         _beside(exported, Path(name))
-        self._models = ModelManager(device=device, dtype="auto", force_model=name)
+        self._models = _bounded(ModelManager)(device=device, dtype="auto", force_model=name)
         self._state = GenerationState()
         parts: dict[str, Any] = {"model_manager": self._models, "generation_state": self._state}
         application = build_server(
@@ -113,6 +113,29 @@ def listening(host: str, port: int) -> Iterator[sockets.socket]:
     with found:
         found.listen()
         yield found
+
+
+def _bounded(manager: Any) -> Any:
+    """The class of what loads models, whose models write no further than their context, and no longer prompts are taken."""
+    from fastapi import HTTPException
+
+    class Bounded(manager):  # type: ignore[misc]
+        def _load_model(self, *given: Any, **named: Any) -> Any:
+            model = super()._load_model(*given, **named)
+            write, context = model.generate, model.config.max_position_embeddings
+
+            def generate(*inputs: Any, generation_config: Any, **more: Any) -> Any:
+                length = (inputs[0] if inputs else more["input_ids"]).shape[-1]
+                if length >= context:
+                    raise HTTPException(400, f"the prompt has {length} tokens, and the model's context {context}")
+                longest = generation_config.max_new_tokens or context
+                generation_config.max_new_tokens = min(longest, context - length)
+                return write(*inputs, generation_config=generation_config, **more)
+
+            model.generate = generate
+            return model
+
+    return Bounded
 
 
 def _beside(exported: Folder, place: Path) -> None:

@@ -73,6 +73,11 @@ def test_a_client_gets_the_tokens_of_generate(served: tuple[Path, str, str, str]
     client = openai.OpenAI(base_url=address, api_key=token)
     answer = client.completions.create(model="mine", prompt=PROMPT, max_tokens=TOKENS, temperature=0)
     assert answer.choices[0].text == opened.encoder.decode(ids)
+    whole = client.completions.create(model="mine", prompt=PROMPT, temperature=0)
+    assert whole.choices[0].text.startswith(opened.encoder.decode(ids))
+    assert whole.usage.total_tokens <= opened.config.model.context
+    with pytest.raises(openai.BadRequestError, match="has 40 tokens, and the model's context 16"):
+        client.completions.create(model="mine", prompt="e" * 40)
     with pytest.raises(openai.AuthenticationError, match="send the token"):
         openai.OpenAI(base_url=address, api_key="another").models.list()
 
