@@ -78,8 +78,7 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     into = others
     for argument in arguments:
         if argument.startswith("--"):
-            flag, equals, value = argument.removeprefix("--").partition("=")
-            name = flag.replace("-", "_")
+            name = argument.removeprefix("--").partition("=")[0].replace("-", "_")
             into = own if name in OWN else others
             argument = _underscored(argument) if name in OWN else argument
         into.append(argument)
