@@ -26,7 +26,7 @@ NEEDED = ("transformers", "fastapi", "uvicorn", "openai")
 """What the extra `serve` installs."""
 OPEN = "/health"
 """What is answered without a token: whether it is up."""
-Application = Callable[[dict[str, Any], Any, Callable[[dict[str, Any]], Awaitable[None]]], Awaitable[None]]
+Application = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 class TokenRequired:
@@ -35,7 +35,7 @@ class TokenRequired:
     def __init__(self, application: Application, token: str) -> None:
         self._application, self._expected = application, f"Bearer {token}".encode()
 
-    async def __call__(self, scope: dict[str, Any], receive: Any, send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """One connection."""
         given = dict(scope.get("headers", [])).get(b"authorization", b"")
         if scope["type"] == "lifespan" or scope.get("path") == OPEN or hmac.compare_digest(given, self._expected):
