@@ -151,6 +151,26 @@ def test_a_ready_tokenizer_loses_what_training_never_saw(tmp_path: Path) -> None
     assert theirs(TEXT)["input_ids"] == opened.encoder.encode(TEXT).tolist()
 
 
+def test_a_chat_is_written_as_in_training(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    _opened(GPT2, Folder(f"{tmp_path}/bpe"), TOKENIZERS["bpe"])
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+    template += "{% if add_generation_prompt %}[assistant]{% endif %}"
+    beside = Path(f"{tmp_path}/bpe/tokenizer")
+    (beside / "chat_template.jinja").write_text(template)
+    (beside / "tokenizer_config.json").write_text('{"bos_token": "[s]", "eos_token": "<|end|>"}')
+    ready = Tokenizer(kind="file", file=f"{beside}/tokenizer.json")
+    opened: Any = _opened(GPT2, Folder(f"{tmp_path}/tokenizer"), ready)
+    folder = export_hugging_face(opened, Folder(f"{tmp_path}/export"))
+    theirs = AutoTokenizer.from_pretrained(str(folder))
+    said = theirs.apply_chat_template([{"role": "user", "content": "def x"}], tokenize=False, add_generation_prompt=True)
+    assert said == "[s][user]def x<|end|>[assistant]"
+    assert opened.encoder.chat.question("def x").size
+    assert theirs.eos_token_id == opened.encoder.end_id
+    assert folder.read_json("generation_config.json")["eos_token_id"] == opened.encoder.end_id
+
+
 def test_what_the_layout_cannot_say_is_an_error_of_its_setting(tmp_path: Path) -> None:
     opened = _opened(replace(GPT2, kv_heads=2), Folder(f"{tmp_path}/tokenizer"))
     with pytest.raises(SettingError, match=r"model\.kv_heads is 2"):
