@@ -82,12 +82,13 @@ def deploy_serving(settings: DeployServe) -> list[str]:
     config = from_yaml(Config, folder.read("config.yaml").decode())
     text = rendered_serving(settings, config)
     looked = look_at_serving(text)
+    chosen = f"--checkpoint {settings.checkpoint} --average {settings.average} --to hugging_face"
     output = Path(settings.output or f"serve-{settings.run}")
     write({FILE: text}, output, overwrite=settings.overwrite)
     return [
         *looked,
         f"results  {output}/{FILE}",
-        f"next     {pasted('export', settings.run, str(storage), '--to hugging_face')}",
+        f"next     {pasted('export', settings.run, str(storage), chosen)}",
         f"next     serve deploy {output}/{FILE}   # on a Ray cluster with ray[serve,llm]; see docs/serving.md",
     ]
 
