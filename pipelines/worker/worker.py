@@ -20,7 +20,6 @@ from raystride.pipelines.config.combinations import SHARDED
 from raystride.pipelines.feed.loader import Loader, validation_batches
 from raystride.pipelines.feed.opening import Feed, open_feed, open_manifest
 from raystride.pipelines.feed.samples import Samples
-from raystride.pipelines.files import Folder
 from raystride.pipelines.observers.gpu_monitor import GpuMonitor
 from raystride.pipelines.observers.host_monitor import HostMonitor
 from raystride.pipelines.observers.kernels import Kernels
@@ -146,7 +145,7 @@ def build_training(
     checkpoints = _checkpoints(job, worker, manifest, log)
     found = checkpoints.newest()
     if config.model.init_from and not found:  # a run that is resumed needs that folder no more
-        start_from(model, Folder(config.model.init_from), job.prepared / "tokenizer", log)
+        start_from(model, config.model.init_from, job.prepared / "tokenizer", log)
     precision.convert(model, sharded=strategy.sharded)
     make_optimizer = partial(build_optimizer, config.optimizer, stochastic=config.train.stochastic_rounding)
     model, optimizer = strategy.prepare(recompute(model, config.train), make_optimizer)
