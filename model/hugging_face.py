@@ -12,7 +12,7 @@ keys and values apart. What `config.json` says of the arithmetic is in `model.hu
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from raystride.model.cut import fill, shape_of_whole
-from raystride.model.hugging_face_config import check_description, describe
+from raystride.model.hugging_face_config import check_description, describe, model_type
 from raystride.model.linear import Linear
 from raystride.model.shape import key_width, query_width
 from raystride.model.transformer import Decoder
@@ -107,6 +107,16 @@ class _Home:
     def ours(self) -> torch.Tensor | None:
         tensor: torch.Tensor | None = getattr(self.module, self.kind)
         return tensor
+
+
+def names_there(model: nn.Module) -> Callable[[str], tuple[str, ...]]:
+    """From our name of a module to theirs, which are several for rows of one of ours; none where no layout has it."""
+    if not isinstance(model, Decoder):
+        return lambda name: ()
+    try:
+        return _LAYOUTS[model_type(model.shape)].theirs
+    except ValueError:
+        return lambda name: ()
 
 
 def to_hugging_face(model: Decoder, end_id: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

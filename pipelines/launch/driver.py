@@ -24,6 +24,7 @@ from raystride.pipelines.cluster.resources import Resources, Share
 from raystride.pipelines.cluster.resubmission import watch_over_job
 from raystride.pipelines.commands import of_storage, pasted, program
 from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config.combinations import DECODERS
 from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.feed.opening import open_feed, open_manifest
 from raystride.pipelines.files import Folder
@@ -58,6 +59,7 @@ from raystride.pipelines.plugins import Carried
 from raystride.pipelines.prepare.fingerprint import identity
 from raystride.pipelines.prepare.one_source import Prepared
 from raystride.pipelines.prepare.prepare import check_data
+from raystride.pipelines.train.base_run import check_run, is_run
 from raystride.pipelines.record import describe_environment
 from raystride.pipelines.record.environment import DataOfRun, Environment, RunEnvironment, describe_node
 from raystride.pipelines.record.links import job_link, on_a_server, run_link
@@ -264,6 +266,11 @@ def _check_metric(config: Config) -> None:
 
 def _check_init(place: str, config: Config) -> None:
     """Refuses weights of another network before the run's name stands for these settings; workers look at all the rest."""
+    if is_run(Folder(place)):
+        check_run(config, Folder(place))
+        return
+    if config.task not in DECODERS:
+        raise config.model.error("init_from", f"must be a run's folder with task `{config.task}`: folders hold decoders")
     try:
         check_description(config.model, Folder(place).read_json("config.json"))
     except (ValueError, FileNotFoundError) as error:

@@ -89,7 +89,7 @@ class LookAtHost:
     def _inputs(self) -> str:
         weights = self.config.model.init_from
         try:
-            if weights and not Folder(weights).exists("config.json"):
+            if weights and not any(Folder(weights).exists(name) for name in ("config.json", "config.yaml")):
                 return f"model.init_from is {weights!r}: there is no config.json in it"
             if self.data is None:
                 return ""

@@ -20,10 +20,9 @@ from raystride.pipelines.config import SettingError
 from raystride.pipelines.files import Folder
 from raystride.pipelines.tokenizers import load_tokenizer
 from raystride.pipelines.tokenizers.chat import parse_tokenizer
+from raystride.pipelines.train.base_run import PROBE, is_run, start_from_run
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-PROBE = "The quick brown fox, at 12:30: naïve café!\n\tdef square(x): return x * x  # 平方\n"
-"""A text to which two tokenizers that are not the same hardly give the same ids."""
 
 
 def start_from(model: nn.Module, folder: Folder, tokenizer: Folder, log: Callable[[str], None]) -> None:
@@ -31,6 +30,9 @@ def start_from(model: nn.Module, folder: Folder, tokenizer: Folder, log: Callabl
 
     Raises SettingError where the folder cannot be read, or holds another model or another tokenizer.
     """
+    if is_run(folder):
+        start_from_run(model, folder, tokenizer, log)
+        return
     if not isinstance(model, Decoder):
         raise _error(folder, "it must be None for a task that trains no decoder")
     if not folder.exists("config.json"):

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from raystride.pipelines.config import Checkpoint, Launch, Profile, Sample, Validation
+from raystride.pipelines.config import Checkpoint, Launch, Lora, Profile, Sample, Validation
 from raystride.pipelines.files import Folder
 from raystride.pipelines.observers.observer import Observer, RunFacts
 from raystride.pipelines.record.entry import Entry
@@ -85,6 +85,7 @@ def _bare(job: Job, folder: Folder) -> Job:
     config = replace(
         job.config,
         model=replace(job.config.model, init_from=""),
+        lora=Lora(),  # without a base there is nothing to adapt
         train=train,
         validation=Validation(every=0),
         checkpoint=Checkpoint(every=0),

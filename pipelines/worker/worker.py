@@ -38,10 +38,11 @@ from raystride.pipelines.record.sender import Post, Sender
 from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.strategies import build_strategy
 from raystride.pipelines.strategies.recompute import as_compiled, recompute
-from raystride.pipelines.strategies.spread import parameters_in
+from raystride.pipelines.strategies.spread import parameters_in, spread_of
 from raystride.pipelines.strategies.strategy import Strategy
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tokenizers import Tokenizers
+from raystride.pipelines.train.adapters import HEADER, begin_adapters, check_base, settle_base, with_adapters
 from raystride.pipelines.train.attention_choice import choose_attention
 from raystride.pipelines.train.checkpoint import Checkpoints, Found
 from raystride.pipelines.train.fingerprint import parameters_sha256
@@ -140,17 +141,24 @@ def build_training(
     precision.use_products()
     if shortfall := precision.shortfall(device):
         log(shortfall)
-    network = model = strategy.build(task.build_model)
+    network = model = strategy.build(with_adapters(task.build_model, config.lora))
     if config.masks_by_place:
         number_dropouts(model)
     checkpoints = _checkpoints(job, worker, manifest, log)
     found = checkpoints.newest()
-    if config.model.init_from and not found:  # a run that is resumed needs that folder no more
+    # A run that is resumed needs that folder no more, unless it lies under adapters.
+    if config.model.init_from and (not found or config.lora.rank):
         start_from(model, Folder(config.model.init_from), job.prepared / "tokenizer", log)
+    if config.lora.rank:
+        begin_adapters(model, config, found, checkpoints)
+    base = settle_base(model) if config.lora.rank and spread_of(model) is None else ""
     precision.convert(model, sharded=strategy.sharded)
     make_optimizer = partial(build_optimizer, config.optimizer, stochastic=config.train.stochastic_rounding)
     model, optimizer = strategy.prepare(recompute(model, config.train), make_optimizer)
 
+    if config.lora.rank:
+        base = base or settle_base(model)  # a network in parts can be asked for its whole once it is spread
+        check_base(found, base, config)
     if found:
         checkpoints.load(found, model, optimizer)
         log(f"resumed from step {found.step}")
@@ -162,7 +170,7 @@ def build_training(
     choice = _choose_products(job, config, worker, network, feed.train, found, log)
     loader = _loader(config, strategy, feed, state, stopping)
     bits = choice.bits | choose_attention(config, device=device, found=found, rank=rank, world=world, log=log)
-    made = {"run": job.run, "bits": bits, "data": manifest.fingerprint}
+    made = {"run": job.run, "bits": bits, "data": manifest.fingerprint} | ({HEADER: {"base": base}} if base else {})
     return Training(
         config=config,
         strategy=strategy,
