@@ -18,9 +18,11 @@ from raystride.model.hugging_face import names_there
 from raystride.model.lora import attach, hold_base, start_adapters, take_out
 from raystride.pipelines.config import Config, Lora, SettingError
 from raystride.pipelines.files import Folder
+from raystride.pipelines.tasks import Task
 from raystride.pipelines.train.checkpoint import Checkpoints, Found
 from raystride.pipelines.train.fingerprint import base_sha256
 from raystride.pipelines.train.peft import read_adapter
+from raystride.pipelines.train.pretrained import start_from
 
 HEADER = "lora"
 """Under which key a checkpoint's manifest says what its adapters belong to."""
@@ -75,3 +77,16 @@ def check_base(found: Found | None, digest: str, config: Config) -> None:
             f"on (base {before[:12]} before, {digest[:12]} now). Put the earlier weights there, or start another run with "
             "--run NAME"
         )
+
+
+def open_base(config: Config, task: Task, found: Found) -> nn.Module:
+    """A network with the base under a finished run's adapters, whose own values are still to be loaded.
+
+    Raises SettingError where the base is gone, or no longer the one that they were trained on.
+    """
+    model = with_adapters(task.build_model, config.lora)()
+    start_from(model, Folder(config.model.init_from or ""), found.data / "tokenizer", lambda _: None)
+    checkpoints = Checkpoints(found.folder, attempt="", keep=1)
+    begin_adapters(model, config, found, checkpoints)
+    check_base(found, settle_base(model), config)
+    return model
