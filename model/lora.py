@@ -48,7 +48,7 @@ class AdapterShape(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class Site:
     """Rows of a linear layer that can have an adapter."""
 
     module: str
@@ -98,18 +98,20 @@ class Adapter(nn.Module):
 
     def norms(self, weight: torch.Tensor) -> torch.Tensor:
         """Lengths (rows) of the changed weight's rows, a constant for the backward (DoRA, section 4.3)."""
-        return (weight.float() + self.scale * (self.b.detach() @ self.a.detach())).norm(dim=1)
+        changed = weight.float() + self.scale * (self.b.detach() @ self.a.detach())
+        return torch.linalg.vector_norm(changed, dim=1)
 
-    def with_magnitude(self, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def with_magnitude(
+        self, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         """What DoRA adds to the layer's result y (..., rows) of x (..., in)."""
         assert self.magnitude is not None
         weight = weight.detach().float()
         factor = self.magnitude / self.norms(weight)
         dropped = self.dropout(x)
+        plain = y if bias is None else y - bias
         if self.training and self.dropout.share:
             plain = F.linear(dropped, weight)
-        else:
-            plain = y if bias is None else y - bias
         change = F.linear(F.linear(dropped, self.a), self.b)
         return (factor - 1) * plain + factor * change * self.scale
 
@@ -179,11 +181,12 @@ class AdaptedLinear(Linear):
 
 
 def _rows_here(cut: Cut, wanted: range) -> tuple[tuple[range, ...], range]:
-    """Of the wanted rows of a whole those that a part has, counted from the first wanted one; and where in the part they are.
+    """Of the wanted rows of a whole what a part has, counted from the first wanted one; and where they are in the part.
 
     They are neighbours there: a part has queries, keys and values one after another.
     """
-    found, first, done = [], 0, 0
+    found: list[range] = []
+    first = done = 0
     for each in cut.ranges:
         both = range(max(each.start, wanted.start), min(each.stop, wanted.stop))
         if len(both):
@@ -204,14 +207,14 @@ def _shared(parameter: nn.Parameter) -> None:
     parameter.summed_over_tensor = True  # type: ignore[attr-defined]
 
 
-def _columns(
-    cut: Cut, shape: tuple[int, ...], _: Any
-) -> tuple[tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]]:
+def _columns(cut: Cut, shape: tuple[int, ...], _: Any) -> tuple[tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]]:
     """The whole input of which a worker has some columns, and what cuts them out of a mask for it."""
-    return (*shape[:-1], cut.whole[1]), lambda mask: torch.cat([mask[..., each.start : each.stop] for each in cut.ranges], -1)
+    return (*shape[:-1], cut.whole[1]), lambda mask: torch.cat(
+        [mask[..., each.start : each.stop] for each in cut.ranges], -1
+    )
 
 
-def places(model: nn.Module, names: Names) -> list[Place]:
+def sites(model: nn.Module, names: Names) -> list[Site]:
     """Everything in a network that can have an adapter, in its order. The head is none: the loss never sees its results."""
     found = []
     for name, module in model.named_modules():
@@ -223,9 +226,9 @@ def places(model: nn.Module, names: Names) -> list[Place]:
         if len(theirs) > 1 or (not theirs and apart and _is_llama(model)):
             sizes = _sizes(model, name, len(apart))
             for part, start, size, their in zip(apart, _starts(sizes), sizes, theirs or ("",) * len(apart), strict=True):
-                found.append(Place(name, part, range(start, start + size), their))
+                found.append(Site(name, part, range(start, start + size), their))
         else:
-            found.append(Place(name, _WHOLE, range(rows), theirs[0] if theirs else ""))
+            found.append(Site(name, _WHOLE, range(rows), theirs[0] if theirs else ""))
     return found
 
 
@@ -245,7 +248,7 @@ def _starts(sizes: list[int]) -> list[int]:
     return [sum(sizes[:number]) for number in range(len(sizes))]
 
 
-def chosen(found: list[Place], shape: AdapterShape) -> list[Place]:
+def chosen(found: list[Site], shape: AdapterShape) -> list[Site]:
     """The places that the settings name. Raises ValueError, with the setting's name, for a name that none has."""
     if shape.all_linear:
         return found
@@ -264,20 +267,20 @@ def attach(model: nn.Module, shape: AdapterShape, names: Names) -> None:
 
     Raises ValueError, with the setting's name, for a name that no layer has, or a rank above what a layer can have.
     """
-    wanted = chosen(places(model, names), shape)
+    wanted = chosen(sites(model, names), shape)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    for place in wanted:
-        parent, _, child = place.module.rpartition(".")
-        layer = model.get_submodule(place.module)
+    for site in wanted:
+        parent, _, child = site.module.rpartition(".")
+        layer = model.get_submodule(site.module)
         if not isinstance(layer, AdaptedLinear):
             assert isinstance(layer, Linear)
             layer = AdaptedLinear(layer)
             setattr(model.get_submodule(parent), child, layer)
-        most = min(len(place.rows), shape_of_whole(layer.weight)[1])
+        most = min(len(site.rows), shape_of_whole(layer.weight)[1])
         if shape.init in ("pissa", "olora") and shape.rank > most:
-            raise ValueError(f"lora.rank is {shape.rank}: it must be at most {most}, the rank of {place.theirs or place.ours}")
-        layer.add(place.part, shape, place.rows)
+            raise ValueError(f"lora.rank is {shape.rank}: it must be at most {most}, the rank of {site.theirs or site.ours}")
+        layer.add(site.part, shape, site.rows)
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -328,7 +331,7 @@ def _orthogonal(weight: torch.Tensor, shape: AdapterShape) -> tuple[torch.Tensor
 
 @torch.no_grad()
 def take_out(model: nn.Module) -> None:
-    """Takes what PiSSA's and OLoRA's adapters began with out of the weights, once, so that the network begins as its base."""
+    """Takes what PiSSA's and OLoRA's adapters began with out of the weights, so that the network begins as its base."""
     for _, layer, part, adapter in adapted(model):
         if adapter.a0 is not None and adapter.b0 is not None:
             rows = layer.rows[part]

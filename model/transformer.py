@@ -56,7 +56,9 @@ class Decoder(nn.Module):
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """From the normalised last hidden states (B, T, C): what `forward` returns."""
         # A head that is frozen may be held in fewer bits than what is computed with it.
-        return self.cross_entropy(hidden, self._head().to(hidden.dtype), targets, product=partial(linear, products=self.products))
+        return self.cross_entropy(
+            hidden, self._head().to(hidden.dtype), targets, product=partial(linear, products=self.products)
+        )
 
     def hidden(
         self,

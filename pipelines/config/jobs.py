@@ -87,7 +87,7 @@ class Export(Finished):
     """Whose layout: that of Hugging Face's Llama, Qwen2, Qwen3 or GPT-2, in safetensors; or an MLflow model, which is logged
     to the run as well."""
     folder: str | None = setting(None)
-    """Folder or URI to write to; None: `export/` and the layout's name in the run's folder, `export/adapter` for an adapter."""
+    """Folder or URI to write to; None: `export/` and the layout's name in the run's folder, or `export/adapter`."""
     merge: bool = setting(False)
     """Of a run that trained adapters (`lora.rank`): whether to add them to their base and write a plain model. Else the
     adapter alone is written, in PEFT's layout; MLflow gets a plain model in any case."""

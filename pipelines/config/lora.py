@@ -1,4 +1,4 @@
-"""Settings of adapters: small matrices beside the frozen ones of a base (LoRA, Hu et al., 2021), named as PEFT names them."""
+"""Settings of adapters: small matrices beside the frozen ones of a base (LoRA, Hu et al., 2021), by PEFT's names."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -51,7 +51,9 @@ class Lora(Section):
             if self.dora:
                 raise self.error("init", "must be `kaiming` or `gaussian` with lora.dora: PEFT's layout cannot hold both")
             if self.base_precision != "fp32":
-                raise self.error("init", "must be `kaiming` or `gaussian` with lora.base_precision `bf16`, which rounds what is left")
+                raise self.error(
+                    "init", "must be `kaiming` or `gaussian` with lora.base_precision `bf16`, which rounds what is left"
+                )
             if self.init_from:
                 raise self.error("init", "must be `kaiming` with lora.init_from, which says how A and B begin")
         if not self.rank and self.adapters > 1:

@@ -59,7 +59,6 @@ from raystride.pipelines.plugins import Carried
 from raystride.pipelines.prepare.fingerprint import identity
 from raystride.pipelines.prepare.one_source import Prepared
 from raystride.pipelines.prepare.prepare import check_data
-from raystride.pipelines.train.base_run import check_run, is_run
 from raystride.pipelines.record import describe_environment
 from raystride.pipelines.record.environment import DataOfRun, Environment, RunEnvironment, describe_node
 from raystride.pipelines.record.links import job_link, on_a_server, run_link
@@ -68,6 +67,7 @@ from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.record.tensorboard_log import check_tensorboard
 from raystride.pipelines.report import closing_screen
 from raystride.pipelines.tasks import build_task
+from raystride.pipelines.train.base_run import check_run, is_run
 from raystride.pipelines.worker.job import Job
 
 LEAVE_S = 5.0

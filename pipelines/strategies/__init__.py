@@ -41,8 +41,15 @@ def build_strategy(config: "Config", *, device: "torch.device", rank: int, world
     if scaling.strategy == "fsdp" and config.lora.rank:
         from raystride.pipelines.strategies.sharded_base import ShardedBase
 
-        options = {"shard_workers": scaling.shard_workers, "reshard": scaling.reshard, "offload": scaling.offload}
-        return ShardedBase(device, rank, world, _buckets(config, rank, world), **options)
+        return ShardedBase(
+            device,
+            rank,
+            world,
+            _buckets(config, rank, world),
+            shard_workers=scaling.shard_workers,
+            reshard=scaling.reshard,
+            offload=scaling.offload,
+        )
     if scaling.strategy == "fsdp":
         import torch
 

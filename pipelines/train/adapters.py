@@ -73,9 +73,9 @@ def check_base(found: Found | None, digest: str, config: Config) -> None:
     before: Any = (found.manifest.get(HEADER) or {}).get("base") if found else None
     if before and before != digest:
         raise SettingError(
-            f"model.init_from is {config.model.init_from!r}: its weights are not those that this run's adapters were trained "
-            f"on (base {before[:12]} before, {digest[:12]} now). Put the earlier weights there, or start another run with "
-            "--run NAME"
+            f"model.init_from is {config.model.init_from!r}: its weights are not those that this run's adapters were "
+            f"trained on (base {before[:12]} before, {digest[:12]} now). Put the earlier weights there, or start another "
+            "run, --run NAME"
         )
 
 

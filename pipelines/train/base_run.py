@@ -1,8 +1,8 @@
 """A run of ours as the base of another one: its best weights, where `model.init_from` names its folder.
 
-    if is_run(folder):
-        check_run(config, folder)                             # in the driver, before anything starts
-        start_from_run(model, folder, tokenizer=job.prepared / "tokenizer", log=print)
+if is_run(folder):
+    check_run(config, folder)                             # in the driver, before anything starts
+    start_from_run(model, folder, tokenizer=job.prepared / "tokenizer", log=print)
 """
 
 import shlex
@@ -73,7 +73,7 @@ def _load(model: "nn.Module", found: "Found") -> None:
     from raystride.model.cut import shape_of_whole
     from raystride.model.lora import base_parameters
     from raystride.pipelines.train.pieces import as_part
-    from raystride.pipelines.train.whole import read
+    from raystride.pipelines.train.reading import read
 
     stored, wanted = found.manifest["tensors"], {}
     for name, each in base_parameters(model):

@@ -34,9 +34,10 @@ from raystride.pipelines.train.names import MANIFEST, step_name
 from raystride.pipelines.train.optimizer import Updater
 from raystride.pipelines.train.pieces import as_part, here
 from raystride.pipelines.train.pruning import data_of, hinted, prune
+from raystride.pipelines.train.reading import read
 from raystride.pipelines.train.staging import Staging
 from raystride.pipelines.train.state import TrainState
-from raystride.pipelines.train.whole import FORMAT, INDEXED, check_file, read
+from raystride.pipelines.train.whole import FORMAT, INDEXED, check_file
 
 Log = Callable[[str], None]
 Answer = TypeVar("Answer")

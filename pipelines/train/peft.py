@@ -8,6 +8,7 @@ PEFT itself is not needed. What its layout cannot hold is refused by name.
 
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from raystride.model.hugging_face import names_there
-from raystride.model.lora import Adapter, Place, adapted, places
+from raystride.model.lora import Adapter, Site, adapted, sites
 from raystride.pipelines.config import Lora, SettingError
 from raystride.pipelines.config.lora import ALL_LINEAR
 from raystride.pipelines.files import Folder
@@ -44,12 +45,12 @@ def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: each.float().cpu().clone(memory_format=torch.contiguous_format) for name, each in tensors.items()}
 
 
-def _there(model: nn.Module) -> dict[tuple[str, str], Place]:
-    found = {(each.module, each.part): each for each in places(model, names_there(model))}
+def _there(model: nn.Module) -> dict[tuple[str, str], Site]:
+    found = {(each.module, each.part): each for each in sites(model, names_there(model))}
     if not all(each.theirs for each in found.values()):
         raise SettingError(
-            f"a {type(model).__name__} of these settings has no layout of Hugging Face's, and so none of PEFT's: its adapters "
-            "can be merged (--merge true) where the plain model has a layout, and stay in the run's checkpoints otherwise"
+            f"a {type(model).__name__} has no layout of Hugging Face's, and so none of PEFT's: its adapters "
+            "stay in the run's checkpoints"
         )
     return found
 
@@ -137,7 +138,7 @@ def read_adapter(model: nn.Module, lora: Lora, folder: Folder) -> None:
             if found is None:
                 raise _error(folder, f"it has no tensor {key}")
             try:
-                fill(parameter, lambda whole, found=found: whole.copy_(_same_shape(found, whole)))
+                fill(parameter, partial(_copy, found))
             except ValueError as error:
                 raise _error(folder, f"its tensor {key} is {error}") from None
     if left:
@@ -149,13 +150,20 @@ def _by_kind(adapter: Adapter) -> Mapping[str, torch.Tensor]:
     return found if adapter.magnitude is None else found | {"lora_magnitude_vector": adapter.magnitude}
 
 
-def _same_shape(found: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+def _copy(found: torch.Tensor, whole: torch.Tensor) -> None:
     if found.shape != whole.shape:
         raise ValueError(f"{tuple(found.shape)}, where the settings make it {tuple(whole.shape)}")
-    return found.to(whole.dtype)
+    whole.copy_(found)
 
 
-_UNKNOWN = ("modules_to_save", "layers_to_transform", "rank_pattern", "alpha_pattern", "trainable_token_indices", "target_parameters")
+_UNKNOWN = (
+    "modules_to_save",
+    "layers_to_transform",
+    "rank_pattern",
+    "alpha_pattern",
+    "trainable_token_indices",
+    "target_parameters",
+)
 """Of PEFT's settings those whose adapters have no place here."""
 
 
@@ -191,7 +199,7 @@ def _same_targets(model: nn.Module, lora: Lora, names: list[str]) -> bool:
     if names == [ALL_LINEAR]:
         return lora.all_linear
     try:
-        wanted = [each for each in places(model, names_there(model)) if any(_ends(each.theirs, name) for name in names)]
+        wanted = [each for each in sites(model, names_there(model)) if any(_ends(each.theirs, name) for name in names)]
     except ValueError:
         return False
     return {(each.module, each.part) for each in wanted} == has

@@ -3,7 +3,8 @@
 PyTorch Distributed Checkpoint, which reads what is sharded or lies in a remote store, takes as long to import as half of
 PyTorch, with a computer algebra system below it.
 
-    read(wanted, found.folder, found.manifest)                # {"model.head.weight": tensor, ...}, filled in place
+    if not read_whole(wanted, found.folder, found.manifest):  # {"model.head.weight": tensor, ...}, filled in place
+        ...                                                   # not so simple: by `storage.load`
 """
 
 import mmap
@@ -11,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from raystride.pipelines.files import Folder
 
@@ -28,20 +28,6 @@ def check_file(folder: Folder, name: str, stated: dict[str, Any]) -> str | None:
     if found != stated["sha256"]:
         return f"{name} differs from the manifest's SHA-256"
     return None
-
-
-def read(
-    wanted: dict[str, torch.Tensor],
-    folder: Folder,
-    manifest: dict[str, Any],
-    rank: int = 0,
-    group: dist.ProcessGroup | None = None,
-) -> None:
-    """Fills the tensors, or this worker's parts of them; all ranks of `group` call it together. Raises OSError."""
-    if group or not read_whole(wanted, folder, manifest):
-        from raystride.pipelines.train.storage import CheckpointReader, load
-
-        load(wanted, CheckpointReader(folder, manifest, rank, wanted), group)
 
 
 def read_whole(wanted: Mapping[str, torch.Tensor], folder: Folder, manifest: Mapping[str, Any]) -> bool:
