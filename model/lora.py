@@ -99,7 +99,7 @@ class Adapter(nn.Module):
     def norms(self, weight: torch.Tensor) -> torch.Tensor:
         """Lengths (rows) of the changed weight's rows, a constant for the backward (DoRA, section 4.3)."""
         changed = weight.float() + self.scale * (self.b.detach() @ self.a.detach())
-        return torch.linalg.vector_norm(changed, dim=1)
+        return torch.linalg.vector_norm(changed, dim=1)  # type: ignore[no-any-return]
 
     def with_magnitude(
         self, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -125,9 +125,6 @@ def _kept(like: torch.Tensor) -> nn.Parameter:
 class AdaptedLinear(Linear):
     """A frozen linear layer, some rows of which, or all, have adapters."""
 
-    beside: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    """What adds the adapters of several networks to (input, result); see `model.side_by_side`."""
-
     def __init__(self, layer: Linear) -> None:
         nn.Module.__init__(self)
         self.weight, self.bias, self.products = layer.weight, layer.bias, layer.products
@@ -138,8 +135,7 @@ class AdaptedLinear(Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out)."""
-        y = super().forward(x)
-        return self.changed(x, y) if self.beside is None else self.beside(x, y)
+        return self.changed(x, super().forward(x))
 
     def changed(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """The layer's own result y (..., out) of x (..., in), with what the adapters change."""
@@ -160,6 +156,13 @@ class AdaptedLinear(Linear):
         own = slice(rows.start, rows.stop)
         bias = None if self.bias is None else self.bias[own]
         return adapter.with_magnitude(x, y, self.weight[own], bias)  # type: ignore[no-any-return]
+
+    def without_adapters(self) -> Linear:
+        """A plain layer that has this one's weight and bias."""
+        plain = Linear(0, 0)
+        plain.weight, plain.bias, plain.adds_bias = self.weight, self.bias, self.adds_bias
+        plain.products = self.products
+        return plain
 
     def add(self, name: str, shape: AdapterShape, whole_rows: range) -> None:
         """Adds an adapter for these rows of the whole weight, or for those of them that are here."""
@@ -358,9 +361,8 @@ def merge(model: nn.Module) -> None:
             own += adapter.change()
             if adapter.magnitude is not None:
                 own *= (adapter.magnitude.double() / own.norm(dim=1))[:, None]
-        plain = Linear(weight.shape[1], weight.shape[0], bias=layer.bias is not None, products=layer.products)
+        plain = layer.without_adapters()
         plain.weight.data = weight.float()
-        plain.bias = layer.bias
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, plain)
     for parameter in model.parameters():

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from raystride.model.hugging_face_config import check_description
 from raystride.pipelines.cluster.cluster import CannotRun, ask_a_node, cluster, several_nodes
@@ -34,6 +34,7 @@ from raystride.pipelines.launch.check import checks_for, resources_for
 from raystride.pipelines.launch.exit_codes import CODE_OF_SIGNAL, DONE, guarded
 from raystride.pipelines.launch.failure import TrainingFailed
 from raystride.pipelines.launch.job_page import JobPage, metadata_of
+from raystride.pipelines.launch.many import many_of, train_many
 from raystride.pipelines.launch.owner import Ownership, new_attempt
 from raystride.pipelines.launch.place import locate, settled
 from raystride.pipelines.launch.preflight import failing
@@ -70,6 +71,9 @@ from raystride.pipelines.tasks import build_task
 from raystride.pipelines.train.base_run import check_run, is_run
 from raystride.pipelines.worker.job import Job
 
+if TYPE_CHECKING:
+    from raystride.pipelines.strategies.strategy import Strategy
+
 LEAVE_S = 5.0
 """How long Python's end may take after an inline training that hangs."""
 
@@ -105,12 +109,16 @@ def train(
     watcher: Watcher | None = None,
     tags: Mapping[str, str] | None = None,
     carried: Carried | None = None,
+    strategy: "Strategy | None" = None,
 ) -> RunSummary:
     """Trains a configuration with a name and absolute places; returns the summary. Trials have a watcher, and tags.
 
-    `carried` is what another process's script has registered, where it is not this one's.
+    `carried` is what another process's script has registered, where it is not this one's; `strategy` shares a model with
+    other trainings of this process.
     Raises SettingError, DataError, CannotRun, TrainingFailed, and OSError where the storage takes no files.
     """
+    if config.lora.adapters > 1:
+        return train_many(many_of(config), config, storage, screen, train)
     milestones = {"driver": time.time()}
     carried = carried or Carried.here()
     carried.register()
@@ -150,6 +158,7 @@ def train(
             # A trial's process has driven others before: its own start says nothing of this one.
             started_at=milestones["driver"] if watcher else process_start(os.getpid()) or milestones["driver"],
             milestones=milestones,
+            strategy=strategy,
         )
         job, share = _settled(job, there, share, environment, None if watcher else screen.line)
         write_settings(folder, attempt, settled(config), environment)

@@ -3,12 +3,13 @@
 The base is frozen. It is in no optimiser, no checkpoint and no exchange of gradients; a checkpoint's manifest has the
 SHA-256 of its values instead, as they are held.
 
-    network = strategy.build(with_adapters(task.build_model, config.lora))
-    begin_adapters(network, config, found, checkpoints)       # when the base has its values
+    network = strategy.build(MakeAdapted(task.build_model, config, job.prepared / "tokenizer", log))
+    begin_adapters(network, config, found, checkpoints)
     check_base(found, digest := settle_base(network), config)
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch import nn
 
 from raystride.model.hugging_face import names_there
 from raystride.model.lora import attach, hold_base, start_adapters, take_out
-from raystride.pipelines.config import Config, Lora, SettingError
+from raystride.model.side_by_side import beside
+from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.files import Folder
 from raystride.pipelines.tasks import Task
 from raystride.pipelines.train.checkpoint import Checkpoints, Found
@@ -28,36 +30,48 @@ HEADER = "lora"
 """Under which key a checkpoint's manifest says what its adapters belong to."""
 
 
-def with_adapters(make: Callable[[], nn.Module], lora: Lora) -> Callable[[], nn.Module]:
-    """What makes a network, frozen and with adapters if there are to be any. Raises SettingError for targets it lacks."""
-    if not lora.rank:
-        return make
+@dataclass(frozen=True)
+class MakeAdapted:
+    """What makes a frozen network with the base's weights, and adapters without values."""
 
-    def adapted() -> nn.Module:
-        model = make()
+    make: Callable[[], nn.Module]
+    """Makes the plain network."""
+    config: Config
+    tokenizer: Folder
+    """That of the run's data."""
+    log: Callable[[str], None]
+
+    def __call__(self) -> nn.Module:
+        """The network. Raises SettingError for targets that it lacks, or a base that is no such."""
+        model = self._attached(self.make())
+        start_from(model, Folder(self.config.model.init_from or ""), self.tokenizer, self.log)
+        if self.config.lora.base_precision == "bf16":
+            hold_base(model, torch.bfloat16)
+        return model
+
+    def over(self, other: nn.Module) -> nn.Module:
+        """The same over the base of another network, which the two share. Raises SettingError for targets that it lacks."""
+        return self._attached(beside(other))
+
+    def _attached(self, model: nn.Module) -> nn.Module:
         try:
-            attach(model, lora, names_there(model))
+            attach(model, self.config.lora, names_there(model))
         except ValueError as error:
             raise SettingError(str(error)) from error
         return model
 
-    return adapted
 
-
-def begin_adapters(model: nn.Module, config: Config, found: Found | None, checkpoints: Checkpoints | None) -> None:
-    """Gives adapters their first values, and the base the form in which it is held; it has its values already.
+def begin_adapters(model: nn.Module, config: Config, found: Found | None, checkpoints: Checkpoints) -> None:
+    """Gives adapters their first values.
 
     `found`: the checkpoint that the run goes on from; its values are loaded later, but for what the base must know now.
     Raises SettingError where `lora.init_from` names no adapter of this kind.
     """
     lora = config.lora
-    if lora.base_precision == "bf16":
-        hold_base(model, torch.bfloat16)
     start_adapters(model, lora, config.seed)
-    if found:
-        if lora.init in ("pissa", "olora") and checkpoints:
-            checkpoints.load(found, model)
-    elif lora.init_from:
+    if found and lora.init in ("pissa", "olora"):
+        checkpoints.load(found, model)
+    elif lora.init_from and not found:
         read_adapter(model, lora, Folder(lora.init_from))
 
 
@@ -84,8 +98,7 @@ def open_base(config: Config, task: Task, found: Found) -> nn.Module:
 
     Raises SettingError where the base is gone, or no longer the one that they were trained on.
     """
-    model = with_adapters(task.build_model, config.lora)()
-    start_from(model, Folder(config.model.init_from or ""), found.data / "tokenizer", lambda _: None)
+    model = MakeAdapted(task.build_model, config, found.data / "tokenizer", lambda _: None)()
     checkpoints = Checkpoints(found.folder, attempt="", keep=1)
     begin_adapters(model, config, found, checkpoints)
     check_base(found, settle_base(model), config)

@@ -70,9 +70,9 @@ def start_from_run(model: "nn.Module", folder: Folder, tokenizer: Folder, log: C
 
 def _load(model: "nn.Module", found: "Found") -> None:
     """Fills a network, and not its adapters. Raises ValueError where the checkpoint is of another network."""
-    from raystride.model.cut import shape_of_whole
+    from raystride.model.cut import cut_of, shape_of_whole
     from raystride.model.lora import base_parameters
-    from raystride.pipelines.train.pieces import as_part
+    from raystride.pipelines.train.pieces import Pieces
     from raystride.pipelines.train.reading import read
 
     stored, wanted = found.manifest["tensors"], {}
@@ -80,7 +80,8 @@ def _load(model: "nn.Module", found: "Found") -> None:
         entry = stored.get(f"model.{name}")
         if entry is None or list(entry["size"]) != list(shape_of_whole(each)):
             raise ValueError(f"its checkpoint has no {name} of {list(shape_of_whole(each))}: it is of another network")
-        wanted[f"model.{name}"] = as_part(model, name, each.detach())
+        cut = cut_of(each)
+        wanted[f"model.{name}"] = each.detach() if cut is None else Pieces(each.detach(), cut)
     read(wanted, found.folder, found.manifest, found.rank)
 
 

@@ -42,7 +42,7 @@ from raystride.pipelines.strategies.spread import parameters_in, spread_of
 from raystride.pipelines.strategies.strategy import Strategy
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tokenizers import Tokenizers
-from raystride.pipelines.train.adapters import HEADER, begin_adapters, check_base, settle_base, with_adapters
+from raystride.pipelines.train.adapters import HEADER, MakeAdapted, begin_adapters, check_base, settle_base
 from raystride.pipelines.train.attention_choice import choose_attention
 from raystride.pipelines.train.checkpoint import Checkpoints, Found
 from raystride.pipelines.train.fingerprint import parameters_sha256
@@ -135,22 +135,23 @@ def build_training(
     use_kernels(config.model.kernels)
     manifest = open_manifest(config, job.prepared)
     task = build_task(config, manifest.facts, Tokenizers(job.prepared, manifest.tokenizers))
-    strategy = build_strategy(config, device=device, rank=rank, world=world)
+    strategy = job.strategy or build_strategy(config, device=device, rank=rank, world=world)
+    strategy.device = device
     torch.manual_seed(config.seed)
     precision = Precision(config.train.precision)
     precision.use_products()
     if shortfall := precision.shortfall(device):
         log(shortfall)
-    network = model = strategy.build(with_adapters(task.build_model, config.lora))
+    make = MakeAdapted(task.build_model, config, job.prepared / "tokenizer", log) if config.lora.rank else task.build_model
+    network = model = strategy.build(make)
     if config.masks_by_place:
         number_dropouts(model)
     checkpoints = _checkpoints(job, worker, manifest, log)
     found = checkpoints.newest()
-    # A run that is resumed needs that folder no more, unless it lies under adapters.
-    if config.model.init_from and (not found or config.lora.rank):
-        start_from(model, Folder(config.model.init_from), job.prepared / "tokenizer", log)
     if config.lora.rank:
         begin_adapters(model, config, found, checkpoints)
+    elif config.model.init_from and not found:  # a run that is resumed needs that folder no more
+        start_from(model, Folder(config.model.init_from), job.prepared / "tokenizer", log)
     base = settle_base(model) if config.lora.rank and spread_of(model) is None else ""
     precision.convert(model, sharded=strategy.sharded)
     make_optimizer = partial(build_optimizer, config.optimizer, stochastic=config.train.stochastic_rounding)
