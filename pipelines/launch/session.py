@@ -31,6 +31,8 @@ POLL_S = 0.5
 LOOK_S = 5.0
 """Seconds of a start after which it is said what it waits for, and between two looks at that."""
 
+_ending = threading.Lock()  # what draws pictures has settings of the process, and several trainings may end beside each other
+
 Train = Callable[[], RunSummary]
 """Trains to the end; returns the summary, raises what the training raises."""
 
@@ -91,7 +93,8 @@ def conduct(job: Job, recorder: Recording, train: Train, beside: Beside) -> RunS
             beside.watcher.on_failure(outcome)
         elif told and outcome.get("ending") == "stopped":
             outcome["interrupted_by"] = told[0]
-        return _end(job, recorder, beside.screen, outcome)
+        with _ending:
+            return _end(job, recorder, beside.screen, outcome)
 
 
 def _watch(train: Train, recorder: Recording, beside: Beside, phase: str, told: Sequence[str]) -> RunSummary | BaseException:
