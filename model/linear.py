@@ -113,14 +113,31 @@ def linear(
 
     A weight that is held in another type than x, as a frozen one may be, is multiplied as if it had x's.
     """
-    if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
-        weight = weight.to(x.dtype)
+    if weight.dtype != x.dtype and not weight.requires_grad and not torch.is_autocast_enabled(x.device.type):
+        held: torch.Tensor = _HeldLinear.apply(x, weight, bias, products)  # type: ignore[no-untyped-call]
+        return held
     if x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu"):
         ways = products.ways(weight.shape[0], weight.shape[1])
         if ways != PYTORCH:
             result: torch.Tensor = _CPULinear.apply(x, weight, bias, *ways)  # type: ignore[no-untyped-call]
             return result
     return F.linear(x, weight, bias)
+
+
+class _HeldLinear(torch.autograd.Function):
+    """A product with a frozen weight that is held in fewer bits: it is widened for the product, and not kept so."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, products: Products
+    ) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return linear(x, weight.to(x.dtype), bias, products=products)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad,), (weight,) = grads, ctx.saved_tensors
+        return grad @ weight.to(grad.dtype), None, None, None
 
 
 class _CPULinear(torch.autograd.Function):

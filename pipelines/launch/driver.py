@@ -34,7 +34,7 @@ from raystride.pipelines.launch.check import checks_for, resources_for
 from raystride.pipelines.launch.exit_codes import CODE_OF_SIGNAL, DONE, guarded
 from raystride.pipelines.launch.failure import TrainingFailed
 from raystride.pipelines.launch.job_page import JobPage, metadata_of
-from raystride.pipelines.launch.many import many_of, train_many
+from raystride.pipelines.launch.many import train_many
 from raystride.pipelines.launch.owner import Ownership, new_attempt
 from raystride.pipelines.launch.place import locate, settled
 from raystride.pipelines.launch.preflight import failing
@@ -118,7 +118,7 @@ def train(
     Raises SettingError, DataError, CannotRun, TrainingFailed, and OSError where the storage takes no files.
     """
     if config.lora.adapters > 1:
-        return train_many(many_of(config), config, storage, screen, train)
+        return train_many(config, storage, screen, train)
     milestones = {"driver": time.time()}
     carried = carried or Carried.here()
     carried.register()

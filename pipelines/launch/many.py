@@ -1,16 +1,15 @@
 """Several adapters on one base in one process: a run each, with a name, checkpoints and record of its own.
 
-    configs = many_of(config)                                 # lora.adapters and lora.each, as settings of so many runs
-    summary = train_many(configs, config, storage, Screen(), train)   # {"adapters": [{"run": "mine-0", ...}, ...], ...}
+    summary = train_many(config, storage, Screen(), train)    # {"adapters": [{"run": "mine-0", ...}, ...], ...}
+    outcomes = train_beside(configs, storage, Screen(), train)    # of any settings that can share a base
 
 Each is what `raystride train` would have made of its settings, and can be resumed, exported and scored by its name. They
 train in threads, of which one computes at a time; see `train.together`.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from raystride.pipelines.config import Config, SettingError
@@ -61,65 +60,57 @@ def check_sharing(configs: Sequence[Config]) -> list[Config]:
     return [replace(one, scaling=replace(one.scaling, workers=1, strategy="single")) for one in configs]
 
 
-@dataclass
-class _Member:
-    """One of the trainings: what is known of it while it goes on, and how it ended."""
+def train_many(config: Config, storage: Folder, screen: Screen, train: Train) -> RunSummary:
+    """Trains the adapters of `lora.adapters`; the summary of all, which lies in the folder of the run's name as well.
 
-    config: Config
-    outcome: RunSummary = field(default_factory=lambda: RunSummary())
-    error: BaseException | None = None
+    `train` is what trains one. Raises SettingError, and what the first that failed raised, when all have come to an end.
+    """
+    configs = many_of(config)
+    with stop_signals(lambda: None) as told:  # the trainings' own listeners, in their threads, ask them to stop
+        outcomes = train_beside(configs, storage, screen, train)
+    each: list[Any] = []
+    for one, outcome in zip(configs, outcomes, strict=True):
+        if isinstance(outcome, BaseException):
+            raise outcome
+        each.append({"run": one.run, **outcome})
+    stopped = any(one.get("ending") == "stopped" for one in each)
+    found: Any = {"run": config.run, "status": "stopped" if stopped else "finished", "adapters": each}
+    (storage / str(config.run)).put_json("summary.json", found)
+    summary: RunSummary = found | ({"interrupted_by": told[0]} if told else {})
+    return summary
 
 
-def train_many(
-    configs: Sequence[Config], base: Config, storage: Folder, screen: Screen, train: Train, tags: Mapping[str, str] | None = None
-) -> RunSummary:
-    """Trains all of them beside each other; the summary of all, which lies in the folder of `base.run` as well.
+def train_beside(
+    configs: Sequence[Config], storage: Folder, screen: Screen, train: Train
+) -> list[RunSummary | BaseException]:
+    """Trains all of them in this process, over one base; of each its summary, or what it raised.
 
-    `train` is what trains one. Raises what the first that failed raised, when all have come to an end.
+    Raises SettingError for what they cannot share, and DataError where data cannot be prepared.
     """
     from raystride.pipelines.train.together import Together
 
-    members = [_Member(config) for config in check_sharing(configs)]
-    for member in members:
-        prepare_data(member.config, storage, screen)
-    together = Together(len(members))
-    threads = []
-    for number, member in enumerate(members):
-        strategy = together.member(number)
-        own = partial(train, strategy=strategy, tags=tags)
-        leave = partial(together.leave, number)
-        threads.append(threading.Thread(target=_train_one, args=(member, storage, own, leave, screen), daemon=True))
-    with stop_signals(lambda: None) as told:  # the trainings' own listeners, in their threads, ask them to stop
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(0.5)
-    for member in members:
-        if member.error:
-            raise member.error
-    summary = _of_all(base, members)
-    if told:
-        summary["interrupted_by"] = told[0]
-    (storage / str(base.run)).put_json("summary.json", summary)
-    return summary
+    configs = check_sharing(configs)
+    for config in configs:
+        prepare_data(config, storage, screen)
+    together = Together(len(configs))
+    outcomes: list[RunSummary | BaseException] = [RuntimeError("it has not begun") for _ in configs]
 
+    def body(number: int) -> None:
+        config = configs[number]
+        try:
+            outcome = outcomes[number] = train(config, storage, Quiet(), strategy=together.member(number))
+            losses = {key: outcome.get(key) for key in ("train_loss", "val_loss")}
+            figures = "".join(f", {key} {value:.4f}" for key, value in losses.items() if isinstance(value, float))
+            screen.line(f"adapter  {config.run}: {outcome.get('steps')} steps{figures}")
+        except BaseException as error:
+            outcomes[number] = error
+        finally:
+            together.leave(number)
 
-def _train_one(member: _Member, storage: Folder, train: Train, leave: Callable[[], None], screen: Screen) -> None:
-    try:
-        member.outcome = train(member.config, storage, Quiet())
-        figures = ", ".join(f"{key} {value:.4f}" for key in ("train_loss", "val_loss") if (value := member.outcome.get(key)))
-        screen.line(f"adapter  {member.config.run}: {member.outcome.get('steps')} steps, {figures}")
-    except BaseException as error:
-        member.error = error
-    finally:
-        leave()
-
-
-def _of_all(base: Config, members: Sequence[_Member]) -> RunSummary:
-    """What is said of all of them together."""
-    each: list[Any] = [{"run": member.config.run} | dict(member.outcome) for member in members]
-    stopped = any(one.get("ending") == "stopped" for one in each)
-    found: Any = {"run": base.run, "status": "stopped" if stopped else "finished", "adapters": each}
-    summary: RunSummary = found
-    return summary
+    threads = [threading.Thread(target=body, args=(number,), daemon=True) for number in range(len(configs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive():  # so that signals are handled meanwhile
+            thread.join(0.5)
+    return outcomes

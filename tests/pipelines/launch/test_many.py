@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import Config, Launch, Lora, Scaling, SettingError
+from raystride.pipelines.config import Config, Launch, Lora, Scaling, SettingError, Train
 from raystride.pipelines.evaluate.opening import open_run
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.driver import train
@@ -41,6 +41,16 @@ def _other_text(folder: Path) -> str:
     return str(path)
 
 
+def test_two_rates_have_the_losses_of_two_runs(tmp_path: Path) -> None:
+    config = _config(tmp_path, {"optimizer.learning_rate": [1e-3, 1e-2]}, train=Train(steps=2, slots=2, slot_size=2))
+    summary = _train(config)
+    own = [_train(replace(alone, run=f"own-{number}")) for number, alone in enumerate(many_of(config))]
+    for found, alone in zip(summary["adapters"], own, strict=True):
+        assert abs(found["val_loss"] - alone["val_loss"]) < 1e-5
+    assert own[0]["val_loss"] != own[1]["val_loss"]
+
+
+@pytest.mark.long
 def test_each_has_the_losses_of_a_run_of_its_own(tmp_path: Path) -> None:
     """Of other learning rates, ranks, layers and data, one of which ends earlier."""
     each = {
