@@ -22,9 +22,27 @@ from raystride.pipelines.record.summary import RunSummary
 
 Train = Callable[..., RunSummary]
 """`driver.train`."""
-OWN = ("seed", "data.", "lora.rank", "lora.alpha", "lora.rslora", "lora.targets", "lora.init", "optimizer.", "train.", "guard.")
+OWN = (
+    "seed",
+    "data.",
+    "lora.rank",
+    "lora.alpha",
+    "lora.rslora",
+    "lora.targets",
+    "lora.init",
+    "optimizer.",
+    "train.",
+    "guard.",
+)
 """Settings in which adapters on one base may differ, or names that begin so."""
-SHARED = ("lora.init_from", "train.precision", "train.compile", "train.activation_checkpointing", "train.exact", "train.deterministic")
+SHARED = (
+    "lora.init_from",
+    "train.precision",
+    "train.compile",
+    "train.activation_checkpointing",
+    "train.exact",
+    "train.deterministic",
+)
 """Among those the ones in which they may not."""
 
 
@@ -51,7 +69,9 @@ def check_sharing(configs: Sequence[Config]) -> list[Config]:
         raise config.train.error("compile", "must be `none` for adapters that share a base")
     for one in configs:
         if one.lora.dora or one.lora.init in ("pissa", "olora"):
-            raise one.lora.error("init", "must be `kaiming` or `gaussian`, and lora.dora false, for adapters that share a base")
+            raise one.lora.error(
+                "init", "must be `kaiming` or `gaussian`, and lora.dora false, for adapters that share a base"
+            )
         if one.lora.dropout or one.model.dropout:
             raise SettingError(
                 f"lora.dropout is {one.lora.dropout} and model.dropout {one.model.dropout}: both must be 0 for adapters that "

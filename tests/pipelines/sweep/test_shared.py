@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from raystride.pipelines.config import Checkpoint, Config, Lora, SettingError, Validation
-from raystride.pipelines.config.sweep import Sweep, SweepConfig
 from raystride.pipelines.config.parse import Parsed
-from raystride.pipelines.files import Folder
+from raystride.pipelines.config.sweep import Sweep, SweepConfig
 from raystride.pipelines.launch.driver import train
 from raystride.pipelines.launch.screen import Quiet
 from raystride.pipelines.sweep.driver import candidates_of, located, run_trials
