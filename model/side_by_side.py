@@ -3,7 +3,7 @@
 Tokens of all networks go through the base as one batch; each layer then adds to each network's tokens what its own adapter
 changes. Losses are each network's own, and so are its gradients: no adapter sees another network's tokens.
 
-    second = beside(first)                                    # one base in memory; `attach` gives it adapters of its own
+    second = over_same_base(first)                            # one base in memory; `attach` gives it adapters of its own
     losses = SideBySide([first, second]).losses([0, 1], inputs, targets)  # [(loss_sum, counted), ...]
 """
 
@@ -19,7 +19,7 @@ from raystride.model.lora import AdaptedLinear, Adapter, adapted, base_parameter
 from raystride.model.transformer import Decoder, PackedDecoder
 
 
-def beside(network: nn.Module) -> nn.Module:
+def over_same_base(network: nn.Module) -> nn.Module:
     """A network without adapters over the base of one with them: the same parameters, which take no more memory."""
     shared: dict[int, Any] = {id(each): each for _, each in base_parameters(network)}
     shared |= {id(each): each for name in ("products", "shape") if (each := getattr(network, name, None)) is not None}

@@ -113,16 +113,13 @@ def train(
 ) -> RunSummary:
     """Trains a configuration with a name and absolute places; returns the summary. Trials have a watcher, and tags.
 
-    `carried` is what another process's script has registered, where it is not this one's; `strategy` shares a model with
-    other trainings of this process.
+    `carried` is what another process's script has registered; `strategy` shares a model with other trainings of this one.
     Raises SettingError, DataError, CannotRun, TrainingFailed, and OSError where the storage takes no files.
     """
     if config.lora.adapters > 1:
         return train_many(config, storage, screen, train)
     milestones = {"driver": time.time()}
-    carried = carried or Carried.here()
-    carried.register()
-    config = replace(config, plugins=tuple(dict.fromkeys([*config.plugins, *carried.needed(config)])))
+    config, carried = _with_plugins(config, carried or Carried.here())
     folder = storage / str(config.run)
     earlier = read_earlier(folder)
     if _nothing_left(config, storage, folder, earlier, screen):
@@ -166,6 +163,12 @@ def train(
         _show_pages(folder, all_tags, screen)
         page.end(summary := _conduct(job, share, storage, all_tags, Beside(screen, watcher or page, mine.check)))
         return summary
+
+
+def _with_plugins(config: Config, carried: Carried) -> tuple[Config, Carried]:
+    """The settings with the plug-ins that they need, which are registered."""
+    carried.register()
+    return replace(config, plugins=tuple(dict.fromkeys([*config.plugins, *carried.needed(config)]))), carried
 
 
 def _watch_over(config: Config, dashboard: str | None, screen: Screen) -> None:

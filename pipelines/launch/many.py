@@ -22,27 +22,11 @@ from raystride.pipelines.record.summary import RunSummary
 
 Train = Callable[..., RunSummary]
 """`driver.train`."""
-OWN = (
-    "seed",
-    "data.",
-    "lora.rank",
-    "lora.alpha",
-    "lora.rslora",
-    "lora.targets",
-    "lora.init",
-    "optimizer.",
-    "train.",
-    "guard.",
-)
+_OF_ADAPTERS = ("rank", "alpha", "rslora", "targets", "init")
+OWN = ("seed", "data.", "optimizer.", "train.", "guard.", *(f"lora.{name}" for name in _OF_ADAPTERS))
 """Settings in which adapters on one base may differ, or names that begin so."""
-SHARED = (
-    "lora.init_from",
-    "train.precision",
-    "train.compile",
-    "train.activation_checkpointing",
-    "train.exact",
-    "train.deterministic",
-)
+_OF_STEPS = ("precision", "compile", "activation_checkpointing", "exact", "deterministic")
+SHARED = ("lora.init_from", *(f"train.{name}" for name in _OF_STEPS))
 """Among those the ones in which they may not."""
 
 
@@ -69,13 +53,11 @@ def check_sharing(configs: Sequence[Config]) -> list[Config]:
         raise config.train.error("compile", "must be `none` for adapters that share a base")
     for one in configs:
         if one.lora.dora or one.lora.init in ("pissa", "olora"):
-            raise one.lora.error(
-                "init", "must be `kaiming` or `gaussian`, and lora.dora false, for adapters that share a base"
-            )
+            raise one.lora.error("init", "must be `kaiming` or `gaussian`, and lora.dora false, where adapters share a base")
         if one.lora.dropout or one.model.dropout:
             raise SettingError(
-                f"lora.dropout is {one.lora.dropout} and model.dropout {one.model.dropout}: both must be 0 for adapters that "
-                "share a base, whose masks would be another run's"
+                f"lora.dropout is {one.lora.dropout} and model.dropout {one.model.dropout}: both must be 0 for adapters "
+                "that share a base, whose masks would be another run's"
             )
     return [replace(one, scaling=replace(one.scaling, workers=1, strategy="single")) for one in configs]
 

@@ -31,9 +31,7 @@ POLL_S = 0.5
 LOOK_S = 5.0
 """Seconds of a start after which it is said what it waits for, and between two looks at that."""
 
-_ending = (
-    threading.Lock()
-)  # what draws pictures has settings of the process, and several trainings may end beside each other
+_ending = threading.Lock()  # what draws pictures has settings of the process, and several trainings may end in it
 
 Train = Callable[[], RunSummary]
 """Trains to the end; returns the summary, raises what the training raises."""

@@ -10,7 +10,7 @@ from raystride.pipelines.config import Config, Model
 
 
 @dataclass(frozen=True)
-class Site:
+class BlockSite:
     """A linear layer of a block that can have an adapter."""
 
     names: tuple[str, ...]
@@ -19,29 +19,29 @@ class Site:
     outputs: int
 
 
-def block_sites(shape: Model) -> list[Site]:
+def block_sites(shape: Model) -> list[BlockSite]:
     """Those of a block, without attention to another network's results."""
     width, hidden, size = shape.width, hidden_width(shape), head_size(shape)
     queries, keys = shape.heads * size, (shape.kv_heads or shape.heads) * size
     if shape.flavour == "llama":
         return [
-            Site(("q", "q_proj"), width, queries),
-            Site(("k", "k_proj"), width, keys),
-            Site(("v", "v_proj"), width, keys),
-            Site(("out", "o_proj"), queries, width),
-            Site(("gate", "gate_proj"), width, hidden),
-            Site(("up", "up_proj"), width, hidden),
-            Site(("down", "down_proj"), hidden, width),
+            BlockSite(("q", "q_proj"), width, queries),
+            BlockSite(("k", "k_proj"), width, keys),
+            BlockSite(("v", "v_proj"), width, keys),
+            BlockSite(("out", "o_proj"), queries, width),
+            BlockSite(("gate", "gate_proj"), width, hidden),
+            BlockSite(("up", "up_proj"), width, hidden),
+            BlockSite(("down", "down_proj"), hidden, width),
         ]
     return [
-        Site(("qkv", "c_attn"), width, queries + 2 * keys),
-        Site(("out", "c_proj"), queries, width),
-        Site(("up", "c_fc"), width, hidden),
-        Site(("down", "c_proj"), hidden, width),
+        BlockSite(("qkv", "c_attn"), width, queries + 2 * keys),
+        BlockSite(("out", "c_proj"), queries, width),
+        BlockSite(("up", "c_fc"), width, hidden),
+        BlockSite(("down", "c_proj"), hidden, width),
     ]
 
 
-def chosen_sites(config: Config) -> list[Site]:
+def chosen_sites(config: Config) -> list[BlockSite]:
     """Those of a block that get an adapter; of a name that only some blocks have, as if all had it."""
     found = block_sites(config.model)
     if config.lora.all_linear:

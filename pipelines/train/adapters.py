@@ -17,7 +17,7 @@ from torch import nn
 
 from raystride.model.hugging_face import names_there
 from raystride.model.lora import attach, hold_base, start_adapters, take_out
-from raystride.model.side_by_side import beside
+from raystride.model.side_by_side import over_same_base
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.files import Folder
 from raystride.pipelines.tasks import Task
@@ -51,7 +51,7 @@ class MakeAdapted:
 
     def over(self, other: nn.Module) -> nn.Module:
         """The same over the base of another network, which the two share. Raises SettingError for targets that it lacks."""
-        return self._attached(beside(other))
+        return self._attached(over_same_base(other))
 
     def _attached(self, model: nn.Module) -> nn.Module:
         try:
@@ -59,6 +59,13 @@ class MakeAdapted:
         except ValueError as error:
             raise SettingError(str(error)) from error
         return model
+
+
+def network_maker(
+    make: Callable[[], nn.Module], config: Config, tokenizer: Folder, log: Callable[[str], None]
+) -> Callable[[], nn.Module]:
+    """What makes the network of a run: `make` by itself, or with adapters over a base; `tokenizer` is that of the data."""
+    return MakeAdapted(make, config, tokenizer, log) if config.lora.rank else make
 
 
 def begin_adapters(model: nn.Module, config: Config, found: Found | None, checkpoints: Checkpoints) -> None:

@@ -1,5 +1,5 @@
-"""Several trainings in one process that share a base: each has its own loop, adapters, data and checkpoints, and they meet in
-every step, whose forward and backward are computed for all at once.
+"""Trainings in one process that share a base: each has its own loop, adapters, data and checkpoints, and they meet in every
+step, whose forward and backward are computed for all at once.
 
 One training computes at a time, as if they were one thread: whoever waits for the others' step lets the next one go on. A
 training that ends, or fails, leaves the others to theirs.

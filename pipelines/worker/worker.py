@@ -42,7 +42,7 @@ from raystride.pipelines.strategies.spread import parameters_in, spread_of
 from raystride.pipelines.strategies.strategy import Strategy
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tokenizers import Tokenizers
-from raystride.pipelines.train.adapters import HEADER, MakeAdapted, begin_adapters, check_base, settle_base
+from raystride.pipelines.train.adapters import HEADER, begin_adapters, check_base, network_maker, settle_base
 from raystride.pipelines.train.attention_choice import choose_attention
 from raystride.pipelines.train.checkpoint import Checkpoints, Found
 from raystride.pipelines.train.fingerprint import parameters_sha256
@@ -142,8 +142,7 @@ def build_training(
     precision.use_products()
     if shortfall := precision.shortfall(device):
         log(shortfall)
-    make = MakeAdapted(task.build_model, config, job.prepared / "tokenizer", log) if config.lora.rank else task.build_model
-    network = model = strategy.build(make)
+    network = model = strategy.build(network_maker(task.build_model, config, job.prepared / "tokenizer", log))
     if config.masks_by_place:
         number_dropouts(model)
     checkpoints = _checkpoints(job, worker, manifest, log)
@@ -156,7 +155,6 @@ def build_training(
     precision.convert(model, sharded=strategy.sharded)
     make_optimizer = partial(build_optimizer, config.optimizer, stochastic=config.train.stochastic_rounding)
     model, optimizer = strategy.prepare(recompute(model, config.train), make_optimizer)
-
     if config.lora.rank:
         base = base or settle_base(model)  # a network in parts can be asked for its whole once it is spread
         check_base(found, base, config)

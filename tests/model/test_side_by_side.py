@@ -7,7 +7,7 @@ import torch
 
 from raystride.model.hugging_face import names_there
 from raystride.model.lora import adapted, attach, start_adapters
-from raystride.model.side_by_side import SideBySide, beside
+from raystride.model.side_by_side import SideBySide, over_same_base
 from raystride.model.transformer import Decoder, PackedDecoder
 from raystride.model.translator import Translator
 from raystride.pipelines.config import Lora, Model
@@ -22,7 +22,7 @@ def _networks(kind: type[Decoder], loras: list[Lora]) -> list[Any]:
     network: Any = kind(SHAPES["llama"], 50)
     found = []
     for seed, lora in enumerate(loras):
-        network = beside(network)
+        network = over_same_base(network)
         attach(network, lora, names_there(network))
         start_adapters(network, lora, seed)
         for _, _, _, adapter in adapted(network):
