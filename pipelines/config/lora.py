@@ -7,6 +7,7 @@ from raystride.pipelines.config.model import Model
 from raystride.pipelines.config.run import Scaling
 from raystride.pipelines.config.section import Section, setting
 from raystride.pipelines.config.train import Train
+from raystride.pipelines.files import absolute
 
 ALL_LINEAR = "all-linear"
 
@@ -61,6 +62,9 @@ class Lora(Section):
         if not self.rank and self.init_from:
             raise self.error("init_from", "needs the lora.rank of that adapter, above 0")
         self._check_each()
+        if self.init_from:
+            # Workers have other working directories than the one in which this was typed.
+            object.__setattr__(self, "init_from", absolute(self.init_from))
 
     def _check_each(self) -> None:
         each = self.each or {}

@@ -81,7 +81,9 @@ def rehearse(job: Job, places: list[Places]) -> dict[Places, float]:
 
 def _bare(job: Job, folder: Folder) -> Job:
     """The same training without all that goes on around its steps."""
-    train = replace(job.config.train, steps=10**6, epochs=0.0, hours=0.0, log_every=1)
+    # Shards that are summed cannot be exact, as a base in shards can.
+    exact = job.config.train.exact and not job.config.lora.rank
+    train = replace(job.config.train, steps=10**6, epochs=0.0, hours=0.0, log_every=1, exact=exact)
     config = replace(
         job.config,
         model=replace(job.config.model, init_from=""),

@@ -304,7 +304,8 @@ def _facts(job: Job, worker: WorkerInfo, training: Training) -> RunFacts:
         device=torch.cuda.get_device_name() if job.device == "cuda" else "cpu",
         precision=training.rules.precision.peak_rate,
         tokens_per_step=samples.tokens * job.config.train.batch,
-        flops_per_token=samples.task.flops_per_token(model, samples.example),
+        # A frozen weight has no gradient of its own: two products instead of three.
+        flops_per_token=samples.task.flops_per_token(model, samples.example) * (2 / 3 if job.config.lora.rank else 1),
         parameters=parameters_in(model),
         step=training.state.step,
     )
