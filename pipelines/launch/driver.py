@@ -126,8 +126,7 @@ def train(
         return (earlier and earlier.summary) or {}
     learned = earlier.learned if earlier else ""
     check_data(config, storage, build_task(config), learned)
-    attempt = new_attempt()
-    told = metadata_of(str(config.run), str(storage), config.record.mlflow)
+    attempt, told = new_attempt(), metadata_of(str(config.run), str(storage), config.record.mlflow)
     with (
         Ownership.take(folder, attempt, screen.line) as mine,
         cluster(config.launch, told) as dashboard,
