@@ -116,12 +116,13 @@ def export_run(settings: Export) -> "tuple[Folder, Opened]":
 
     Raises SettingError where there is no such run or checkpoint, or the layout cannot say what the model is.
     """
-    from raystride.pipelines.evaluate.opening import open_run
+    from raystride.pipelines.evaluate.opening import choose
 
     storage = Folder.at(settings.storage)
-    opened = open_run(storage, settings.run, settings.checkpoint, settings.average)
-    if settings.merge and not opened.config.lora.rank:
+    chosen = choose(storage, settings.run, settings.checkpoint, settings.average)
+    if settings.merge and not chosen.config.lora.rank:
         raise SettingError(f"merge is True: it must be false, since run {settings.run} trained no adapters (lora.rank is 0)")
+    opened = chosen.open()
     adapter = opened.config.lora.rank and settings.to == "hugging_face" and not settings.merge
     name = "adapter" if adapter else settings.to
     target = Folder.at(settings.folder) if settings.folder else storage / settings.run / "export" / name

@@ -293,6 +293,7 @@ def _validation(
 def _facts(job: Job, worker: WorkerInfo, training: Training) -> RunFacts:
     """What observers are told of this worker."""
     model, samples = training.model, training.loader.samples
+    flops = samples.task.flops_per_token(model, samples.example)
     return RunFacts(
         run=job.run,
         attempt=job.attempt,
@@ -305,7 +306,7 @@ def _facts(job: Job, worker: WorkerInfo, training: Training) -> RunFacts:
         precision=training.rules.precision.peak_rate,
         tokens_per_step=samples.tokens * job.config.train.batch,
         # A frozen weight has no gradient of its own: two products instead of three.
-        flops_per_token=samples.task.flops_per_token(model, samples.example) * (2 / 3 if job.config.lora.rank else 1),
+        flops_per_token=flops * 2 / 3 if flops and job.config.lora.rank else flops,
         parameters=parameters_in(model),
         step=training.state.step,
     )
