@@ -46,12 +46,14 @@ def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _there(model: nn.Module) -> dict[tuple[str, str], Site]:
+    """The layers of a network by our names. Raises SettingError where one that has an adapter has no name there."""
     found = {(each.module, each.part): each for each in sites(model, names_there(model))}
-    if not all(each.theirs for each in found.values()):
-        raise SettingError(
-            f"a {type(model).__name__} has no layout of Hugging Face's, and so none of PEFT's: its adapters "
-            "stay in the run's checkpoints"
-        )
+    for name, _, part, _ in adapted(model):
+        if not found[name, part].theirs:
+            raise SettingError(
+                f"lora.targets has {found[name, part].ours}: PEFT's layout, which follows Hugging Face's, has no such layer of "
+                f"a {type(model).__name__} of these settings, so its adapters stay in the run's checkpoints"
+            )
     return found
 
 
@@ -70,7 +72,7 @@ def describe_adapter(model: nn.Module, lora: Lora, base: str) -> dict[str, Any]:
         "r": rank,
         "lora_alpha": lora.scale * rank if doubled else _whole(lora.alpha),
         "lora_dropout": lora.dropout,
-        "target_modules": _shortest(has, {each.theirs for each in there.values()}),
+        "target_modules": _shortest(has, {each.theirs for each in there.values() if each.theirs}),
         "use_rslora": lora.rslora and not doubled,
         "use_dora": lora.dora,
         "init_lora_weights": True if doubled else _INITS[lora.init],

@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from raystride.model.lora import merge
-from raystride.pipelines.config import Checkpoint, Config, Lora, Optimizer, SettingError, Train, Validation
+from raystride.model.hugging_face import names_there
+from raystride.model.lora import attach, merge
+from raystride.model.translator import Translator
+from raystride.pipelines.config import Checkpoint, Config, Lora, Model, Optimizer, SettingError, Train, Validation
 from raystride.pipelines.files import Folder
 from raystride.pipelines.train.loop import Training
 from raystride.pipelines.train.peft import CONFIG, WEIGHTS, write_adapter
@@ -212,3 +214,10 @@ def test_keys_that_peft_would_pass_over_are_refused(tmp_path: Path) -> None:
     again = replace(config, lora=replace(config.lora, init_from=str(adapter)))
     with pytest.raises(SettingError, match=r"it has no tensor base_model\.model\.model\.layers\.0"):
         _training(again, tmp_path, "again")
+
+
+def test_a_network_without_a_layout_is_named(tmp_path: Path) -> None:
+    model = Translator(Model(flavour="llama", layers=1, heads=2, width=8, context=8), 40)
+    attach(model, Lora(rank=2, targets=("cross_attention.v",)), names_there(model))
+    with pytest.raises(SettingError, match=r"lora\.targets has decoder\.0\.cross_attention\.v: PEFT's layout .* Translator"):
+        write_adapter(model, Lora(rank=2), Folder(str(tmp_path)), base="")
