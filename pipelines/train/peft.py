@@ -51,8 +51,8 @@ def _there(model: nn.Module) -> dict[tuple[str, str], Site]:
     for name, _, part, _ in adapted(model):
         if not found[name, part].theirs:
             raise SettingError(
-                f"lora.targets has {found[name, part].ours}: PEFT's layout, which follows Hugging Face's, has no such layer of "
-                f"a {type(model).__name__} of these settings, so its adapters stay in the run's checkpoints"
+                f"lora.targets has {found[name, part].ours}: PEFT's layout, which follows Hugging Face's, has no such layer "
+                f"of a {type(model).__name__} of these settings, so its adapters stay in the run's checkpoints"
             )
     return found
 
