@@ -1,8 +1,10 @@
 """Adapters: eight at once on one base against eight runs one after another, and a run beside PEFT with Trainer.
 
-The base is a small Llama with random weights, frozen; adapters of rank 8 learn some of Python's own source with it. Eight differ in
-their learning rate. Seconds are of the trainings alone, after the data was prepared. PEFT trains the same adapters, of the
-same first values, on the same batches by the same rule; quality is the loss of both on the validation samples.
+The base is a small Llama with random weights, frozen; adapters of rank 8 learn some of Python's own source with it. Eight
+differ in their learning rate; their seconds are from each start to its end, in a process that has everything loaded and data
+that is prepared. PEFT trains the same adapters, of the same first values, on the same batches by the same rule: the seconds
+are those of its steps and of ours, with a validation and a checkpoint at our end; quality is the loss on our validation
+samples of what both have learned.
 
     python -m benchmarks.adapters                              # some minutes; --steps, --adapters, --width for others
 """
