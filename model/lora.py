@@ -144,7 +144,8 @@ class AdaptedLinear(Linear):
             if rows.start > done:
                 parts.append(y[..., done : rows.start])
             own = y if len(rows) == y.shape[-1] else y[..., rows.start : rows.stop]
-            parts.append(own + self._change(self.adapters[name], x, own, rows))
+            # Under autocast a change may be in more bits than what it is added to.
+            parts.append(own + self._change(self.adapters[name], x, own, rows).to(own.dtype))
             done = rows.stop
         if done < y.shape[-1]:
             parts.append(y[..., done:])
