@@ -22,8 +22,8 @@ from raystride.triton_kernels.attention_packed import attention_packed
 from raystride.triton_kernels.rope import rope
 
 Packed = Callable[..., torch.Tensor]
-Rotation = tuple[torch.Tensor, torch.Tensor]
-"""Cosine and sine of the rotary angles, each (B or 1, 1, T, D)."""
+Rotation = tuple[torch.Tensor, ...]
+"""Cosine and sine of the rotary angles, each (B or 1, 1, T, D or less); behind them those of layers with an own base."""
 
 
 class LayerCache:
@@ -77,20 +77,29 @@ class Attention(nn.Module):
         head_size: int = 0,
         bias: bool = False,
         qkv_bias: bool = False,
+        out_bias: bool = False,
         qk_norm: float | None = None,
         softcap: float = 0.0,
+        scale: float | None = None,
+        window: int = 0,
+        turned_by: int | None = 0,
         dropout: float = 0.0,
         products: Products,
         causal: bool = True,
     ) -> None:
-        """`qk_norm`: the eps of RMSNorms over each head's query and key (Dehghani et al., 2023); None: without."""
+        """`qk_norm`: the eps of RMSNorms over each head's query and key (Dehghani et al., 2023); None: without.
+
+        `scale` multiplies scores, `window` keys are seen; see `triton_kernels.attention`. `turned_by`: which cosine and sine
+        of the rotation turn queries and keys, 0 the first, 1 those behind; None: they are not turned.
+        """
         super().__init__()
         self.causal = causal
         self.heads, self.kv_heads, self.head_size = heads, kv_heads, head_size or width // heads
         self.qkv = Linear(width, (heads + 2 * kv_heads) * self.head_size, bias=bias or qkv_bias, products=products)
         self.q_norm, self.k_norm = (None if qk_norm is None else RMSNorm(self.head_size, eps=qk_norm) for _ in "qk")
-        self.out = Linear(heads * self.head_size, width, bias=bias, products=products)
+        self.out = Linear(heads * self.head_size, width, bias=bias or out_bias, products=products)
         self.norm_eps, self.dropout, self.softcap = qk_norm or 0.0, dropout, softcap
+        self.scale, self.window, self.turned_by = scale, window, turned_by
         self.packed: Packed = attention_packed
         """Attention over packed documents; another where a worker has a part of their tokens."""
 
@@ -111,17 +120,15 @@ class Attention(nn.Module):
         batch, tokens, _ = x.shape
         heads = self.qkv(x).view(batch, tokens, -1, self.head_size).transpose(1, 2)  # (B, H + 2 G, T, D)
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        if rotation is not None:
-            weights = [norm.weight for norm in (self.q_norm, self.k_norm) if norm is not None]
-            q, k = rope(q, k, *rotation, *weights, eps=self.norm_eps)
-        elif self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self._placed(q, k, rotation)
         if cache is not None:
             k, v = cache.extend(k, v)
         rules: dict[str, Any] = {
             "causal": self.causal,
             "dropout": self.dropout if self.training else 0.0,
             "softcap": self.softcap,
+            "window": self.window,
+            "scale": self.scale,
         }
         if rules["dropout"] and self.number is not None:
             rules |= {"seed": seed_tensor(x.device, self.number), "first_head": self.first_head}
@@ -132,11 +139,29 @@ class Attention(nn.Module):
         y = attention(q, k, v, mask=mask, key_lengths=key_lengths, **rules)
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
+    def _placed(self, q: torch.Tensor, k: torch.Tensor, rotation: Rotation | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """q and k, normalised and turned as this layer has it."""
+        weights = [norm.weight for norm in (self.q_norm, self.k_norm) if norm is not None]
+        turn = () if rotation is None or self.turned_by is None else rotation[2 * self.turned_by :][:2]
+        if turn and turn[0].shape[-1] == self.head_size:
+            return rope(q, k, *turn, *weights, eps=self.norm_eps)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if turn:
+            size = turn[0].shape[-1]
+            turned = rope(q[..., :size], k[..., :size], *turn)
+            q, k = (torch.cat((y, x[..., size:]), -1) for x, y in zip((q, k), turned, strict=True))
+        return q, k
+
 
 def rotation_table(
-    positions: torch.Tensor, head_size: int, theta: float, scaling: tuple[float, float, float, float] | None = None
-) -> Rotation:
-    """Cosine and sine for positions (B or 1, T): angles position * theta^(-2 i / D), in fp32.
+    positions: torch.Tensor,
+    head_size: int,
+    theta: float,
+    scaling: tuple[float, float, float, float] | None = None,
+    factor: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine for positions (B or 1, T): angles position / factor * theta^(-2 i / D), in fp32.
 
     With `scaling` (factor, low, high, context) a frequency that turns fewer than `low` times in `context` is divided by the
     factor, one that turns more than `high` times is kept, and between them it goes over evenly (Llama 3.1).
@@ -144,9 +169,9 @@ def rotation_table(
     exponent = torch.arange(0, head_size, 2, dtype=torch.float32, device=positions.device) / head_size
     radius = theta**exponent
     if scaling is not None:
-        factor, low, high, context = scaling
+        slower, low, high, context = scaling
         kept = ((context / (2 * math.pi * radius) - low) / (high - low)).clamp(0, 1)
-        radius = radius / (kept + (1 - kept) / factor)
-    angles = positions[:, None, :, None].float() / radius
+        radius = radius / (kept + (1 - kept) / slower)
+    angles = positions[:, None, :, None].float() / (radius if factor == 1 else radius * factor)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()

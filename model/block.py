@@ -1,7 +1,8 @@
 """What the transformers share: a block, its norms and feed-forward, positions, and how weights begin.
 
 Shapes: the stream x (B, T, C). A block normalises before its parts (pre-norm, as GPT-2 does) or after each addition
-(post-norm; Vaswani et al., 2017), as `model.shape.post_norm` says.
+(post-norm; Vaswani et al., 2017), as `model.shape.post_norm` says, or before its parts and what they give (sandwich; Gemma
+2, 2024).
 
     block = Block(config.model, products=Products(), causal=False)
     x, rotation = with_positions(embedding(ids), config.model, learned=None), build_rotation(ids, config.model)
@@ -17,23 +18,34 @@ from torch import nn
 from raystride.model.attention import Attention, LayerCache, Rotation, rotation_table
 from raystride.model.cut import cut_now, fill
 from raystride.model.dropout import Dropout
-from raystride.model.feed_forward import GELU, ReLU, SwiGLU
+from raystride.model.feed_forward import GELU, GeGLU, ReLU, SwiGLU
 from raystride.model.linear import Products
 from raystride.model.norm import LayerNorm, RMSNorm
-from raystride.model.shape import DecoderShape, has_biases, head_size, hidden_width, post_norm
+from raystride.model.shape import (
+    DecoderShape,
+    has_biases,
+    hidden_width,
+    post_norm,
+    rotary_size,
+    sandwich_norm,
+    window_of,
+)
 
 
 class Block(nn.Module):
     """Attention and feed-forward, each added to the stream."""
 
-    def __init__(self, shape: DecoderShape, products: Products, *, causal: bool = True) -> None:
+    def __init__(self, shape: DecoderShape, products: Products, *, causal: bool = True, layer: int = 0) -> None:
+        """`layer` is its number from 0, by which layers differ that alternate."""
         super().__init__()
         self.post = post_norm(shape)
         # With post-norm the norms' results are the stream itself.
         self.norm1 = build_norm(shape, narrow=not self.post)
-        self.attention = build_attention(shape, products, causal=causal)
+        self.attention = build_attention(shape, products, causal=causal, layer=layer)
+        self.norm3 = build_norm(shape) if sandwich_norm(shape) else None
         self.norm2 = build_norm(shape, narrow=not self.post)
         self.feed_forward = build_feed_forward(shape, products)
+        self.norm4 = build_norm(shape) if sandwich_norm(shape) else None
         self.dropout1, self.dropout2 = Dropout(shape.dropout), Dropout(shape.dropout)
 
     def forward(
@@ -52,12 +64,18 @@ class Block(nn.Module):
             x, _ = self.norm2.add(self.dropout2(self.feed_forward(x), documents), x)
             return x
         # The addition and the norm after it are one pass over memory.
-        y, x = self.norm2.add(self.dropout1(self.attention(self.norm1(x), *beside), documents), x)
-        return x + self.dropout2(self.feed_forward(y), documents)  # type: ignore[no-any-return]
+        branch = self.attention(self.norm1(x), *beside)
+        branch = branch if self.norm3 is None else self.norm3(branch)
+        y, x = self.norm2.add(self.dropout1(branch, documents), x)
+        branch = self.feed_forward(y)
+        branch = branch if self.norm4 is None else self.norm4(branch)
+        return x + self.dropout2(branch, documents)  # type: ignore[no-any-return]
 
 
-def build_attention(shape: DecoderShape, products: Products, *, causal: bool = True) -> Attention:
-    """The self-attention of this shape."""
+def build_attention(shape: DecoderShape, products: Products, *, causal: bool = True, layer: int = 0) -> Attention:
+    """The self-attention of the block of this number."""
+    window = window_of(shape, layer)
+    own_base = 1 if window and shape.window_rope_theta else 0
     return Attention(
         width=shape.width,
         heads=shape.heads,
@@ -65,8 +83,12 @@ def build_attention(shape: DecoderShape, products: Products, *, causal: bool = T
         head_size=shape.head_size,
         bias=has_biases(shape),
         qkv_bias=shape.qkv_bias,
+        out_bias=shape.out_bias,
         qk_norm=shape.norm_eps if shape.qk_norm else None,
         softcap=shape.softcap,
+        scale=shape.query_scalar**-0.5 if shape.query_scalar else None,
+        window=window,
+        turned_by=None if layer in shape.unrotated_layers else own_base,
         dropout=shape.dropout,
         products=products,
         causal=causal,
@@ -88,7 +110,7 @@ def build_final_norm(shape: DecoderShape) -> nn.Module:
 def build_feed_forward(shape: DecoderShape, products: Products) -> nn.Module:
     """The feed-forward that the flavour has."""
     if shape.flavour == "llama":
-        return SwiGLU(shape.width, hidden_width(shape), products=products)
+        return (GeGLU if shape.gate == "gelu" else SwiGLU)(shape.width, hidden_width(shape), products=products)
     if shape.flavour == "gpt2":
         tanh = shape.gelu == "tanh"
         return GELU(shape.width, hidden_width(shape), bias=shape.bias, tanh=tanh, products=products)
@@ -105,20 +127,22 @@ def with_positions(
 ) -> torch.Tensor:
     """The stream (B, T, C) of embedded ids (B, T, C) at `positions` (B or 1, T), or 0, 1, 2, ...
 
-    `original` multiplies what is embedded by sqrt(C) first (Vaswani et al., 2017, section 3.4).
+    `original` multiplies what is embedded by sqrt(C) first (Vaswani et al., 2017, section 3.4), as Gemma does.
     """
     if learned is not None:
         return x + (learned.weight[: x.shape[1]] if positions is None else learned(positions))
     if shape.flavour == "original":
         return x * math.sqrt(shape.width) + sinusoids(_or_counted(positions, x), shape.width).to(x.dtype)
-    return x
+    return x * math.sqrt(shape.width) if shape.scaled_embedding else x
 
 
 def build_rotation(ids: torch.Tensor, shape: DecoderShape, positions: torch.Tensor | None = None) -> Rotation | None:
     """By which queries and keys of ids (B, T) at `positions` (B or 1, T), or 0, 1, 2, ..., are turned, if they are."""
     if shape.flavour != "llama":
         return None
-    return rotation_table(_or_counted(positions, ids), head_size(shape), shape.rope_theta, shape.rope_scaling)
+    at, size = _or_counted(positions, ids), rotary_size(shape)
+    found: Rotation = rotation_table(at, size, shape.rope_theta, shape.rope_scaling, shape.rope_factor)
+    return found + rotation_table(at, size, shape.window_rope_theta) if shape.window_rope_theta else found
 
 
 def _or_counted(positions: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
 """The feed-forward of a block: ReLU (Vaswani et al., 2017), GELU for GPT-2 (Hendrycks and Gimpel, 2016), SwiGLU for Llama
-(Shazeer, 2020).
+(Shazeer, 2020), GeGLU for Gemma (the same paper).
 
 block = SwiGLU(128, 384)
 y = block(x)                                              # (B, T, 128) -> (B, T, 128)
@@ -53,3 +53,17 @@ class SwiGLU(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, C) -> (B, T, C)."""
         return self.down(swiglu(self.gate(x), self.up(x)))  # type: ignore[no-any-return]
+
+
+class GeGLU(nn.Module):
+    """W2 (gelu(W1 x) * W3 x), GELU by its approximation, without biases."""
+
+    def __init__(self, width: int, hidden: int, *, products: Products) -> None:
+        super().__init__()
+        self.gate = Linear(width, hidden, products=products)
+        self.up = Linear(width, hidden, products=products)
+        self.down = Linear(hidden, width, products=products)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        return self.down(gelu(self.gate(x), tanh=True) * self.up(x))  # type: ignore[no-any-return]

@@ -1,11 +1,12 @@
 """A decoder's weights to and from the layouts of Hugging Face.
 
     gpt2 flavour     GPT2LMHeadModel
-    llama flavour    LlamaForCausalLM; with qkv_bias Qwen2ForCausalLM; with qk_norm Qwen3ForCausalLM
+    llama flavour    the first of `hugging_face_families` that can say what it is: LlamaForCausalLM, Qwen2ForCausalLM, ...
 
 Queries, keys and values lie in the same order, and RoPE pairs number i of a head with i + D / 2 in both. What differs: GPT-2
 keeps linear weights as (in, out) and always has biases, which are zeros where the model has none; the others keep queries,
-keys and values apart. What `config.json` says of the arithmetic is in `model.hugging_face_config`.
+keys and values apart, but for Phi-3, which keeps even gate and up in one; Gemma's norms hold what is added to 1. What
+`config.json` says of the arithmetic is in `model.hugging_face_config`.
 
     description, tensors = to_hugging_face(model, end_id=0)       # config.json, and tensors by name
     from_hugging_face(other, description, tensors)                # `other` gives the same logits
@@ -22,7 +23,8 @@ from torch import nn
 from raystride.model.cut import fill, shape_of_whole
 from raystride.model.hugging_face_config import check_description, describe, model_type
 from raystride.model.linear import Linear
-from raystride.model.shape import key_width, query_width
+from raystride.model.norm import RMSNorm
+from raystride.model.shape import key_width, query_width, sandwich_norm
 from raystride.model.transformer import Decoder
 
 
@@ -38,6 +40,8 @@ class _Layout:
     """Ours that always have a bias there."""
     transposed: bool = False
     """Linear weights in blocks are (in, out)."""
+    added: bool = False
+    """RMSNorm's weights there are what is added to 1."""
 
     def theirs(self, name: str) -> tuple[str, ...]:
         """Their names of one of our modules; none for one that holds no weights itself."""
@@ -82,13 +86,13 @@ _LLAMA = _Layout(
     },
 )
 _HEAD_NORMS = {"attention.q_norm": ("self_attn.q_norm",), "attention.k_norm": ("self_attn.k_norm",)}
-_LAYOUTS: dict[str, _Layout] = {
-    "gpt2": _GPT2,
-    "llama": _LLAMA,
-    "qwen2": replace(_LLAMA, biased=("attention.qkv",)),
-    "qwen3": replace(_LLAMA, inside=_LLAMA.inside | _HEAD_NORMS),
+_SANDWICH = {
+    "norm2": ("pre_feedforward_layernorm",),
+    "norm3": ("post_attention_layernorm",),
+    "norm4": ("post_feedforward_layernorm",),
 }
-"""By the model type that `config.json` names."""
+_FUSED, _HALVES = "mlp.gate_up_proj.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+"""Of Phi-3: the rows of the second follow those of the first in one tensor."""
 _NO_WEIGHT = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 """Constants that older folders hold among the weights: the causal mask, the rotary frequencies."""
 
@@ -114,9 +118,12 @@ def names_there(model: nn.Module) -> Callable[[str], tuple[str, ...]]:
     if not isinstance(model, Decoder):
         return lambda name: ()
     try:
-        return _LAYOUTS[model_type(model.shape)].theirs
+        kind = model_type(model.shape)
     except ValueError:
         return lambda name: ()
+    theirs = _layout(model, kind).theirs
+    # Phi-3 has gate and up in one layer, to which two adapters cannot belong.
+    return (lambda name: () if name.endswith(("gate", "up")) else theirs(name)) if kind == "phi3" else theirs
 
 
 def to_hugging_face(model: Decoder, end_id: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -126,12 +133,18 @@ def to_hugging_face(model: Decoder, end_id: int) -> tuple[dict[str, Any], dict[s
     """
     description = describe(model.shape, model.vocabulary_size, end_id)
     tensors: dict[str, torch.Tensor] = {}
-    for home in _homes(model, _LAYOUTS[description["model_type"]]):
+    layout = _layout(model, description["model_type"])
+    for home in _homes(model, layout):
         value = torch.zeros(sum(home.rows)) if home.ours is None else home.ours.detach().to("cpu", torch.float32)
+        value = value - 1 if layout.added and isinstance(home.module, RMSNorm) else value
         for name, part in zip(home.names, value.split(home.rows), strict=True):
             part = part.t() if home.transposed else part
             # A copy in any case: safetensors takes no views, and no memory that two names share.
             tensors[name] = part.clone(memory_format=torch.contiguous_format)
+    if description["model_type"] == "phi3":
+        for name in [name for name in tensors if name.endswith(_HALVES[0])]:
+            start = name.removesuffix(_HALVES[0])
+            tensors[start + _FUSED] = torch.cat([tensors.pop(start + half) for half in _HALVES])
     return description, tensors
 
 
@@ -146,13 +159,28 @@ def from_hugging_face(
     """
     check_description(model.shape, description)
     kind = description["model_type"]
-    layout = _LAYOUTS[kind]
+    layout = _layout(model, kind)
     found = _by_full_name(model, layout, description, tensors)
     with torch.no_grad():
         for home in _homes(model, layout):
-            _fill(model, home, [_take(found, tensors, name) for name in home.names], spare_ids)
+            parts = [_take(found, tensors, name) for name in home.names]
+            if layout.added and isinstance(home.module, RMSNorm):
+                parts = [part.float() + 1 for part in parts]
+            _fill(model, home, parts, spare_ids)
     if rest := sorted(name for name in found if not _NO_WEIGHT.search(name)):
         raise ValueError(f"it has weights for which a `{kind}` here has no place: {', '.join(rest[:4])}")
+
+
+def _layout(model: Decoder, kind: str) -> _Layout:
+    """Where the modules of a model lie in a folder of this model type."""
+    if kind == "gpt2":
+        return _GPT2
+    shape, inside = model.shape, dict(_LLAMA.inside)
+    inside |= _HEAD_NORMS if shape.qk_norm else {}
+    inside |= _SANDWICH if sandwich_norm(shape) else {}
+    inside |= {"attention.qkv": ("self_attn.qkv_proj",)} if kind == "phi3" else {}
+    biased = ("attention.qkv",) * shape.qkv_bias + ("attention.out",) * shape.out_bias
+    return replace(_LLAMA, inside=inside, biased=biased, added=sandwich_norm(shape))
 
 
 def _homes(model: Decoder, layout: _Layout) -> Iterator[_Home]:
@@ -183,6 +211,10 @@ def _by_full_name(
 
 
 def _take(found: dict[str, str], tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    half = next((each for each, suffix in enumerate(_HALVES) if name.endswith(suffix)), None)
+    if name not in found and half is not None and (fused := name.removesuffix(_HALVES[half]) + _FUSED) in found:
+        stored = tensors[found.pop(fused) if half else found[fused]]  # the second half is asked for last
+        return stored.chunk(2)[half]
     if name not in found:
         raise ValueError(f"it has no tensor {name}")
     return tensors[found.pop(name)]

@@ -1,12 +1,19 @@
-"""The loss of a network with few classes, from all of its logits.
+"""Losses from logits: of few classes from all of them, of a decoder whose logits are bounded from some rows at a time.
 
 loss_sum, counted = cross_entropy(logits, targets, label_smoothing=0.1)
+loss_sum, counted = capped_cross_entropy(hidden, head, targets, softcap=30.0, product=F.linear)
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from raystride.model.shape import IGNORED
+
+ROWS = 1024
+"""Rows of logits that are there at once."""
 
 
 def cross_entropy(
@@ -21,3 +28,27 @@ def cross_entropy(
     weights = None if weights is None else weights.to(logits.dtype)
     loss = F.cross_entropy(logits, targets, weights, ignore_index=IGNORED, label_smoothing=label_smoothing, reduction="sum")
     return loss, (targets != IGNORED).sum()
+
+
+def capped_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    softcap: float,
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `triton_kernels.linear_cross_entropy`, of logits l that become softcap tanh(l / softcap), as Gemma 2 has it.
+
+    x (..., C), weight (V, C), targets (...). Logits are there for `ROWS` rows at once, and computed again in the backward.
+    """
+
+    def loss(rows: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        logits = product(rows, weight)
+        logits = softcap * torch.tanh(logits.to(torch.promote_types(logits.dtype, torch.float32)) / softcap)
+        return F.cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="sum")
+
+    flat = targets.flatten()
+    parts = zip(x.flatten(0, -2).split(ROWS), flat.split(ROWS), strict=True)
+    losses = [checkpoint(loss, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    return torch.stack(losses).sum(), (flat != IGNORED).sum()

@@ -18,7 +18,7 @@ class DecoderShape(Protocol):
     @property
     def flavour(self) -> Literal["gpt2", "llama", "original"]: ...
     @property
-    def norm(self) -> Literal["auto", "pre", "post"]: ...
+    def norm(self) -> Literal["auto", "pre", "post", "sandwich"]: ...
     @property
     def layers(self) -> int: ...
     @property
@@ -54,6 +54,28 @@ class DecoderShape(Protocol):
     @property
     def tied(self) -> bool | None: ...
     @property
+    def window(self) -> int: ...
+    @property
+    def window_layers(self) -> tuple[int, ...]: ...
+    @property
+    def window_rope_theta(self) -> float: ...
+    @property
+    def unrotated_layers(self) -> tuple[int, ...]: ...
+    @property
+    def rotary_share(self) -> float: ...
+    @property
+    def rope_factor(self) -> float: ...
+    @property
+    def out_bias(self) -> bool: ...
+    @property
+    def query_scalar(self) -> int: ...
+    @property
+    def gate(self) -> Literal["silu", "gelu"]: ...
+    @property
+    def scaled_embedding(self) -> bool: ...
+    @property
+    def logit_softcap(self) -> float: ...
+    @property
     def linear(self) -> str: ...
 
 
@@ -85,6 +107,21 @@ def hidden_width(shape: DecoderShape) -> int:
 def post_norm(shape: DecoderShape) -> bool:
     """Whether blocks normalise after each addition and not before each of their parts."""
     return shape.flavour == "original" if shape.norm == "auto" else shape.norm == "post"
+
+
+def sandwich_norm(shape: DecoderShape) -> bool:
+    """Whether blocks normalise before each of their parts and what each gives as well."""
+    return shape.norm == "sandwich"
+
+
+def window_of(shape: DecoderShape, layer: int) -> int:
+    """The keys that a position of this block sees, its own among them; 0: all before it."""
+    return shape.window if not shape.window_layers or layer in shape.window_layers else 0
+
+
+def rotary_size(shape: DecoderShape) -> int:
+    """How many numbers of a head are turned, an even number."""
+    return int(head_size(shape) * shape.rotary_share)
 
 
 def has_biases(shape: DecoderShape) -> bool:
@@ -211,8 +248,9 @@ def _block(shape: DecoderShape) -> int:
     """Parameters of a block with one attention."""
     biases = hidden_width(shape) + shape.width if has_biases(shape) else 0
     own = query_width(shape) + 2 * key_width(shape) if shape.qkv_bias and not has_biases(shape) else 0
-    own += shape.qk_norm * 2 * head_size(shape)
-    return matrices(shape) - attention_weights(shape) + biases + _attention(shape) + own + 2 * _norm(shape)
+    own += shape.qk_norm * 2 * head_size(shape) + (shape.out_bias and not has_biases(shape)) * shape.width
+    norms = (4 if sandwich_norm(shape) else 2) * _norm(shape)
+    return matrices(shape) - attention_weights(shape) + biases + _attention(shape) + own + norms
 
 
 def _attention(shape: DecoderShape) -> int:

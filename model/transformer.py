@@ -24,6 +24,7 @@ from raystride.model.block import (
 )
 from raystride.model.dropout import Dropout
 from raystride.model.linear import Linear, Products, linear
+from raystride.model.loss import capped_cross_entropy
 from raystride.model.shape import DecoderShape, flops_per_token, is_tied
 from raystride.triton_kernels.linear_cross_entropy import linear_cross_entropy
 
@@ -42,7 +43,7 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(vocabulary_size, shape.width)
         self.positions = build_positions(shape)
         self.dropout = Dropout(shape.dropout)
-        self.blocks = nn.ModuleList(Block(shape, self.products) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(Block(shape, self.products, layer=layer) for layer in range(shape.layers))
         self.norm = build_final_norm(shape)
         self.head = None if is_tied(shape) else Linear(shape.width, vocabulary_size, products=self.products)
         if self.head is None:
@@ -55,10 +56,11 @@ class Decoder(nn.Module):
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """From the normalised last hidden states (B, T, C): what `forward` returns."""
-        # A head that is frozen may be held in fewer bits than what is computed with it.
-        return self.cross_entropy(
-            hidden, self._head().to(hidden.dtype), targets, product=partial(linear, products=self.products)
-        )
+        product = partial(linear, products=self.products)
+        head = self._head().to(hidden.dtype)  # one that is frozen may be held in fewer bits than what is computed with it
+        if self.shape.logit_softcap:
+            return capped_cross_entropy(hidden, head, targets, softcap=self.shape.logit_softcap, product=product)
+        return self.cross_entropy(hidden, head, targets, product=product)
 
     def hidden(
         self,
@@ -100,7 +102,9 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(B, T, C) -> (B, T, V)."""
-        return linear(hidden, self._head(), products=self.products)
+        found = linear(hidden, self._head(), products=self.products)
+        bound = self.shape.logit_softcap
+        return bound * torch.tanh(found / bound) if bound else found
 
     def _head(self) -> torch.Tensor:
         return self.embedding.weight if self.head is None else self.head.weight

@@ -2,6 +2,7 @@
 
 python ray_jobs/export.py --run NAME --to hugging_face
 python ray_jobs/export.py --run NAME --to mlflow
+python ray_jobs/export.py --run NAME --push org/name
 """
 
 import sys
@@ -34,7 +35,7 @@ def _export(parsed: Parsed[Export]) -> int:
 
 
 def _exported(settings: Export) -> int:
-    from raystride.pipelines.launch.finished import export_run
+    from raystride.pipelines.launch.finished import export_run, push_run
 
     storage = Folder.at(settings.storage)
     folder, opened = export_run(settings)
@@ -43,6 +44,8 @@ def _exported(settings: Export) -> int:
     what = opened.config.task if to_mlflow else "adapter" if adapter else opened.config.model.flavour
     print(f"{what} of step {opened.step}: {', '.join(folder.names())}")
     logged = _log(settings, opened, storage) if to_mlflow else pasted("ui", storage=str(storage))
+    if settings.push:
+        print(f"pushed   {push_run(settings, folder, opened.step)}")
     print(f"results  {folder}")
     print(f"mlflow   {logged}")
     if to_mlflow:

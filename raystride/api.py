@@ -148,12 +148,17 @@ def export(
 ) -> str:
     """Writes a run's model for other programs, `hugging_face` or `mlflow`; the folder that it lies in.
 
-    Raises SettingError where there is no such run, or the layout cannot say what its model is.
+    With the setting `push` it is uploaded to the Hugging Face hub besides. Raises SettingError where there is no such run,
+    the layout cannot say what its model is, or the hub refuses it.
     """
-    from raystride.pipelines.launch.finished import export_run
+    from raystride.pipelines.launch.finished import export_run, push_run
 
     given = _of_run(run, storage) | {"to": to, "folder": folder} | dict(settings or {})
-    return str(export_run(configured(Export, given).settings)[0])
+    chosen = configured(Export, given).settings
+    written, opened = export_run(chosen)
+    if chosen.push:
+        push_run(chosen, written, opened.step)
+    return str(written)
 
 
 def _located(config: Given, settings: Settings | None, run: str | None, storage: str) -> tuple[Config, Folder]:

@@ -20,6 +20,7 @@ JOBS = {
     "predict": ("ray_jobs.predict", "answer questions with it"),
     "generate": ("ray_jobs.generate", "write text with it"),
     "export": ("ray_jobs.export", "write it for other programs"),
+    "serve": ("ray_jobs.serve", "answer requests with it, by OpenAI's protocol"),
     "deploy": ("ray_jobs.deploy", "write what takes it to containers, Slurm, Kubernetes, a cloud"),
     "runs": ("pipelines.launch.runs", "list, show, compare, prune, audit runs"),
     "report": ("ray_jobs.report", "build a run's page anew"),

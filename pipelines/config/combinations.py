@@ -7,7 +7,7 @@ What depends on the device, which settings alone do not know, is refused by `clu
 """
 
 from raystride.pipelines.config.data import Data
-from raystride.pipelines.config.model import Model
+from raystride.pipelines.config.model import DECODERS_ONLY, Model
 from raystride.pipelines.config.run import Scaling
 from raystride.pipelines.config.train import Checkpoint, Guard, Objective, Train
 
@@ -65,6 +65,11 @@ def refuse_with_task(task: str, model: Model, objective: Objective, train: Train
         raise objective.error("label_smoothing", f"must be 0 with task `{task}`, whose network does not smooth")
     if model.pooling == "windows" and task != "classification":
         raise model.error("pooling", f"must be another but with task `classification`, not `{task}`")
+    if task in OTHERS and model.norm == "sandwich":
+        raise model.error("norm", f"must be another with task `{task}`: only decoders have `sandwich`")
+    for name in DECODERS_ONLY if task in OTHERS else ():
+        if getattr(model, name) != getattr(Model, name):
+            raise model.error(name, f"must be {getattr(Model, name)} with task `{task}`: only decoders have it")
     if train.slot_tokens and task == "images":  # windows are refused by the task itself
         raise train.error("slot_tokens", f"must be 0 with task `{task}`, whose samples are equally long")
 
@@ -141,6 +146,10 @@ def refuse_mesh_of_model(task: str, model: Model, scaling: Scaling) -> None:
             raise scaling.error(
                 "tensor", f"must divide model.{name}, {count}; the nearest is {_nearest(count, scaling.tensor)}"
             )
+    if model.logit_softcap and scaling.tensor > 1:
+        raise scaling.error(
+            "tensor", "must be 1 with model.logit_softcap: no bound is on logits that are spread over workers"
+        )
     if not model.layers and scaling.tensor > 1:
         raise scaling.error("tensor", "must be 1 with model.layers 0")
     stages = scaling.stages

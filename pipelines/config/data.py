@@ -129,7 +129,7 @@ class Tokenizer(Section):
     lowercase: bool = setting(False, fixed=True)
     """Whether a BPE trained on the data reads all text in lower case; what it writes is lower case, too."""
     file: str | None = setting(None, fixed=True)
-    """Path or URI of the `tokenizer.json` when `kind` is `file`."""
+    """Path or URI of the `tokenizer.json` when `kind` is `file`, or a model's name on the hub, `org/name@revision`."""
     end_token: str | None = setting(None, fixed=True)
     """The token of that file which ends a document; None looks for a usual one (`<|endoftext|>`, `</s>`, ...)."""
     chat_template: str = setting("auto", fixed=True)

@@ -7,6 +7,7 @@ request = Deploy(nodes=2, gpus_per_node=8, place="slurm_two_nodes_of_eight")
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from raystride.pipelines.config.run import Finished
 from raystride.pipelines.config.section import Section, setting
 
 
@@ -30,6 +31,34 @@ class Deploy(Section):
     """What is run there."""
     array: int = setting(0, at_least=0, at_most=100_000)
     """On Slurm, cut a grid sweep into so many jobs of one array, each of which tries its share; 0: one job."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeployServe(Finished):
+    """Which run's model is to be served on GPUs, by Ray Serve LLM."""
+
+    place: str = setting("")
+    """Name of a description in `deploy/places`, or a YAML file of your own, whose storage has the run; empty: `storage`."""
+    gpus: int = setting(1, at_least=1, at_most=64)
+    """GPUs of each copy of the model, over which it is cut."""
+    accelerator: str = setting("")
+    """Kind of GPU as Ray calls it, such as `H100`; empty: any."""
+    least_replicas: int = setting(1, at_least=0, at_most=10_000)
+    """Copies of the model that are always there; 0: none while nobody asks."""
+    most_replicas: int = setting(1, at_least=1, at_most=10_000)
+    """Copies when many ask."""
+    port: int = setting(8000, at_least=1, at_most=65535)
+    """Port on the head's own address, 127.0.0.1."""
+    output: str = setting("")
+    """Folder for the file; empty: `serve-` and the run's name."""
+    overwrite: bool = setting(False)
+    """Write over a file there that is not as it would be written."""
+
+    def __post_init__(self) -> None:
+        """Raises SettingError where a field is out of range, no run is named, or there are fewer copies than always."""
+        super().__post_init__()
+        if self.least_replicas > self.most_replicas:
+            raise self.error("least_replicas", f"must be at most most_replicas, {self.most_replicas}")
 
 
 @dataclass(frozen=True, kw_only=True)

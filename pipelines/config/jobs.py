@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 from raystride.pipelines.config.data import SourceKind
 from raystride.pipelines.config.run import Answering, AnswerLaunch, Finished, Sample
 from raystride.pipelines.config.section import Section, setting
+from raystride.pipelines.hub import is_hub_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +85,8 @@ class Export(Finished):
     """Which run's model, and for whom."""
 
     to: Literal["hugging_face", "mlflow"] = setting("hugging_face")
-    """Whose layout: that of Hugging Face's Llama, Qwen2, Qwen3 or GPT-2, in safetensors; or an MLflow model, which is logged
-    to the run as well."""
+    """Whose layout: Hugging Face's, of the family that says what the model is (Llama, Qwen 2 and 3, Mistral, SmolLM 3,
+    Phi-3, Gemma 2 and 3, GPT-2), in safetensors; or an MLflow model, which is logged to the run as well."""
     folder: str | None = setting(None)
     """Folder or URI to write to; None: `export/` and the layout's name in the run's folder, or `export/adapter`."""
     merge: bool = setting(False)
@@ -93,3 +94,28 @@ class Export(Finished):
     adapter alone is written, in PEFT's layout; MLflow gets a plain model in any case."""
     sample: Sample = Sample()
     """How a language model that MLflow serves continues texts."""
+    push: str | None = setting(None)
+    """Name on the Hugging Face hub, `org/name`, to which the folder is uploaded with a card made from the run's record. A
+    new one is visible to its owner alone. The login is that of `hf auth login`, or HF_TOKEN."""
+
+    def __post_init__(self) -> None:
+        """Raises SettingError for a name that is none, or of something that the hub's programs cannot load."""
+        super().__post_init__()
+        if self.push and (not is_hub_name(self.push) or "@" in self.push):
+            raise self.error("push", "must be a name on the hub, `org/name`")
+        if self.push and self.to != "hugging_face":
+            raise self.error("push", f"must be left out with --to {self.to}: the hub has models of `hugging_face`")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve(Finished):
+    """Which run's model answers requests, and where."""
+
+    host: str = setting("127.0.0.1")
+    """Address to listen at; the default is seen from this machine alone."""
+    port: int = setting(0, at_least=0, at_most=65535)
+    """Port to listen at; 0: a free one."""
+    token: str = setting("")
+    """What requests must carry (`Authorization: Bearer ...`); empty: RAYSTRIDE_SERVE_TOKEN, or a new one."""
+    device: Literal["auto", "cpu", "cuda"] = setting("auto")
+    """Where the model computes; `auto`: on a GPU, if there is one."""

@@ -1,10 +1,22 @@
 """Settings of the network."""
 
 from dataclasses import dataclass
+from os.path import exists
 from typing import ClassVar, Literal
 
 from raystride.pipelines.config.section import Section, setting
 from raystride.pipelines.files import absolute
+from raystride.pipelines.hub import is_hub_name
+
+LLAMA_ONLY = (
+    "window_rope_theta", "unrotated_layers", "rotary_share", "rope_factor", "out_bias", "gate", "scaled_embedding",
+)  # fmt: skip
+"""Settings of `flavour llama` alone."""
+DECODERS_ONLY = (
+    "window", "unrotated_layers", "rotary_share", "rope_factor", "out_bias", "query_scalar", "gate", "scaled_embedding",
+    "logit_softcap",
+)  # fmt: skip
+"""Settings of decoders alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +29,10 @@ class Model(Section):
     """`gpt2`: LayerNorm, learned positions, GELU, tied embeddings. `llama`: RMSNorm, RoPE, SwiGLU, grouped heads.
 
     `original` (Vaswani et al., 2017): LayerNorm after each addition, sinusoidal positions, ReLU, biases, tied embeddings."""
-    norm: Literal["auto", "pre", "post"] = setting("auto", fixed=True)
-    """Where a block normalises: before its parts (`pre`), or after each addition (`post`); `auto`: as the flavour has it."""
+    norm: Literal["auto", "pre", "post", "sandwich"] = setting("auto", fixed=True)
+    """Where a block normalises: before its parts (`pre`), or after each addition (`post`); `auto`: as the flavour has it.
+
+    `sandwich`: before its parts, and what each of them gives before it is added, as Gemma 2 and 3 have it."""
     layers: int = setting(4, at_least=0, fixed=True)
     """Transformer blocks; of a translator, those of its decoder. 0: a classifier whose `pooling` is `windows` needs none."""
     encoder_layers: int = setting(0, at_least=0, fixed=True)
@@ -69,11 +83,35 @@ class Model(Section):
     """GELU by the error function, or its approximation by tanh, with which OpenAI's GPT-2 was trained."""
     tied: bool | None = setting(None, fixed=True)
     """Whether a language model's head shares the embedding's weight; None: it does, but not with `llama`."""
+    window: int = setting(0, at_least=0, fixed=True, since="0.2")
+    """Sliding window of self-attention: so many tokens are seen, the own among them, as Mistral has it; 0: all before."""
+    window_layers: tuple[int, ...] = setting((), at_least=0, fixed=True, since="0.2")
+    """Which layers have the window, counted from 0, where others see all, as in Gemma 2 and 3; none named: all have it."""
+    window_rope_theta: float = setting(0.0, at_least=0, fixed=True, since="0.2")
+    """Base of the rotary frequencies in layers with the window, as Gemma 3 has it (10000), where neither rope_scaling nor
+    rope_factor counts; 0: they are like the others."""
+    unrotated_layers: tuple[int, ...] = setting((), at_least=0, fixed=True, since="0.2")
+    """Layers without rotary positions (NoPE), counted from 0, as every fourth of SmolLM 3 is."""
+    rotary_share: float = setting(1.0, above=0, at_most=1, fixed=True, since="0.2")
+    """Share of each head's numbers that rotary positions turn, the first ones."""
+    rope_factor: float = setting(1.0, above=0, fixed=True, since="0.2")
+    """Rotary positions are divided by this, for a context longer by so much, as larger models of Gemma 3 have it (8)."""
+    out_bias: bool = setting(False, fixed=True, since="0.2")
+    """A bias of self-attention's output; with qkv_bias, what others call `attention_bias`."""
+    query_scalar: int = setting(0, at_least=0, fixed=True, since="0.2")
+    """Self-attention's scores are divided by its root, as Gemma has it; 0: by that of the head's size."""
+    gate: Literal["silu", "gelu"] = setting("silu", fixed=True, since="0.2")
+    """What the feed-forward's gate goes through with `llama`: SiLU, or GELU's approximation by tanh, as Gemma has it."""
+    scaled_embedding: bool = setting(False, fixed=True, since="0.2")
+    """What is embedded is multiplied by the root of the width, as Gemma has it; `original` always does so."""
+    logit_softcap: float = setting(0.0, at_least=0, fixed=True, since="0.2")
+    """Bound of the logits, l becomes logit_softcap tanh(l / logit_softcap), as Gemma 2 has it (30); 0: none."""
     init_from: str | None = setting(None, fixed=True)
-    """Folder or URI of a Hugging Face model in safetensors, whose weights a new run starts with: Llama, Qwen2, Qwen3, GPT-2.
+    """A Hugging Face model in safetensors whose weights a new run starts with: a folder, a URI, or a name on the hub,
+    `org/name` or `org/name@revision`. Of the families GPT-2, Llama, Qwen 2 and 3, Mistral, SmolLM, Phi-3, Gemma 2 and 3.
 
     The other settings must describe that model (the error names the flags that do), and `tokenizer.file` should be the one
-    beside it."""
+    beside it, or the same name."""
     kernels: Literal["auto", "triton", "torch"] = setting("auto")
     """Attention and the other hot operations: our Triton kernels, or PyTorch's own; `auto` takes Triton on GPUs.
 
@@ -111,6 +149,28 @@ class Model(Section):
             raise self.error("rope_scaling", f"must be None with model.flavour `{self.flavour}`, which does not rotate")
         if self.rope_scaling and self.rope_scaling[1] >= self.rope_scaling[2]:
             raise self.error("rope_scaling", "must have a low factor, its second number, below the high one, its third")
-        if self.init_from:
+        self._check_layers()
+        if self.init_from and not (is_hub_name(self.init_from) and not exists(self.init_from)):
             # Workers have other working directories than the one in which this was typed.
             object.__setattr__(self, "init_from", absolute(self.init_from))
+
+    def _check_layers(self) -> None:
+        """Raises SettingError for what only `llama` has, for layers that are not there, and heads that cannot be turned."""
+        if self.flavour != "llama":
+            for name in LLAMA_ONLY:
+                if getattr(self, name) != getattr(Model, name):
+                    raise self.error(name, f"must be {getattr(Model, name)} with model.flavour `{self.flavour}`")
+            if self.norm == "sandwich":
+                raise self.error("norm", f"must be `pre` or `post` with model.flavour `{self.flavour}`")
+        for name in ("window_layers", "unrotated_layers"):
+            if any(layer >= self.layers for layer in getattr(self, name)):
+                raise self.error(name, f"must name layers from 0 to {self.layers - 1}, of model.layers {self.layers}")
+        for name in ("window_layers", "window_rope_theta"):
+            if getattr(self, name) and not self.window:
+                raise self.error(name, f"must be {getattr(Model, name)} without model.window")
+        if self.rope_factor != 1 and self.rope_scaling:
+            raise self.error("rope_factor", "must be 1 with model.rope_scaling, which says how much slower")
+        if self.rotary_share < 1 and (size := int((self.head_size or self.width // self.heads) * self.rotary_share)) % 2 + (
+            not size
+        ):
+            raise self.error("rotary_share", f"must turn an even number of a head's numbers, not {size}")

@@ -8,10 +8,11 @@ from dataclasses import fields
 from pathlib import Path
 
 from raystride.pipelines.config import Config, SettingError
-from raystride.pipelines.config.deploy import Deploy
+from raystride.pipelines.config.deploy import Deploy, DeployServe
 from raystride.pipelines.config.parse import Parsed, parse
 from raystride.pipelines.config.section import nearest
 from raystride.pipelines.config.sweep import SweepConfig
+from raystride.pipelines.deploy.llm_serving import deploy_serving
 from raystride.pipelines.deploy.next_steps import next_steps
 from raystride.pipelines.deploy.plan import FIRST_PLACE, KINDS, Kind, find_place, known_places, plan
 from raystride.pipelines.deploy.render import rendered, write
@@ -30,6 +31,10 @@ def run_deploy(arguments: Sequence[str]) -> int:
 def _deploy(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help())
+        return DONE
+    if arguments[0] == "serve":
+        flags = [_underscored(each) for each in arguments[1:]]
+        print("\n".join(deploy_serving(parse(DeployServe, flags, program="raystride deploy serve").settings)))
         return DONE
     kind = _kind(arguments.pop(0))
     own, others = _split(arguments)
@@ -60,6 +65,12 @@ def _kind(word: str) -> Kind:
     raise SettingError(f"there is no kind {word!r} of deployment{nearest(word, KINDS)}; there are {', '.join(KINDS)}")
 
 
+def _underscored(argument: str) -> str:
+    """A flag with underscores for dashes; a value as it is."""
+    flag, equals, value = argument.removeprefix("--").partition("=")
+    return f"--{flag.replace('-', '_')}{equals}{value}" if argument.startswith("--") else argument
+
+
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The flags of this command, with underscores for dashes, and those of the run."""
     own: list[str] = []
@@ -67,10 +78,9 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     into = others
     for argument in arguments:
         if argument.startswith("--"):
-            flag, equals, value = argument.removeprefix("--").partition("=")
-            name = flag.replace("-", "_")
+            name = argument.removeprefix("--").partition("=")[0].replace("-", "_")
             into = own if name in OWN else others
-            argument = f"--{name}{equals}{value}" if name in OWN else argument
+            argument = _underscored(argument) if name in OWN else argument
         into.append(argument)
     return own, others
 
@@ -80,7 +90,8 @@ def _help() -> str:
         f"raystride deploy {'|'.join(KINDS)} --config PRESET [--nodes N] [--gpus-per-node N] [--place PLACE] [--output DIR]",
         "",
         "Writes the files with which the run goes there, looks whether they are valid, and says what to type next. All",
-        "settings of a training may follow; `raystride deploy slurm --help` lists the flags of this command. Places:",
+        "settings of a training may follow; `raystride deploy slurm --help` lists the flags of this command.",
+        "`raystride deploy serve --run NAME` writes what serves a run's model on GPUs. Places:",
         "",
         *(f"  {name:<28} {find_place(name).about}" for name in known_places()),
     ]

@@ -1,4 +1,4 @@
-"""A finished run as a folder that `transformers` loads: safetensors, `config.json`, and a tokenizer.
+"""A finished run as a folder that `transformers` loads: safetensors, `config.json`, and a tokenizer with its chat template.
 
 Every kind of tokenizer becomes a `tokenizer.json`: bytes and characters as a BPE without merges, others as they are but for
 the special tokens that they would add around a text, which the model never saw in training.
@@ -16,6 +16,7 @@ from raystride.pipelines.config import SettingError
 from raystride.pipelines.evaluate.opening import Opened
 from raystride.pipelines.files import Folder
 from raystride.pipelines.tokenizers.alphabets import ByteEncoder, CharacterEncoder
+from raystride.pipelines.tokenizers.chat import FILE as CHAT_FILE
 from raystride.pipelines.tokenizers.loading import KIND_FILE, READY_FILE
 
 END, UNKNOWN = "<|end|>", "<|unknown|>"
@@ -38,6 +39,8 @@ def export_hugging_face(opened: Opened, folder: Folder) -> Folder:
         save_file(tensors, file, metadata={"format": "pt"})
         folder.upload(file, file.name)
     _write_tokenizer(opened, folder)
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), opened.encoder.end_id)
+    folder.put_json("generation_config.json", ids)
     folder.put_json("config.json", description)
     return folder
 
@@ -60,6 +63,11 @@ def _write_tokenizer(opened: Opened, folder: Folder) -> None:
     names = {"eos_token": end, "bos_token": end}
     if isinstance(opened.encoder, CharacterEncoder):
         names["unk_token"] = UNKNOWN
+    tokenizer = opened.place / "tokenizer"
+    if tokenizer.exists(CHAT_FILE):
+        chat = tokenizer.read_json(CHAT_FILE)
+        folder.put("chat_template.jinja", chat["template"])
+        names |= chat["tokens"] | {"eos_token": end}
     folder.put_json(
         "tokenizer_config.json",
         {

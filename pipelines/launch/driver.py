@@ -30,6 +30,7 @@ from raystride.pipelines.feed.opening import open_feed, open_manifest
 from raystride.pipelines.files import Folder
 from raystride.pipelines.hang.detector import Hung
 from raystride.pipelines.hang.process import process_start
+from raystride.pipelines.hub import read_description
 from raystride.pipelines.launch.check import checks_for, resources_for
 from raystride.pipelines.launch.exit_codes import CODE_OF_SIGNAL, DONE, guarded
 from raystride.pipelines.launch.failure import TrainingFailed
@@ -277,13 +278,13 @@ def _check_metric(config: Config) -> None:
 
 def _check_init(place: str, config: Config) -> None:
     """Refuses weights of another network before the run's name stands for these settings; workers look at all the rest."""
-    if is_run(Folder(place)):
+    if is_run(place):
         check_run(config, Folder(place))
         return
     if config.task not in DECODERS:
         raise config.model.error("init_from", f"must be a run's folder with task `{config.task}`: folders hold decoders")
     try:
-        check_description(config.model, Folder(place).read_json("config.json"))
+        check_description(config.model, read_description(place))
     except (ValueError, FileNotFoundError) as error:
         raise SettingError(f"model.init_from is {place!r}: {error}") from None
 

@@ -12,7 +12,9 @@ from raystride.pipelines.cluster.answering import answerers
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.config.jobs import Evaluate, Export, Predict
 from raystride.pipelines.files import Folder
+from raystride.pipelines.hub import push
 from raystride.pipelines.launch.owner import read_owner
+from raystride.pipelines.report.model_card import model_card
 
 if TYPE_CHECKING:
     from raystride.pipelines.evaluate.evaluation import Scored
@@ -141,3 +143,12 @@ def export_run(settings: Export) -> "tuple[Folder, Opened]":
     from raystride.pipelines.evaluate.export import export_hugging_face
 
     return export_hugging_face(opened, target), opened
+
+
+def push_run(settings: Export, folder: Folder, step: int) -> str:
+    """Uploads an exported folder with the card of its run; the address of the model. Raises SettingError."""
+    name = settings.push or ""
+    try:
+        return push(folder, name, model_card(Folder.at(settings.storage) / settings.run, name, step))
+    except ValueError as error:
+        raise SettingError(f"--push {name}: {error}") from error

@@ -22,6 +22,7 @@ from raystride import __version__
 from raystride.pipelines.cluster.nodes import ClusterNode, Links, NoAnswer, ask_each_node
 from raystride.pipelines.config import Config
 from raystride.pipelines.files import Folder
+from raystride.pipelines.hub import is_hub_name, read_description
 from raystride.pipelines.launch.preflight import GIB, Check
 from raystride.pipelines.node_folder import node_folder
 from raystride.pipelines.plugins import Carried
@@ -89,7 +90,9 @@ class LookAtHost:
     def _inputs(self) -> str:
         weights = self.config.model.init_from
         try:
-            if weights and not any(Folder(weights).exists(name) for name in ("config.json", "config.yaml")):
+            if weights and is_hub_name(weights):
+                read_description(weights)
+            elif weights and not any(Folder(weights).exists(name) for name in ("config.json", "config.yaml")):
                 return f"model.init_from is {weights!r}: there is no config.json in it"
             if self.data is None:
                 return ""

@@ -68,6 +68,8 @@ def cut_config(config: Config, part: NetworkPart) -> Config:
         kv_heads=(shape.kv_heads or shape.heads) // tensor,
         head_size=head_size(shape),
         feed_forward=-(-hidden_width(shape) // tensor),
+        window_layers=(),  # which ones matters to nothing that is held
+        unrotated_layers=(),
     )
     alone = replace(scaling, tensor=1, pipeline=1, context=1, workers="auto")
     train = replace(config.train, micro_batch_slots=1) if part.stages else config.train

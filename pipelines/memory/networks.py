@@ -25,6 +25,8 @@ LABELS = 10
 """How many labels are expected."""
 _CHUNKS, _SMALLEST_CHUNK, _ALIGNMENT = 8, 1024, 64
 """As `raystride.triton_kernels.linear_cross_entropy` has them, which cannot be imported where there is no PyTorch."""
+_CAPPED = 1024
+"""As `raystride.model.loss` has it."""
 _PLACE = 8
 """Bytes of the place where max-pooling found a number."""
 
@@ -201,6 +203,8 @@ def _loss_of_words(saved: Saved, words: int, *, tied: bool) -> list[Moment]:
     arithmetic, tokens, width = saved.arithmetic, saved.tokens, saved.shape.width
     p, head, below = arithmetic.product, words * width, saved.final
     logits, hidden, own = tokens * words, tokens * width * p, 0 if tied else head
+    if saved.shape.logit_softcap:
+        return _loss_of_capped_words(saved, words, tied=tied)
     if saved.gathered:
         return _loss_of_spread_words(saved, words, tied=tied)
     if not arithmetic.kernels:
@@ -212,6 +216,14 @@ def _loss_of_words(saved: Saved, words: int, *, tied: bool) -> list[Moment]:
     forward += saved.stream * arithmetic.cast
     backward = below + hidden + head * (p + p * arithmetic.cast + FP32 * tied)
     return [Moment(forward), Moment(backward, own, own)]
+
+
+def _loss_of_capped_words(saved: Saved, words: int, *, tied: bool) -> list[Moment]:
+    """As above where logits are bounded: of some rows at once, computed again in the backward, in four forms."""
+    head, hidden = words * saved.shape.width, saved.tokens * saved.shape.width * saved.arithmetic.product
+    chunk, several = 4 * FP32 * min(saved.tokens, _CAPPED) * words, saved.tokens > _CAPPED
+    own = 0 if tied else head
+    return [Moment(saved.final + 2 * hidden + chunk + FP32 * head * (tied + several), own, own)]
 
 
 def _chunk(saved: Saved, words: int) -> tuple[int, int]:

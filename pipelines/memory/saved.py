@@ -12,6 +12,7 @@ T the context; p are the bytes of a number that products read and write, s those
     to a memory   q a token of the target, k and v one of the memory, of which autocast keeps a copy for each block
     feed-forward  input C p; ReLU: out F p; GELU: in and out 2 F p; SwiGLU: gate, up and out 3 F p, without our kernels
                   silu(gate) as well
+    sandwich      a norm behind attention and behind feed-forward: input and statistics as above; GeGLU: gelu(gate) besides
     dropout       a mask of C numbers: a byte each on GPUs, p on CPUs
     tensor        norms, masks and the stream of a worker's own tokens alone; attention and feed-forward read all, and the
                   gradient of what they give, as of what they read, is there for all tokens, twice while it is laid out
@@ -29,6 +30,7 @@ from raystride.model.shape import (
     key_width,
     matrices,
     query_width,
+    sandwich_norm,
 )
 from raystride.pipelines.memory.activations import FP32, Arithmetic, BlockMemory, PartMemory
 
@@ -55,6 +57,8 @@ class Saved:
         self._padding = padded * self._hiding
         norm = width * arithmetic.stream + (4 if self._llama else 8)
         norm += width * arithmetic.stream if self._llama and not arithmetic.kernels else 0
+        self._behind = own * (norm + width * arithmetic.stream) if sandwich_norm(shape) else 0
+        """The norm of what a part of the block gives, and what it gave."""
         self._read = own * norm + tokens * width * p
         """A norm, and what the product after it reads."""
         self._masks = own * self._mask
@@ -101,14 +105,16 @@ class Saved:
         if shape.qk_norm:
             attending += 4 * (shape.heads + (shape.kv_heads or shape.heads)) + qkv * self._plain
             attending += (queries + keys) * ((not self._llama and not self._plain) + (not self.arithmetic.kernels))
-        saved = self._read + self._masks + self.tokens * (attending + queries + self._padding)
+        saved = self._read + self._behind + self._masks + self.tokens * (attending + queries + self._padding)
         working = max(self.tokens * (self._matrix if self._plain else queries + qkv), 2 * self.gathered)
         return PartMemory(saved, working, sum(attention_sizes(shape)), shape.width * query_width(shape))
 
     def _feed_forward(self) -> PartMemory:
         shape, arithmetic = self.shape, self.arithmetic
-        times = (3 if arithmetic.kernels else 4) if self._llama else 2 if shape.flavour == "gpt2" else 1
-        saved = self._read + self._masks + self.tokens * times * self._hidden
+        times = (
+            (3 if arithmetic.kernels and shape.gate == "silu" else 4) if self._llama else 2 if shape.flavour == "gpt2" else 1
+        )
+        saved = self._read + self._behind + self._masks + self.tokens * times * self._hidden
         working = self.tokens * (2 if self._llama else 1) * self._hidden
         working += self.tokens * shape.width * arithmetic.product - self._masks if shape.dropout else 0
         largest, sizes = shape.width * hidden_width(shape), feed_forward_sizes(shape)
@@ -126,7 +132,8 @@ def attention_sizes(shape: DecoderShape) -> list[int]:
     width, bias = shape.width, has_biases(shape)
     queries, qkv = query_width(shape), query_width(shape) + 2 * key_width(shape)
     sizes = norm_sizes(shape) + [width * qkv] + [qkv] * (bias or shape.qkv_bias)
-    return sizes + [head_size(shape)] * (2 * shape.qk_norm) + _layer(shape, queries, width)
+    sizes += [head_size(shape)] * (2 * shape.qk_norm) + _layer(shape, queries, width)
+    return sizes + [width] * (shape.out_bias and not bias) + norm_sizes(shape) * sandwich_norm(shape)
 
 
 def cross_sizes(shape: DecoderShape) -> list[int]:
@@ -140,7 +147,7 @@ def feed_forward_sizes(shape: DecoderShape) -> list[int]:
     """Numbers of each parameter of a feed-forward, with the norm before it."""
     width, hidden = shape.width, hidden_width(shape)
     into = _layer(shape, width, hidden) * (2 if shape.flavour == "llama" else 1)
-    return norm_sizes(shape) + into + _layer(shape, hidden, width)
+    return norm_sizes(shape) + into + _layer(shape, hidden, width) + norm_sizes(shape) * sandwich_norm(shape)
 
 
 def norm_sizes(shape: DecoderShape) -> list[int]:

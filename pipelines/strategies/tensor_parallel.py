@@ -312,9 +312,9 @@ def _stream(
 ) -> dict[str, ParallelStyle]:
     """The plan of a stream from its first block to the norm behind its last."""
     plan: dict[str, ParallelStyle] = {
-        f"{blocks}.*.{name}": _PARTS[name.rstrip("123")](shards)
+        f"{blocks}.*.{name}": _PARTS[name.rstrip("1234")](shards)
         for name, _ in model.get_submodule(f"{blocks}.0").named_children()
-        if name.rstrip("123") in _PARTS
+        if name.rstrip("1234") in _PARTS
     }
     return plan | {f"{blocks}.0": Begin(shards), norm: End(shards, alike)}
 

@@ -9,12 +9,14 @@ ready file is copied. Where tiktoken can encode, its ids are compared with token
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from os.path import exists
 from typing import Any
 
 import numpy as np
 
 from raystride.pipelines.config import Tokenizer
 from raystride.pipelines.files import Folder, absolute, parent_and_name
+from raystride.pipelines.hub import TOKENIZER, fetched_tokenizer, is_hub_name
 from raystride.pipelines.tokenizers.alphabets import count_characters
 from raystride.pipelines.tokenizers.byte_pairs import NotBytePairs, byte_pairs
 from raystride.pipelines.tokenizers.chat import FILE as CHAT_FILE
@@ -64,8 +66,8 @@ def train_tokenizer(settings: Tokenizer, texts: Iterable[str], folder: Folder, e
 def read_file(settings: Tokenizer) -> str:
     """The text of `tokenizer.file`. Raises SettingError where it cannot be read or is no tokenizer."""
     assert settings.file is not None  # the section checked it
-    place, name = parent_and_name(absolute(settings.file))
     try:
+        place, name = _place(settings.file)
         content = place.read(name).decode()
         parse_tokenizer(content)
     except (OSError, ValueError) as error:
@@ -77,9 +79,16 @@ def read_chat(settings: Tokenizer) -> dict[str, Any] | None:
     """The chat template that the settings choose, as it is saved. Raises SettingError where it is none."""
     assert settings.file is not None
     try:
-        return find_chat(parent_and_name(absolute(settings.file))[0], settings.chat_template)
+        return find_chat(_place(settings.file)[0], settings.chat_template)
     except (OSError, ValueError) as error:
         raise settings.error("chat_template", f"must be `auto`, `none` or a readable template: {error}") from error
+
+
+def _place(file: str) -> tuple[Folder, str]:
+    """The folder of a tokenizer's file, and the file's name in it."""
+    if is_hub_name(file) and not exists(file):
+        return fetched_tokenizer(file), TOKENIZER[0]
+    return parent_and_name(absolute(file))
 
 
 class _Sample:

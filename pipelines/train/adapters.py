@@ -44,7 +44,7 @@ class MakeAdapted:
     def __call__(self) -> nn.Module:
         """The network. Raises SettingError for targets that it lacks, or a base that is no such."""
         model = self._attached(self.make())
-        start_from(model, Folder(self.config.model.init_from or ""), self.tokenizer, self.log)
+        start_from(model, self.config.model.init_from or "", self.tokenizer, self.log)
         if self.config.lora.base_precision == "bf16":
             hold_base(model, torch.bfloat16)
         return model

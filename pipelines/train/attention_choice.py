@@ -71,7 +71,8 @@ def why_ours(config: Config, near: str) -> str:
         return "the settings say so"
     if train.exact:
         return "exact bits"
-    if model.dropout or model.softcap or train.packing != "none":
+    windows = model.window and not model.window_layers
+    if model.dropout or model.softcap or windows or train.packing != "none":
         return "no call is plain"
     if model.attention == "auto" and (train.precision not in ("bf16", "pure_bf16", "fp16") or near not in TIMED):
         return "no library is faster here"

@@ -1,6 +1,6 @@
 """A run of ours as the base of another one: its best weights, where `model.init_from` names its folder.
 
-if is_run(folder):
+if is_run(place):
     check_run(config, folder)                             # in the driver, before anything starts
     start_from_run(model, folder, tokenizer=job.prepared / "tokenizer", log=print)
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import from_yaml
 from raystride.pipelines.files import Folder
+from raystride.pipelines.hub import is_hub_name
 from raystride.pipelines.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
@@ -26,8 +27,11 @@ _FREE = ("init_from", "dropout")
 """Settings of the network that may differ from the base's, beside those that a resumed run may change."""
 
 
-def is_run(folder: Folder) -> bool:
-    """Whether a folder is that of a run of ours."""
+def is_run(place: str) -> bool:
+    """Whether a place is the folder of a run of ours, and no name on the hub."""
+    if is_hub_name(place):
+        return False
+    folder = Folder(place)
     return folder.exists("config.yaml") and not folder.exists("config.json")
 
 

@@ -1,9 +1,9 @@
-"""The weights that a new run starts with where `model.init_from` names a folder in Hugging Face's layout.
+"""The weights that a new run starts with where `model.init_from` names a model in Hugging Face's layout.
 
 Read are `config.json`, `model.safetensors` or the files that `model.safetensors.index.json` names, and `tokenizer.json`, to
 see that the run's ids mean the same. Nothing is unpickled.
 
-    start_from(model, Folder("/models/llama"), tokenizer=job.prepared / "tokenizer", log=print)
+    start_from(model, "/models/llama", tokenizer=job.prepared / "tokenizer", log=print)
 """
 
 import tempfile
@@ -15,28 +15,33 @@ import torch
 from torch import nn
 
 from raystride.model.hugging_face import from_hugging_face
+from raystride.model.hugging_face_config import check_description
 from raystride.model.transformer import Decoder
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.files import Folder
+from raystride.pipelines.hub import INDEX, WEIGHTS, fetched, named_files, read_description
 from raystride.pipelines.tokenizers import load_tokenizer
 from raystride.pipelines.tokenizers.chat import parse_tokenizer
 from raystride.pipelines.train.base_run import PROBE, is_run, start_from_run
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
+def start_from(model: nn.Module, place: str, tokenizer: Folder, log: Callable[[str], None]) -> None:
+    """Gives a fresh model the weights of a folder or of a name on the hub; `tokenizer` is that of the run's data.
 
-def start_from(model: nn.Module, folder: Folder, tokenizer: Folder, log: Callable[[str], None]) -> None:
-    """Gives a fresh model the weights of a folder; `tokenizer` is that of the run's data.
-
-    Raises SettingError where the folder cannot be read, or holds another model or another tokenizer.
+    Raises SettingError where it cannot be read, or is another model or has another tokenizer.
     """
-    if is_run(folder):
-        start_from_run(model, folder, tokenizer, log)
+    if is_run(place):
+        start_from_run(model, Folder(place), tokenizer, log)
         return
     if not isinstance(model, Decoder):
-        raise _error(folder, "it must be None for a task that trains no decoder")
-    if not folder.exists("config.json"):
-        raise _error(folder, "it has no config.json. It must be a folder, to which a model of a hub is downloaded first")
+        raise SettingError(f"model.init_from is {place!r}: it must be None for a task that trains no decoder")
+    try:
+        check_description(model.shape, read_description(place))  # before any weight is fetched
+        folder = fetched(place)
+    except ValueError as error:
+        raise SettingError(f"model.init_from is {place!r}: {error}") from error
+    except FileNotFoundError as error:
+        raise SettingError(f"model.init_from is {place!r}: there is no config.json in it, nor a model of the hub") from error
     # Only then may rows be cut off: Qwen2.5 0.5B has 151,936 for the 151,665 ids of its tokenizer.
     same_ids = folder.exists("tokenizer.json")
     if same_ids:
@@ -60,7 +65,7 @@ class _Tensors(Mapping[str, torch.Tensor]):
         from safetensors import safe_open
 
         if folder.exists(INDEX):
-            files = _named_files(folder.read_json(INDEX))
+            files = named_files(folder.read_json(INDEX))
         elif folder.exists(WEIGHTS):
             files = [WEIGHTS]
         else:
@@ -84,17 +89,6 @@ class _Tensors(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._homes)
-
-
-def _named_files(index: Any) -> list[str]:
-    """The files that an index names. Raises ValueError for a name by which one could be read or written elsewhere."""
-    named = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(named, dict):
-        raise ValueError(f"its {INDEX} has no weight_map")
-    for file in named.values():
-        if not isinstance(file, str) or not file or set(file) & set("/\\\0") or file.startswith("."):
-            raise ValueError(f"its {INDEX} names {file!r}, which is no plain name of a file beside it")
-    return sorted(set(named.values()))
 
 
 def _check_tokenizer(folder: Folder, tokenizer: Folder) -> None:

@@ -20,7 +20,6 @@ from raystride.pipelines.config.combinations import SHARDED
 from raystride.pipelines.feed.loader import Loader, validation_batches
 from raystride.pipelines.feed.opening import Feed, open_feed, open_manifest
 from raystride.pipelines.feed.samples import Samples
-from raystride.pipelines.files import Folder
 from raystride.pipelines.observers.gpu_monitor import GpuMonitor
 from raystride.pipelines.observers.host_monitor import HostMonitor
 from raystride.pipelines.observers.kernels import Kernels
@@ -150,7 +149,7 @@ def build_training(
     if config.lora.rank:
         begin_adapters(model, config, found, checkpoints)
     elif config.model.init_from and not found:  # a run that is resumed needs that folder no more
-        start_from(model, Folder(config.model.init_from), job.prepared / "tokenizer", log)
+        start_from(model, config.model.init_from, job.prepared / "tokenizer", log)
     base = settle_base(model) if config.lora.rank and spread_of(model) is None else ""
     precision.convert(model, sharded=strategy.sharded)
     make_optimizer = partial(build_optimizer, config.optimizer, stochastic=config.train.stochastic_rounding)

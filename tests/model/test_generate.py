@@ -13,6 +13,23 @@ SHAPES = [
     Model(layers=2, heads=2, width=16, context=12),
     Model(flavour="llama", layers=2, heads=4, kv_heads=2, width=16, context=12),
     Model(flavour="original", layers=2, heads=2, width=16, context=12),
+    Model(flavour="llama", layers=2, heads=2, width=16, context=12, window=3, unrotated_layers=(0,), rotary_share=0.5),
+    Model(
+        flavour="llama",
+        layers=2,
+        heads=2,
+        width=16,
+        context=12,
+        norm="sandwich",
+        gate="gelu",
+        softcap=3.0,
+        logit_softcap=3.0,
+        window=4,
+        window_layers=(0,),
+        window_rope_theta=100.0,
+        query_scalar=5,
+        scaled_embedding=True,
+    ),
 ]
 
 

@@ -39,6 +39,24 @@ FLAVOURS = [
         tied=True,
         rope_scaling=(8.0, 1.0, 4.0, 64.0),
     ),
+    Model(
+        flavour="llama",
+        layers=2,
+        heads=4,
+        width=32,
+        context=16,
+        norm="sandwich",
+        gate="gelu",
+        softcap=2.0,
+        logit_softcap=2.0,
+        window=4,
+        window_layers=(0,),
+        window_rope_theta=100.0,
+        query_scalar=5,
+        scaled_embedding=True,
+        out_bias=True,
+    ),
+    Model(flavour="llama", layers=2, heads=4, width=32, context=16, window=3, unrotated_layers=(0,), rotary_share=0.5),
 ]
 
 
@@ -159,6 +177,7 @@ def test_flops_follow_the_published_count() -> None:
 
 @pytest.mark.parametrize("shape", FLAVOURS)
 def test_the_model_compiles_whole(shape: Model) -> None:
+    torch.compiler.reset()  # blocks of other shapes are compiled by the same code, which is done so often and no oftener
     torch.manual_seed(0)
     model = Decoder(shape, 65)
     ids = torch.randint(0, 65, (2, 16))
@@ -223,8 +242,26 @@ def test_same_losses_with_kernels_and_without(shape: Model) -> None:
     [
         Model(layers=1, heads=2, width=32, context=19, gelu="tanh", norm_eps=1e-3, tied=False, qkv_bias=True),
         Model(flavour="llama", layers=1, heads=4, kv_heads=2, width=48, context=19, head_size=16, qk_norm=True, tied=True),
+        Model(
+            flavour="llama",
+            layers=2,
+            heads=2,
+            width=32,
+            context=19,
+            norm="sandwich",
+            gate="gelu",
+            softcap=2.0,
+            qk_norm=True,
+            logit_softcap=2.0,
+            window=4,
+            window_layers=(0,),
+            window_rope_theta=100.0,
+            query_scalar=5,
+            scaled_embedding=True,
+            rotary_share=0.5,
+        ),
     ],
-    ids=["gpt2 by tanh", "qwen3"],
+    ids=["gpt2 by tanh", "qwen3", "gemma"],
 )
 def test_same_gradients_with_kernels_and_without(shape: Model) -> None:
     torch.manual_seed(0)
@@ -277,6 +314,7 @@ def test_gradients_are_the_same_under_ddp_and_fsdp() -> None:
 
 
 def test_the_whole_model_compiles_with_kernels() -> None:
+    torch.compiler.reset()
     use_kernels("triton")
     torch.manual_seed(0)
     model = Decoder(Model(flavour="llama", layers=1, heads=2, width=32, context=16), 61)

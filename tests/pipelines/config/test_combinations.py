@@ -38,6 +38,15 @@ CPU = Resources(cpus=4, gpus=0, memory_bytes=2.0**34, gpu_memory_bytes=None)
         ({"task": "images", "objective": Objective(class_weights="balanced")}, r"class_weights.* task `classification`"),
         ({"objective": Objective(label_smoothing=0.1)}, r"label_smoothing is 0\.1.* must be 0 with task `language_model`"),
         ({"task": "translation", "model": Model(pooling="windows")}, r"model\.pooling is 'windows'.* task `classification`"),
+        ({"task": "classification", "model": Model(window=4)}, r"model\.window is 4.* only decoders have it"),
+        (
+            {"task": "translation", "model": Model(flavour="llama", norm="sandwich")},
+            r"model\.norm is 'sandwich'.* only decoders",
+        ),
+        (
+            {"model": Model(logit_softcap=30.0), "scaling": Scaling(tensor=2, workers=2)},
+            r"scaling\.tensor is 2.* model\.logit_softcap",
+        ),
         ({"task": "images", "train": Train(slot_tokens=9)}, r"train\.slot_tokens is 9.* equally long"),
         ({"guard": Guard(policy="rewind"), "checkpoint": Checkpoint(every=0)}, r"guard\.policy is 'rewind'.* go back to"),
     ],
@@ -45,6 +54,26 @@ CPU = Resources(cpus=4, gpus=0, memory_bytes=2.0**34, gpu_memory_bytes=None)
 def test_settings_that_contradict_each_other(sections: dict[str, object], said: str) -> None:
     with pytest.raises(SettingError, match=said):
         Config(**sections)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"flavour": "gpt2", "gate": "gelu"}, r"model\.gate is 'gelu'.* must be silu with model\.flavour `gpt2`"),
+        ({"flavour": "gpt2", "norm": "sandwich"}, r"model\.norm is 'sandwich'.* `pre` or `post`"),
+        ({"window": 4, "window_layers": (2,)}, r"model\.window_layers is \(2,\).* layers from 0 to 1"),
+        ({"unrotated_layers": (0, 9)}, r"model\.unrotated_layers .* layers from 0 to 1"),
+        ({"window_layers": (1,)}, r"model\.window_layers .* without model\.window"),
+        ({"window_rope_theta": 1e4}, r"model\.window_rope_theta .* without model\.window"),
+        ({"rotary_share": 0.1}, r"model\.rotary_share is 0\.1.* even number of a head's numbers, not 0"),
+        ({"rotary_share": 0.45}, r"model\.rotary_share is 0\.45.* not 3"),
+        ({"rope_factor": 2.0, "rope_scaling": (8.0, 1.0, 4.0, 64.0)}, r"model\.rope_factor is 2\.0.* model\.rope_scaling"),
+    ],
+    ids=str,
+)
+def test_what_a_network_cannot_be_is_named(wrong: dict[str, object], said: str) -> None:
+    with pytest.raises(SettingError, match=said):
+        Model(**{"flavour": "llama", "layers": 2, "heads": 4, "width": 32} | wrong)  # type: ignore[arg-type]
 
 
 def test_a_task_of_ones_own_may_use_every_setting() -> None:

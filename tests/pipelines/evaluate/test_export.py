@@ -35,6 +35,7 @@ CLOSE = 1e-5
 TEXT = "def naïve(x):\n\treturn 'the 12 quick foxes — 平方 🙂'  # twice  \n\n"
 GPT2 = Model(layers=2, heads=4, width=32, context=16)
 LLAMA = Model(flavour="llama", layers=2, heads=4, kv_heads=2, width=32, context=16)
+GEMMA = replace(LLAMA, norm="sandwich", gate="gelu", scaled_embedding=True, tied=True, head_size=12)
 SCALING = (8.0, 1.0, 4.0, 64.0)
 """Of four frequencies one is kept, one lies between and two are divided."""
 SHAPES = {
@@ -48,6 +49,24 @@ SHAPES = {
     "qwen2": ("Qwen2ForCausalLM", replace(LLAMA, qkv_bias=True, rope_theta=1e6)),
     "qwen2, tied, smaller heads": ("Qwen2ForCausalLM", replace(LLAMA, qkv_bias=True, tied=True, head_size=6)),
     "qwen3": ("Qwen3ForCausalLM", replace(LLAMA, qk_norm=True, norm_eps=1e-2)),
+    "llama with biases": ("LlamaForCausalLM", replace(LLAMA, qkv_bias=True, out_bias=True, rope_factor=4.0)),
+    "qwen3 with some windows": (
+        "Qwen3ForCausalLM",
+        replace(LLAMA, qk_norm=True, qkv_bias=True, out_bias=True, window=3, window_layers=(0,)),
+    ),
+    "mistral": ("MistralForCausalLM", replace(LLAMA, window=3, head_size=6)),
+    "smollm3": ("SmolLM3ForCausalLM", replace(LLAMA, unrotated_layers=(1,), tied=True)),
+    "phi3": ("Phi3ForCausalLM", replace(LLAMA, rotary_share=0.75, width=64, window=3)),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        replace(GEMMA, softcap=5.0, logit_softcap=3.0, query_scalar=20, window=3, window_layers=(0,)),
+    ),
+    "gemma2 without caps": ("Gemma2ForCausalLM", GEMMA),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        replace(GEMMA, qk_norm=True, window=3, window_layers=(0,), window_rope_theta=100.0, rope_factor=8.0),
+    ),
+    "gemma3 of one base": ("Gemma3ForCausalLM", replace(GEMMA, qk_norm=True, window=3, rope_theta=1e6)),
     "qwen3, tied, larger heads": ("Qwen3ForCausalLM", replace(LLAMA, qk_norm=True, tied=True, head_size=16, heads=6)),
 }
 TOKENIZERS = {
@@ -136,6 +155,26 @@ def test_a_ready_tokenizer_loses_what_training_never_saw(tmp_path: Path) -> None
     assert theirs(TEXT)["input_ids"] == opened.encoder.encode(TEXT).tolist()
 
 
+def test_a_chat_is_written_as_in_training(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    _opened(GPT2, Folder(f"{tmp_path}/bpe"), TOKENIZERS["bpe"])
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+    template += "{% if add_generation_prompt %}[assistant]{% endif %}"
+    beside = Path(f"{tmp_path}/bpe/tokenizer")
+    (beside / "chat_template.jinja").write_text(template)
+    (beside / "tokenizer_config.json").write_text('{"bos_token": "[s]", "eos_token": "<|end|>"}')
+    ready = Tokenizer(kind="file", file=f"{beside}/tokenizer.json")
+    opened: Any = _opened(GPT2, Folder(f"{tmp_path}/tokenizer"), ready)
+    folder = export_hugging_face(opened, Folder(f"{tmp_path}/export"))
+    theirs = AutoTokenizer.from_pretrained(str(folder))
+    said = theirs.apply_chat_template([{"role": "user", "content": "def x"}], tokenize=False, add_generation_prompt=True)
+    assert said == "[s][user]def x<|end|>[assistant]"
+    assert opened.encoder.chat.question("def x").size
+    assert theirs.eos_token_id == opened.encoder.end_id
+    assert folder.read_json("generation_config.json")["eos_token_id"] == opened.encoder.end_id
+
+
 def test_what_the_layout_cannot_say_is_an_error_of_its_setting(tmp_path: Path) -> None:
     opened = _opened(replace(GPT2, kv_heads=2), Folder(f"{tmp_path}/tokenizer"))
     with pytest.raises(SettingError, match=r"model\.kv_heads is 2"):
@@ -148,6 +187,8 @@ GROUPED: dict[str, Any] = SIZES | {"num_key_value_heads": 2}
 LLAMA3: dict[str, Any] = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 OTHERS = replace(LLAMA, feed_forward=48, norm_eps=1e-6)
+GEMMA2 = replace(GEMMA, feed_forward=48, norm_eps=1e-6, window=3, window_layers=(0,))
+PARTLY = {"partial_rotary_factor": 0.75}
 SOURCES: dict[str, tuple[str, dict[str, Any], Model]] = {
     "gpt2 by tanh": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4}, replace(GPT2, bias=True, gelu="tanh")),
     "llama": ("Llama", GROUPED | {"rms_norm_eps": 1e-3}, replace(OTHERS, norm_eps=1e-3)),
@@ -165,6 +206,48 @@ SOURCES: dict[str, tuple[str, dict[str, Any], Model]] = {
         GROUPED | {"tie_word_embeddings": True, "head_dim": 16},
         replace(OTHERS, qk_norm=True, tied=True, head_size=16),
     ),
+    "llama with biases": (
+        "Llama",
+        GROUPED | {"attention_bias": True, "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+        replace(OTHERS, qkv_bias=True, out_bias=True, rope_factor=4.0),
+    ),
+    "qwen2.5 with windows": (
+        "Qwen2",
+        GROUPED | {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+        replace(OTHERS, qkv_bias=True, window=3, window_layers=(1,)),
+    ),
+    "mistral": ("Mistral", GROUPED | {"sliding_window": 3}, replace(OTHERS, window=3)),
+    "mistral without a window": (
+        "Mistral",
+        GROUPED | {"sliding_window": None, "head_dim": 12},
+        replace(OTHERS, head_size=12),
+    ),
+    "smollm2": ("Llama", GROUPED | {"tie_word_embeddings": True}, replace(OTHERS, tied=True)),
+    "smollm3": (
+        "SmolLM3",
+        GROUPED | {"no_rope_layer_interval": 2, "pad_token_id": None},
+        replace(OTHERS, tied=True, unrotated_layers=(1,), rope_theta=2e6),
+    ),
+    "phi3": ("Phi3", GROUPED | {"sliding_window": 4, "pad_token_id": None}, replace(OTHERS, norm_eps=1e-5, window=4)),
+    "phi3, of whose heads some is turned": (
+        "Phi3",
+        GROUPED | {"pad_token_id": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4} | PARTLY},
+        replace(OTHERS, norm_eps=1e-5, rotary_share=0.75),
+    ),
+    "gemma2": (
+        "Gemma2",
+        GROUPED
+        | {"head_dim": 12, "sliding_window": 3, "query_pre_attn_scalar": 20}
+        | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+        replace(GEMMA2, softcap=5.0, logit_softcap=3.0, query_scalar=20),
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        GROUPED
+        | {"head_dim": 12, "sliding_window": 3, "query_pre_attn_scalar": 12}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+        replace(GEMMA2, qk_norm=True, window_rope_theta=1e4, rope_theta=1e6),
+    ),
 }
 """transformers' class, what it is told beyond its defaults, and our settings for it."""
 
@@ -176,7 +259,8 @@ def _source(kind: str, folder: Path) -> Any:
     name, sizes, _ = SOURCES[kind]
     torch.manual_seed(1)
     described = getattr(transformers, f"{name}Config")(vocab_size=257, **sizes)
-    model: Any = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(described)
+    whole = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
+    model: Any = getattr(transformers, whole.get(name, f"{name}ForCausalLM"))(described)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.3)
     model.save_pretrained(folder, max_shard_size="40KB")

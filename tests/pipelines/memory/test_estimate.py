@@ -63,6 +63,15 @@ def _drawn(seed: int) -> tuple[Config, int]:
     return _config(model, **train), draw.choice([50, 300, 2000])
 
 
+def _of_gemma(seed: int) -> tuple[Config, int]:
+    """The same with norms, gate, embeddings and windows of Gemma."""
+    config, words = _drawn(seed)
+    own: dict[str, Any] = {"norm": "sandwich", "gate": "gelu", "scaled_embedding": True, "query_scalar": 9, "window": 5}
+    own |= {"flavour": "llama", "bias": False, "out_bias": seed % 2 == 0, "dropout": 0.0, "qk_norm": seed % 3 == 0}
+    model = replace(config.model, **own)
+    return replace(config, model=replace(model, logit_softcap=30.0 * (seed % 2), softcap=50.0 * (seed % 2))), words
+
+
 def _of_task(config: Config, task: str, seed: int) -> Config:
     """The same settings for another task, with what is particular to it drawn."""
     draw = random.Random(seed)
@@ -157,6 +166,29 @@ def test_parameters_are_those_of_the_model(seed: int, task: str) -> None:
     assert network
     assert network.sizes == [p.numel() for p in _built(config, words)[0].parameters()]
     assert network.count == COUNTS[task](config, words)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_parameters_are_those_of_gemma(seed: int) -> None:
+    config, words = _of_gemma(seed)
+    network = network_of(config, _facts(words), slots=1, arithmetic=Arithmetic())
+    assert network
+    assert network.sizes == [p.numel() for p in _built(config, words)[0].parameters()]
+    assert network.count == count_parameters(config.model, words)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_gemma_holds_what_was_told(seed: int) -> None:
+    config, words = _of_gemma(seed)
+    told = _told(config, words)
+    built, batch = _built(config, words)
+    model = recompute(built, config.train)
+    parameters = list(model.parameters())
+    with Storages(ignoring=parameters) as alive:
+        loss_sum, counted = model(*batch)
+        (loss_sum / counted).backward()
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    assert told.activations == pytest.approx(alive.most(besides=gradients), rel=0.15)
 
 
 def test_shards_are_shared_out() -> None:

@@ -25,7 +25,9 @@ STEPS, SLOTS = 6, 8
 LOSS, NORM = 1e-6, 1e-5
 """Relative; `benchmarks.mesh --all` holds all meshes to 1e-5 and 1e-4 after 30 steps."""
 Kind = tuple[str, str, str, float]
-"""Flavour, windows or documents, tied or untied, dropout."""
+"""Flavour (or `gemma`), windows or documents, tied or untied, dropout."""
+GEMMA: dict[str, Any] = {"norm": "sandwich", "gate": "gelu", "scaled_embedding": True, "query_scalar": 8, "out_bias": True}
+GEMMA |= {"window": 3, "window_layers": (0, 2, 3), "window_rope_theta": 100.0, "unrotated_layers": (3,), "softcap": 5.0}
 MESHES: list[tuple[int, Scaling, Kind]] = [
     (2, Scaling(tensor=2), ("llama", "documents", "untied", 0.1)),
     (2, Scaling(pipeline=2), ("gpt2", "documents", "tied", 0.1)),
@@ -40,6 +42,9 @@ MORE: list[tuple[int, Scaling, Kind]] = [
     (4, Scaling(context=2, tensor=2, context_exchange="heads"), ("original", "windows", "untied", 0.1)),
     (4, Scaling(pipeline=2, tensor=2), ("gpt2", "windows", "untied", 0.1)),
     (4, Scaling(pipeline=2, context=2, schedule="zbv"), ("llama", "documents", "untied", 0.1)),
+    (2, Scaling(tensor=2), ("gemma", "windows", "tied", 0.0)),
+    (2, Scaling(pipeline=2), ("gemma", "documents", "tied", 0.0)),
+    (2, Scaling(context=2), ("gemma", "documents", "tied", 0.0)),
     (4, Scaling(context=4), ("llama", "documents", "untied", 0.0)),
     (4, Scaling(tensor=4), ("gpt2", "windows", "tied", 0.1)),
     (4, Scaling(pipeline=4), ("original", "documents", "untied", 0.1)),
@@ -56,8 +61,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _job(folder: Path, run: str, kind: Kind, scaling: Scaling, **sections: Any) -> Job:
     flavour, packing, tied, dropout = kind
     own = {"kv_heads": 4, "qk_norm": True, "qkv_bias": True} if flavour == "llama" else {}
+    own = GEMMA if flavour == "gemma" else own
     model = Model(
-        flavour=flavour,  # type: ignore[arg-type]
+        flavour="llama" if flavour == "gemma" else flavour,  # type: ignore[arg-type]
         layers=4,
         heads=8,
         width=32,

@@ -35,7 +35,7 @@ def earlier(tmp_path: Path) -> tuple[Config, Training]:
 def test_a_run_begins_with_anothers_best_weights(earlier: tuple[Config, Training], tmp_path: Path) -> None:
     config, first = earlier
     again = replace(config, model=replace(config.model, init_from=str(tmp_path / "first"), dropout=0.1))
-    assert is_run(Folder(str(tmp_path / "first")))
+    assert is_run(str(tmp_path / "first"))
     check_run(again, Folder(str(tmp_path / "first")))
     second = _training(again, tmp_path, "second")
     assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))

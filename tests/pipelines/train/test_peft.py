@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from raystride.model.hugging_face import names_there
-from raystride.model.lora import attach, merge
+from raystride.model.lora import attach, merge, sites
+from raystride.model.transformer import Decoder
 from raystride.model.translator import Translator
 from raystride.pipelines.config import Checkpoint, Config, Lora, Model, Optimizer, SettingError, Train, Validation
 from raystride.pipelines.files import Folder
@@ -23,6 +24,7 @@ from raystride.pipelines.train.peft import CONFIG, WEIGHTS, write_adapter
 from raystride.pipelines.worker.job import WorkerInfo
 from raystride.pipelines.worker.worker import build_training
 from tests.bases import SHAPES, write_base
+from tests.model.test_hugging_face import FAMILIES
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
 
@@ -219,5 +221,13 @@ def test_keys_that_peft_would_pass_over_are_refused(tmp_path: Path) -> None:
 def test_a_network_without_a_layout_is_named(tmp_path: Path) -> None:
     model = Translator(Model(flavour="llama", layers=1, heads=2, width=8, context=8), 40)
     attach(model, Lora(rank=2, targets=("cross_attention.v",)), names_there(model))
-    with pytest.raises(SettingError, match=r"lora\.targets has decoder\.0\.cross_attention\.v: PEFT's layout .* Translator"):
+    with pytest.raises(SettingError, match=r"lora\.targets has decoder\.0\.cross_attention\.v: PEFT's layout.* Translator"):
         write_adapter(model, Lora(rank=2), Folder(str(tmp_path)), base="")
+
+
+@pytest.mark.parametrize("kind", ["phi3", "gemma2"])
+def test_families_get_adapters_by_the_names_of_their_layouts(kind: str) -> None:
+    model = Decoder(FAMILIES[kind], 50)
+    named = {each.theirs.rpartition(".")[2] for each in sites(model, names_there(model))}
+    expected = {"phi3": {"qkv_proj", "o_proj", "", "down_proj"}}
+    assert named == expected.get(kind, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})

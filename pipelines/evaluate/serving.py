@@ -1,0 +1,148 @@
+"""A language model behind OpenAI's protocol: `transformers serve`, with a token before it.
+
+The engine is that of `transformers`: this builds its application as its command does, has every request show a token, and
+listens on a socket of its own. Requests name the model by the run's name.
+
+    served = Server(exported, "tickets", token="...", device="cpu")
+    with listening("127.0.0.1", 0) as socket:
+        served.run(socket)                                    # until SIGINT or SIGTERM
+"""
+
+import hmac
+import json
+import os
+import socket as sockets
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from raystride.pipelines.config import SettingError
+from raystride.pipelines.files import Folder
+
+NEEDED = ("transformers", "fastapi", "uvicorn", "openai")
+"""What the extra `serve` installs."""
+OPEN = "/health"
+"""What is answered without a token: whether it is up."""
+Application = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+class TokenRequired:
+    """An ASGI application before another one, which refuses requests without the token (401)."""
+
+    def __init__(self, application: Application, token: str) -> None:
+        self._application, self._expected = application, f"Bearer {token}".encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """One connection."""
+        given = dict(scope.get("headers", [])).get(b"authorization", b"")
+        if scope["type"] == "lifespan" or scope.get("path") == OPEN or hmac.compare_digest(given, self._expected):
+            await self._application(scope, receive, send)
+            return
+        error = {"error": {"message": "send the token that `raystride serve` printed", "type": "invalid_request_error"}}
+        content = json.dumps(error).encode()
+        headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
+        await send({"type": "http.response.start", "status": 401, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
+
+
+class Server:
+    """A model of an exported folder, loaded and ready to answer."""
+
+    def __init__(self, exported: Folder, name: str, *, token: str, device: str) -> None:
+        """`name` is what requests call the model. Raises SettingError where a package is missing."""
+        require_packages()
+        import uvicorn
+        from transformers.cli.serving.chat_completion import ChatCompletionHandler
+        from transformers.cli.serving.completion import CompletionHandler
+        from transformers.cli.serving.model_manager import ModelManager
+        from transformers.cli.serving.response import ResponseHandler
+        from transformers.cli.serving.server import build_server
+        from transformers.cli.serving.systemone import SystemOneHandler
+        from transformers.cli.serving.transcription import TranscriptionHandler
+        from transformers.cli.serving.utils import GenerationState
+
+        self._place = tempfile.TemporaryDirectory()
+        os.chdir(self._place.name)  # a folder here is a model's name there
+        _beside(exported, Path(name))
+        self._models = _bounded(ModelManager)(device=device, dtype="auto", force_model=name)
+        self._state = GenerationState()
+        parts: dict[str, Any] = {"model_manager": self._models, "generation_state": self._state}
+        application = build_server(
+            self._models,
+            ChatCompletionHandler(**parts),
+            completion_handler=CompletionHandler(**parts),
+            response_handler=ResponseHandler(**parts),
+            transcription_handler=TranscriptionHandler(self._models, self._state),
+            systemone_handler=SystemOneHandler(**parts),
+            generation_state=self._state,
+        )
+        guarded: Any = TokenRequired(application, token)
+        self._server = uvicorn.Server(uvicorn.Config(guarded, log_level="warning", access_log=False))
+
+    def run(self, listening: sockets.socket) -> None:
+        """Answers until SIGINT or SIGTERM, then ends what is under way."""
+        try:
+            self._server.run(sockets=[listening])
+        except KeyboardInterrupt:  # uvicorn raises the signal again once it has stopped
+            pass
+        finally:
+            self._state.shutdown()
+            os.chdir("/")
+            self._place.cleanup()
+
+
+def require_packages() -> None:
+    """Raises SettingError where a package is missing, with the command that installs all."""
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        raise SettingError(f"`raystride serve` needs {', '.join(missing)}: pip install 'raystride[serve]'")
+
+
+@contextmanager
+def listening(host: str, port: int) -> Iterator[sockets.socket]:
+    """A socket that listens, closed at the end of the block. Raises SettingError where it cannot."""
+    try:
+        family, kind, _, _, address = sockets.getaddrinfo(host, port, type=sockets.SOCK_STREAM)[0]
+        found = sockets.socket(family, kind)
+        found.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
+        found.bind(address)
+    except OSError as error:
+        raise SettingError(f"--host {host} --port {port}: {error}") from error
+    with found:
+        found.listen()
+        yield found
+
+
+def _bounded(manager: Any) -> Any:
+    """The class of what loads models, whose models write no further than their context, and no longer prompts are taken."""
+    from fastapi import HTTPException
+
+    class Bounded(manager):  # type: ignore[misc]
+        def _load_model(self, *given: Any, **named: Any) -> Any:
+            model = super()._load_model(*given, **named)
+            write, context = model.generate, model.config.max_position_embeddings
+
+            def generate(*inputs: Any, generation_config: Any, **more: Any) -> Any:
+                length = (inputs[0] if inputs else more["input_ids"]).shape[-1]
+                if length >= context:
+                    raise HTTPException(400, f"the prompt has {length} tokens, and the model's context {context}")
+                longest = generation_config.max_new_tokens or context
+                generation_config.max_new_tokens = min(longest, context - length)
+                return write(*inputs, generation_config=generation_config, **more)
+
+            model.generate = generate
+            return model
+
+    return Bounded
+
+
+def _beside(exported: Folder, place: Path) -> None:
+    """The model's folder under its name."""
+    if exported.local:
+        place.symlink_to(exported.local, target_is_directory=True)
+        return
+    place.mkdir()
+    for name in exported.names():
+        exported.download(name, place / name)

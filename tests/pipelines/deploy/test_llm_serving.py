@@ -1,0 +1,66 @@
+"""What Ray Serve LLM is given of a run: its model's export, lengths and GPUs; and what is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from raystride.pipelines.config import Config, Model, SettingError
+from raystride.pipelines.config.deploy import DeployServe
+from raystride.pipelines.config.parse import to_yaml
+from raystride.pipelines.deploy.driver import run_deploy
+from raystride.pipelines.deploy.llm_serving import FILE, look_at_serving, rendered_serving
+from raystride.pipelines.files import Folder
+
+CONFIG = Config(model=Model(flavour="llama", layers=2, heads=2, width=16, context=64))
+
+
+def test_a_run_becomes_an_application(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Folder(f"{tmp_path}/runs/mine").put("config.yaml", to_yaml(CONFIG))
+    output = tmp_path / "out"
+    flags = ["serve", "--run", "mine", "--storage", f"{tmp_path}/runs", "--gpus", "2", "--output", str(output)]
+    assert run_deploy([*flags, "--most-replicas", "3", "--accelerator", "H100"]) == 0
+    written = yaml.safe_load((output / FILE).read_text())
+    assert written["http_options"]["host"] == "127.0.0.1"
+    (model,) = written["applications"][0]["args"]["llm_configs"]
+    assert model["model_loading_config"] == {"model_id": "mine", "model_source": f"{tmp_path}/runs/mine/export/hugging_face"}
+    assert model["engine_kwargs"] == {"max_model_len": 64, "tensor_parallel_size": 2}
+    assert model["deployment_config"]["autoscaling_config"] == {"min_replicas": 1, "max_replicas": 3}
+    assert model["accelerator_type"] == "H100"
+    said = capsys.readouterr().out
+    assert "export --run mine" in said
+    assert f"serve deploy {output}/{FILE}" in said
+    assert run_deploy([*flags, "--run", "none"]) == 2
+    assert "there is no such run" in capsys.readouterr().err
+
+
+def test_a_place_says_where_the_model_lies() -> None:
+    text = rendered_serving(DeployServe(run="mine", place="kubernetes"), CONFIG)
+    (model,) = yaml.safe_load(text)["applications"][0]["args"]["llm_configs"]
+    assert not model["model_loading_config"]["model_source"].startswith(str(Path.cwd()))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("engine_kwargs", "engine_args", r"'engine_args' was unexpected"),
+        ("port: 8000", "port: 0", r"http_options\.port: 0 is less than"),
+        ("model_id: mine", "model_name: mine", r"'model_id' is a required property"),
+        ("build_openai_app", "build", r"import_path: .* was expected"),
+    ],
+)
+def test_a_wrong_field_is_named(old: str, new: str, said: str) -> None:
+    text = rendered_serving(DeployServe(run="mine"), CONFIG)
+    assert look_at_serving(text)
+    with pytest.raises(SettingError, match=said):
+        look_at_serving(text.replace(old, new))
+
+
+def test_what_cannot_be_served_so_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"mlflow models serve"):
+        rendered_serving(DeployServe(run="mine"), replace(CONFIG, task="classification"))
+    with pytest.raises(SettingError, match=r"model\.norm is post"):
+        rendered_serving(DeployServe(run="mine"), Config(model=Model(norm="post")))
+    with pytest.raises(SettingError, match=r"least_replicas is 4.* most_replicas, 1"):
+        DeployServe(run="mine", least_replicas=4)

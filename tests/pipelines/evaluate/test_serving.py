@@ -1,0 +1,95 @@
+"""A run is served by OpenAI's protocol behind a token, and writes what `generate` writes."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from raystride.model.generate import generate
+from raystride.pipelines.config import Config, Tokenizer
+from raystride.pipelines.config.parse import to_yaml
+from raystride.pipelines.evaluate.opening import open_run
+from raystride.pipelines.files import Folder
+from raystride.pipelines.worker.job import WorkerInfo
+from raystride.pipelines.worker.worker import build_training
+from tests.processes import make_job
+from tests.ray_jobs.jobs import ROOT, environment, finish_job, start_script
+from tests.tiny import tiny, write_text
+
+openai = pytest.importorskip("openai")
+PROMPT = "line 7: the"
+TOKENS = 4
+
+
+def _trained(storage: Path) -> Config:
+    """A run that has ended, whose model has words of its own."""
+    model = tiny(write_text(storage)).model
+    config = tiny(storage / "text.txt", tokenizer=Tokenizer(kind="characters"), model=model)
+    training = build_training(make_job(config, storage, "mine"), WorkerInfo(), [], lambda: False, lambda _: None)
+    training.run()
+    Folder(f"{storage}/mine").put("config.yaml", to_yaml(config))
+    return config
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str, str, str]]:
+    """The storage, the address, the token, and the command that asks; the server is stopped by SIGINT in the end."""
+    storage = tmp_path_factory.mktemp("served")
+    _trained(storage)
+    flags = ("--run", "mine", "--storage", str(storage), "--checkpoint", "last", "--device", "cpu")
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "ray_jobs" / "serve.py"), *flags],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    try:
+        lines = iter(process.stdout.readline, "")
+        address = next(found[1] for line in lines if (found := re.search(r"at (http://127\.0\.0\.1:\d+/v1), until", line)))
+        command = next(line for line in lines if line.startswith("ask ")).removeprefix("ask ").strip()
+        token = re.search(r"Bearer ([\w-]+)'", command)
+        assert token is not None
+        yield storage, address, token[1], command
+        process.terminate()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.long
+def test_a_client_gets_the_tokens_of_generate(served: tuple[Path, str, str, str]) -> None:
+    storage, address, token, _ = served
+    opened = open_run(Folder(str(storage)), "mine", "last")
+    ids = [
+        each[0] for each in generate(opened.decoder, [opened.encoder.encode(PROMPT).tolist()], tokens=TOKENS, temperature=0)
+    ]
+    client = openai.OpenAI(base_url=address, api_key=token)
+    answer = client.completions.create(model="mine", prompt=PROMPT, max_tokens=TOKENS, temperature=0)
+    assert answer.choices[0].text == opened.encoder.decode(ids)
+    whole = client.completions.create(model="mine", prompt=PROMPT, temperature=0)
+    assert whole.choices[0].text.startswith(opened.encoder.decode(ids))
+    assert whole.usage.total_tokens <= opened.config.model.context
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model="mine", prompt="e" * 40)
+    assert "has 40 tokens, and the model's context 16" in refused.value.response.text
+    with pytest.raises(openai.AuthenticationError, match="send the token"):
+        openai.OpenAI(base_url=address, api_key="another").models.list()
+
+
+@pytest.mark.long
+def test_what_is_printed_can_be_pasted(served: tuple[Path, str, str, str]) -> None:
+    found = subprocess.run(["bash", "-c", served[3]], capture_output=True, text=True, check=True, timeout=120)
+    assert '"choices"' in found.stdout
+
+
+def test_a_run_that_is_not_there_is_said_at_once(tmp_path: Path) -> None:
+    outcome = finish_job(start_script("serve", "--run", "none", "--storage", str(tmp_path)))
+    assert outcome.code == 2
+    assert "there is no such run" in outcome.err

@@ -1,0 +1,186 @@
+"""Models by name on a hub: what is fetched, what is said of one that is not given, and what is pushed."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import save
+
+from raystride.model.hugging_face import to_hugging_face
+from raystride.model.transformer import Decoder
+from raystride.pipelines.config import Config, Model, SettingError, Tokenizer
+from raystride.pipelines.config.jobs import Export
+from raystride.pipelines.config.parse import to_yaml
+from raystride.pipelines.files import Folder
+from raystride.pipelines.hub import INDEX, WEIGHTS, fetched, is_hub_name, push, read_description
+from raystride.pipelines.launch.finished import push_run
+from raystride.pipelines.tokenizers import train_tokenizer
+from raystride.pipelines.train.pretrained import start_from
+from tests.hub_server import HubServer, hub_server
+
+SHAPE = Model(flavour="llama", layers=1, heads=2, width=8, context=4)
+NAME = "org/tiny"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A hub with one model, whose client has a cache of its own and a login."""
+    with hub_server() as server:
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, server.address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "ENDPOINT", server.address)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # which this server does not speak
+        monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
+        server.add(NAME, _files())
+        yield server
+
+
+def _decoder(seed: int = 1) -> Decoder:
+    torch.manual_seed(seed)
+    return Decoder(SHAPE, 257)
+
+
+def _files() -> dict[str, bytes]:
+    description, tensors = to_hugging_face(_decoder(), end_id=256)
+    beside = {"README.md": b"# tiny", "pytorch_model.bin": b"pickled", "consolidated.safetensors": b"again"}
+    return {"config.json": json.dumps(description).encode(), WEIGHTS: save(tensors), **beside}
+
+
+def _start(place: str, tmp_path: Path) -> tuple[Decoder, list[str]]:
+    said: list[str] = []
+    model, own = _decoder(0), Folder(str(tmp_path / "own"))
+    train_tokenizer(Tokenizer(kind="bytes"), [], own, said.append)
+    start_from(model, place, own, said.append)
+    return model, said
+
+
+@pytest.mark.parametrize(
+    ("place", "named"),
+    [
+        ("org/name", True),
+        ("Qwen/Qwen2.5-0.5B@refs/pr/1", True),
+        ("org/name@main", True),
+        ("/models/llama", False),
+        ("s3://bucket/model", False),
+        ("models/llama/base", False),
+        ("models/tokenizer.json", False),
+        ("./llama", False),
+        ("llama", False),
+    ],
+)
+def test_names_are_told_from_places(place: str, named: bool) -> None:
+    assert is_hub_name(place) is named
+
+
+def test_a_run_starts_with_a_model_of_the_hub(hub: HubServer, tmp_path: Path) -> None:
+    model, said = _start(NAME, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), _decoder().parameters(), strict=True))
+    assert hub.models[NAME][0][0] in said[-1]  # which commit it was
+    assert {each.split()[1] for each in hub.asked if each.startswith("GET")} == {"config.json", WEIGHTS}
+
+
+def test_an_index_names_the_files_that_are_fetched(hub: HubServer, tmp_path: Path) -> None:
+    files = _files()
+    weights = files.pop(WEIGHTS)
+    index = {"weight_map": {"model.embed_tokens.weight": "part-1.safetensors"}}
+    hub.add(NAME, files | {"part-1.safetensors": weights, "part-2.safetensors": b"", INDEX: json.dumps(index).encode()})
+    assert {"config.json", INDEX, "part-1.safetensors"} == set(fetched(NAME).names())
+
+
+def test_all_files_are_of_the_revision(hub: HubServer) -> None:
+    first = hub.models[NAME][0][0]
+    hub.add(NAME, {"config.json": b"{}", WEIGHTS: b"other"})
+    assert fetched(f"{NAME}@{first}").read(WEIGHTS) == hub.models[NAME][0][1][WEIGHTS]
+    assert fetched(NAME).read(WEIGHTS) == b"other"
+
+
+def test_what_is_there_needs_no_network(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    online, _ = _start(NAME, tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    asked = len(hub.asked)
+    offline, _ = _start(NAME, tmp_path)
+    assert len(hub.asked) == asked
+    assert all(torch.equal(a, b) for a, b in zip(online.parameters(), offline.parameters(), strict=True))
+    with pytest.raises(SettingError, match=r"init_from is 'org/other': .* HF_HUB_OFFLINE is set"):
+        _start("org/other", tmp_path)
+
+
+def test_a_busy_hub_is_asked_again(hub: HubServer, tmp_path: Path) -> None:
+    hub.busy = 1
+    assert _start(NAME, tmp_path)
+
+
+def test_a_shape_that_does_not_fit_is_named_before_a_weight_is_fetched(hub: HubServer, tmp_path: Path) -> None:
+    files = _files()
+    changed = json.loads(files["config.json"]) | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}
+    hub.add(NAME, files | {"config.json": json.dumps(changed).encode()})
+    with pytest.raises(SettingError, match=r"init_from is 'org/tiny': its rope_type is 'yarn'"):
+        _start(NAME, tmp_path)
+    assert {each.split()[1] for each in hub.asked} == {"config.json"}
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("org/none", "no such model at .*org/none that this login may see"),
+        (f"{NAME}@v9", "has no revision v9"),
+        ("org/gated", "accepted its terms: do so at .*org/gated, then `hf auth login`"),
+        ("org/empty", "has no config.json"),
+    ],
+)
+def test_what_the_hub_does_not_give_is_said(hub: HubServer, place: str, said: str) -> None:
+    hub.add("org/gated", _files())
+    hub.add("org/empty", {})
+    hub.gated.add("org/gated")
+    with pytest.raises(ValueError, match=said):
+        read_description(place)
+
+
+def test_a_tokenizer_comes_from_the_hub(hub: HubServer, tmp_path: Path) -> None:
+    bpe = Folder(str(tmp_path / "bpe"))
+    train_tokenizer(Tokenizer(kind="bpe", vocabulary_size=300), ["some text and more text " * 9], bpe, print)
+    tokens = json.dumps({"eos_token": "<|end|>"}).encode()
+    chat = b"{% for m in messages %}{{ m.content }}{% endfor %}"
+    files = {"tokenizer.json": bpe.read("tokenizer.json"), "tokenizer_config.json": tokens, "chat_template.jinja": chat}
+    hub.add(NAME, _files() | files)
+    own = Folder(str(tmp_path / "own"))
+    encoder: Any = train_tokenizer(Tokenizer(kind="file", file=NAME), ["some text"], own, print)
+    assert encoder.encode("more text").tolist()
+    assert encoder.chat is not None
+
+
+def test_a_folder_is_pushed_with_the_card_of_its_run(hub: HubServer, tmp_path: Path) -> None:
+    exported, storage = Folder(str(tmp_path / "exported")), Folder(str(tmp_path / "runs"))
+    for name, content in _files().items():
+        exported.put(name, content)
+    run = storage / "mine"
+    run.put("config.yaml", to_yaml(Config(model=Model(init_from="org/base@main"))))
+    run.put_json("summary.json", {"val_loss": 1.25, "steps": 70, "metrics": {"val_accuracy": 0.5}})
+    settings = Export(run="mine", storage=str(storage), push="me/mine")
+    assert push_run(settings, exported, 60) == f"{hub.address}/me/mine"
+    files = hub.files("me/mine")
+    card = files.pop("README.md").decode()
+    assert files == {name: content for name, content in _files().items() if name != "README.md"}
+    assert hub.large  # weights went by LFS
+    assert all(each in card for each in ("base_model: org/base", "| validation loss | 1.25 |", "val_accuracy", "# license:"))
+    assert "after 60 steps" in card
+    assert "`org/base@main`" in card
+    hub.private.add("me/others")
+    with pytest.raises(SettingError, match=r"--push me/others: the hub refuses it: "):
+        push_run(Export(run="mine", storage=str(storage), push="me/others"), exported, 60)
+    # What is pushed is fetched again.
+    assert fetched("me/mine").read(WEIGHTS) == files[WEIGHTS]
+    assert push(exported, "me/mine", "# again") == f"{hub.address}/me/mine"
+    assert hub.files("me/mine")["README.md"] == b"# again"
+
+
+@pytest.mark.parametrize(("name", "to"), [("mine", "hugging_face"), ("me/mine@v1", "hugging_face"), ("me/mine", "mlflow")])
+def test_a_name_that_cannot_be_pushed_to_is_refused(name: str, to: Any) -> None:
+    with pytest.raises(SettingError, match=r"push is "):
+        Export(run="mine", push=name, to=to)
