@@ -5,12 +5,13 @@ what is needed farthest in the future, as the ledger knows it (`feed.ledger`). T
 
     cache = NodeCache(Path("/tmp/raystride-cache"), most_bytes=32 << 30)
     piece = RemotePiece(name, folder, "train/00003.arrow", first=65536, size=65536, believed=check)
-    cache.read(name, 100, 2, lambda: piece)                   # bytes 100 and 101 of it, fetched where it is not there
+    cache.mapped(lambda: piece, piece.name, piece.size)       # its bytes, fetched first where they are not there
     cache.fetch_ahead([piece, ...])                           # in the background, several at a time
 """
 
 import errno
 import os
+import queue
 import threading
 import time
 from collections import OrderedDict
@@ -20,6 +21,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+
+import numpy as np
+import torch
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.feed.ledger import Claim, Ledger
@@ -75,22 +79,21 @@ class NodeCache:
         open_private(self.root)
         return Ledger(self.root, self.most_bytes, self._clock)
 
-    def read(self, name: bytes, at: int, count: int, piece: Callable[[], RemotePiece]) -> bytes:
-        """The bytes [at, at + count) of a piece, which is fetched first where it is not there.
+    def mapped(self, piece: Callable[[], RemotePiece], name: bytes, size: int) -> np.ndarray:
+        """A piece's bytes, (size) uint8, which is fetched first where it is not there; no file stays open.
 
-        Raises OSError where it cannot be fetched or is not what it has to be.
+        They stay readable, and on the disk, as long as the array lives. Raises OSError where the piece cannot be fetched or
+        is not what it has to be.
         """
         place = self.ledger.place(name)
         while True:
             try:
-                handle = os.open(place, os.O_RDONLY)
-            except FileNotFoundError:
-                self._bring(piece())
-                continue
-            try:
-                return os.pread(handle, count, at)
-            finally:
-                os.close(handle)
+                # Not mmap's, which keeps a file open for each: a process may have a thousand.
+                return torch.from_file(place, size=size, dtype=torch.uint8).numpy()  # type: ignore[no-any-return]
+            except RuntimeError as error:  # PyTorch has no other
+                if os.strerror(errno.ENOENT) not in str(error):
+                    raise OSError(f"{place} cannot be read: {error}") from error
+            self._bring(piece())
 
     def fetch_ahead(self, pieces: Sequence[RemotePiece]) -> int:
         """Begins to fetch pieces that nobody waits for yet, as many of them as are free to be and have room.
@@ -134,16 +137,25 @@ class NodeCache:
 
     def _begin(self, piece: RemotePiece) -> None:
         future: Future[None] = Future()
-
-        def work() -> None:
-            with suppress(Exception):  # who needs the piece fetches it again, and meets what is wrong
-                self._fetch(piece)
-            future.set_result(None)
-
         with self._lock:
             self._coming[piece.name] = future
-        # Not one of a pool, whose threads a process waits for at its end: a store may not answer for a minute.
-        threading.Thread(target=work, name="fetch", daemon=True).start()
+        self._queue.put((piece, future))
+
+    @cached_property
+    def _queue(self) -> "queue.SimpleQueue[tuple[RemotePiece, Future[None]]]":
+        """What is to be fetched, and threads that do it: not a pool's, for which a process waits at its end."""
+        tasks: queue.SimpleQueue[tuple[RemotePiece, Future[None]]] = queue.SimpleQueue()
+
+        def work() -> None:
+            while True:
+                piece, future = tasks.get()
+                with suppress(Exception):  # who needs the piece fetches it again, and meets what is wrong
+                    self._fetch(piece)
+                future.set_result(None)
+
+        for _ in range(AT_ONCE):
+            threading.Thread(target=work, name="fetch", daemon=True).start()
+        return tasks
 
     def _bring(self, piece: RemotePiece) -> None:
         """Has a piece there that somebody waits for."""
@@ -164,6 +176,8 @@ class NodeCache:
                     return
                 self.ledger.gone(piece.name)  # somebody has removed the file
                 continue
+            if os.path.exists(self.ledger.place(piece.name)):
+                return
             time.sleep(LOOK_S)
 
     def _fetch(self, piece: RemotePiece) -> None:
@@ -204,7 +218,8 @@ class NodeCache:
     def _put(self, piece: RemotePiece, content: bytes) -> None:
         """Writes a piece under another name, then gives it its own. Where the disk is full others go, once."""
         path = Path(self.ledger.place(piece.name))
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.parent.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
         for last in (False, True):
             temporary = self.ledger.temporary(path)
             try:

@@ -24,8 +24,10 @@ from raystride.pipelines.prepare.manifest import NONE, Shards
 
 SMALLEST, LARGEST = LEAF, 1 << 20
 """Bytes of a piece: as few as a request is worth, as many as hide the time that a store takes to answer."""
-FEWEST = 2048
+FEWEST = 512
 """Pieces that a cache holds at least, where they are larger than the smallest: of few, much is what nobody wants."""
+MAPS, FEWEST_MAPS = 2, 8
+"""A stream has at most one of so many of the cache's pieces mapped, as many as are fetched ahead, or so few."""
 MOST_LISTS = 4096
 """Hash lists that are kept, of 8 KiB for a shard of 32 MiB."""
 ROW = np.dtype("<i8")
@@ -49,6 +51,8 @@ class FarShards(ShardFiles):
         self._folder, self._id_type, self.cache = folder, id_type, cache
         self.piece_bytes = piece_bytes(cache.most_bytes)
         """Bytes of a piece; the last one of a shard may have fewer, and one that is a whole shard has as many as that."""
+        self._maps: dict[int, np.ndarray] = {}
+        self._most_maps = max(FEWEST_MAPS, cache.most_bytes // self.piece_bytes // MAPS)
         self._base = lru_cache(MOST_LISTS)(self._named)
         self._lists: OrderedDict[int, HashList] = OrderedDict()
         self._lock = threading.Lock()
@@ -88,19 +92,35 @@ class FarShards(ShardFiles):
         begin = int(self._shards.packed(offset)[shard])
         if begin == NONE:
             return None
-        return np.frombuffer(self._bytes(shard, begin + first * of.itemsize, (end - first) * of.itemsize), of)
+        at, count = begin + first * of.itemsize, (end - first) * of.itemsize
+        before, piece_bytes = int(self._ends[shard - 1]) if shard else 0, self.piece_bytes
+        if self._whole[shard]:
+            return np.frombuffer(self._map(shard, before, 0), of, end - first, at)
+        inside, there = divmod(at, piece_bytes)
+        if there + count <= piece_bytes:
+            return np.frombuffer(self._map(shard, before, inside), of, end - first, there)
+        parts = [self._map(shard, before, number) for number in range(inside, (at + count - 1) // piece_bytes + 1)]
+        parts = [parts[0][there:], *parts[1:-1], parts[-1][: (at + count - 1) % piece_bytes + 1]]
+        joined: np.ndarray = np.concatenate(parts)
+        return joined.view(of)
 
-    def _bytes(self, shard: int, at: int, count: int) -> bytes:
-        before = int(self._ends[shard - 1]) if shard else 0
-        size = count + at if self._whole[shard] else self.piece_bytes
-        found = []
-        while count > 0:
-            number, inside = divmod(at, size)
-            take = min(count, size - inside)
-            name = self._name(shard, number)
-            found.append(self.cache.read(name, inside, take, partial(self.piece, before + number)))
-            at, count = at + take, count - take
-        return found[0] if len(found) == 1 else b"".join(found)
+    def _map(self, shard: int, before: int, inside: int) -> np.ndarray:
+        """A piece's bytes, by its shard, how many pieces come before this, and its place in it."""
+        found = self._maps.get(before + inside)
+        if found is None:
+            size = int(self._shards.packed("bytes")[shard])
+            size = size if self._whole[shard] else min(self.piece_bytes, size - inside * self.piece_bytes)
+            found = self.cache.mapped(partial(self.piece, before + inside), self._name(shard, inside), size)
+            with self._lock:
+                while len(self._maps) >= self._most_maps:
+                    del self._maps[next(iter(self._maps))]
+                self._maps[before + inside] = found
+        return found
+
+    def forget(self, number: int) -> None:
+        """Lets go of a piece that is not needed soon: what is mapped stays on the disk, whatever the cache's bound is."""
+        with self._lock:
+            self._maps.pop(number, None)
 
     def name(self, number: int) -> bytes:
         """What a piece is called in the node's ledger, 16 bytes, by its number."""

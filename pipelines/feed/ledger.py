@@ -74,6 +74,7 @@ class Ledger:
         """`clock` names those whose steps are the same, as the workers of a run. Raises OSError, sqlite3.Error."""
         self._root, self._most, self._lock = root, most_bytes, threading.Lock()
         self._pieces = str(root / PIECES)
+        self._came: list[tuple[bytes, int, float]] = []
         (root / READERS).mkdir(parents=True, exist_ok=True)
         # SQLite waits for nobody while a database is made, and this does.
         with locked(root / f"{DATABASE}.lock", BUSY_S):
@@ -114,9 +115,8 @@ class Ledger:
         return found
 
     def arrived(self, name: bytes, size: int) -> None:
-        """Says that a piece lies at its place, whole."""
-        with self._transaction() as db:
-            db.execute("INSERT OR REPLACE INTO files VALUES (?, ?, NULL, ?)", (name, size, time.monotonic()))
+        """Says that a piece lies at its place, whole; the others hear of it with what this reader says or asks next."""
+        self._came.append((name, size, time.monotonic()))
 
     def gone(self, name: bytes) -> None:
         """Says that a piece is not there after all: it could not be fetched, or somebody has removed it."""
@@ -126,8 +126,8 @@ class Ledger:
     def state(self, name: bytes) -> Claim | None:
         """HERE or OTHERS (who may be this reader), or None for a piece that is neither there nor on its way."""
         self._bury()
-        with self._lock:
-            row = self._db.execute("SELECT fetcher FROM files WHERE name = ?", (name,)).fetchone()
+        with self._transaction() as db:
+            row = db.execute("SELECT fetcher FROM files WHERE name = ?", (name,)).fetchone()
         return None if row is None else Claim.HERE if row[0] is None else Claim.OTHERS
 
     def announce(self, uses: Iterable[tuple[bytes, int]]) -> None:
@@ -167,8 +167,8 @@ class Ledger:
 
     def held(self) -> int:
         """Bytes of all pieces that are there or on their way."""
-        with self._lock:
-            return _held(self._db)
+        with self._transaction() as db:
+            return _held(db)
 
     def retire(self) -> None:
         """Takes back all that this reader has said of its needs; it may go on fetching."""
@@ -234,6 +234,8 @@ class Ledger:
             place = self._root / READERS / str(number)
             if _free(place):
                 with self._transaction() as db:
+                    for (name,) in db.execute("SELECT name FROM files WHERE fetcher = ?", (number,)).fetchall():
+                        self._unlink(name)
                     _forget(db, number)
                 for left in (self._root / PIECES).glob(f"*/*.tmp-{number}-*"):
                     left.unlink(missing_ok=True)
@@ -251,6 +253,8 @@ class Ledger:
         with self._lock:
             self._db.execute("BEGIN IMMEDIATE")
             try:
+                came, self._came = self._came, []
+                self._db.executemany("INSERT OR REPLACE INTO files VALUES (?, ?, NULL, ?)", came)
                 yield self._db
             except BaseException:
                 self._db.execute("ROLLBACK")

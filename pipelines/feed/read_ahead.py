@@ -36,7 +36,7 @@ PACE = 1 / 16
 
 
 @dataclass(frozen=True)
-class Glimpse:
+class StepSegment:
     """Which pieces some steps need, and each at which of them first."""
 
     stop: int
@@ -89,7 +89,7 @@ class ReadAhead:
         """Steps that are known exactly, and the pieces that each needs, in order."""
         self._uses: dict[int, deque[int]] = defaultdict(deque)
         """The steps among these that need a piece."""
-        self._far: deque[Glimpse] = deque()
+        self._far: deque[StepSegment] = deque()
         self._far_uses = 0
         self._told: set[int] = set()
         """Pieces of which the ledger knows when they are needed next."""
@@ -180,7 +180,7 @@ class ReadAhead:
         except IndexError:
             return False
         found, places = np.unique(pieces, return_index=True)
-        self._far.append(Glimpse(stop, found, (steps[places] - self._first).astype(np.int32)))
+        self._far.append(StepSegment(stop, found, (steps[places] - self._first).astype(np.int32)))
         self._far_stop, self._far_uses = stop, self._far_uses + len(found)
         self._tell(dict(zip(found.tolist(), steps[places].tolist(), strict=True)))
         return True
@@ -202,18 +202,18 @@ class ReadAhead:
         self._at, self._since = passed, now
         over: dict[int, None] = {}
         while self._next and self._next[0][0] < passed:
-            step, pieces = self._next.popleft()
-            for piece in pieces:
+            for piece in self._next.popleft()[1]:
                 self._uses[piece].popleft()
                 over[piece] = None
         later = self._later(list(over))
-        for piece, step in later.items():
-            if step is None:
+        for piece, following in later.items():
+            if following is None:
                 self._told.discard(piece)
-            if step is None or step >= self._fetch_step:
+            if following is None or following >= self._fetch_step:
                 self._asked.pop(piece, None)
+                self._samples.forget(piece)
         self._fetch_step = max(self._fetch_step, passed)
-        named = [(self._samples.piece_name(piece), step) for piece, step in later.items()]
+        named = [(self._samples.piece_name(piece), following) for piece, following in later.items()]
         self._cache.ledger.pass_on(named, step=passed, pace=self._pace)
 
     def _later(self, pieces: list[int]) -> dict[int, int | None]:
@@ -253,3 +253,5 @@ def brought(samples: Samples, numbers: np.ndarray) -> Iterator[None]:
         yield
     finally:
         cache.ledger.unwant(names)
+        for number in pieces:
+            samples.forget(number)

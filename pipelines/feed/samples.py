@@ -59,6 +59,10 @@ class Samples(Protocol):
         """A piece by its number: that in its stream, and above `SOURCE_SHIFT` bits the place of this among `far`."""
         return self.far[number >> SOURCE_SHIFT].piece(number & ((1 << SOURCE_SHIFT) - 1))
 
+    def forget(self, number: int) -> None:
+        """Says that the piece of a number is not needed soon."""
+        self.far[number >> SOURCE_SHIFT].forget(number & ((1 << SOURCE_SHIFT) - 1))
+
     def piece_name(self, number: int) -> bytes:
         """What the piece of a number is called in the node's ledger."""
         return self.far[number >> SOURCE_SHIFT].name(number & ((1 << SOURCE_SHIFT) - 1))

@@ -42,7 +42,7 @@ def _piece(far: Path, number: int, **changes: Any) -> RemotePiece:
 
 
 def _read(cache: NodeCache, piece: RemotePiece, at: int = 10, count: int = 5) -> bytes:
-    return cache.read(piece.name, at, count, lambda: piece)
+    return cache.mapped(lambda: piece, piece.name, piece.size)[at : at + count].tobytes()
 
 
 def test_a_fetch_that_stands_still_holds_up_no_other(far: Path, tmp_path: Path) -> None:

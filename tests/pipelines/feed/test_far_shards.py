@@ -77,8 +77,8 @@ def test_rows_are_those_of_a_disk_and_lie_about_where_they_are_looked_for(prepar
 
 
 def test_a_cache_decides_how_large_pieces_are() -> None:
-    assert piece_bytes(1) == piece_bytes(100 << 20) == SMALLEST
-    assert piece_bytes(1 << 30) == 512 << 10
+    assert piece_bytes(1) == piece_bytes(60 << 20) == SMALLEST
+    assert piece_bytes(1 << 28) == 512 << 10
     assert piece_bytes(1 << 40) == LARGEST
 
 

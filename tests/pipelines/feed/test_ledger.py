@@ -40,6 +40,7 @@ def _fetch(ledger: Ledger, number: int, size: int = 1, *, urgent: bool = True) -
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(bytes(size))
         ledger.arrived(_name(number), size)
+        assert ledger.state(_name(number)) == Claim.HERE  # and the others hear of it
     return claims == [Claim.MINE]
 
 

@@ -1,0 +1,64 @@
+"""LitData: its chunks, order and cache. Runs in an environment of its own.
+
+python -m benchmarks.peers.far_litdata write tokens.npy FOLDER CONTEXT SHARD_BYTES
+"""
+
+import os
+import sys
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peers.far_reading import ReadingJob, read, reading_job
+
+
+class Windows:
+    """Gives the windows of a part of the tokens."""
+
+    def __init__(self, tokens: str, context: int) -> None:
+        self.tokens, self.context = tokens, context
+
+    def __call__(self, bounds: tuple[int, int]) -> Any:
+        """The windows between two tokens."""
+        import torch
+
+        values = np.load(self.tokens, mmap_mode="r")
+        for at in range(bounds[0], bounds[1], self.context):
+            yield torch.from_numpy(np.array(values[at : at + self.context]))
+
+
+def write(tokens: str, folder: str, context: int, shard_bytes: int) -> None:
+    """The tokens of a file as a data set of windows."""
+    from litdata import optimize
+
+    count = len(np.load(tokens, mmap_mode="r")) // context * context
+    optimize(fn=Windows(tokens, context), inputs=[(0, count)], output_dir=folder, chunk_bytes=shard_bytes, num_workers=1)
+
+
+def batches(job: ReadingJob) -> Any:
+    """The batches of all epochs."""
+    from litdata import StreamingDataLoader, StreamingDataset
+
+    # Its client of S3 wants the endpoint among its options, and that plain HTTP is meant.
+    options = {"aws_endpoint": os.environ["AWS_ENDPOINT_URL"], "aws_allow_http": "true"}
+    options |= {"aws_access_key_id": os.environ["AWS_ACCESS_KEY_ID"], "aws_region": "us-east-1"}
+    options |= {"aws_secret_access_key": os.environ["AWS_SECRET_ACCESS_KEY"]}
+    data = StreamingDataset(
+        job.place, cache_dir=job.cache, shuffle=True, seed=job.seed, max_cache_size=job.cache_bytes,
+        storage_options=options,
+    )  # fmt: skip
+    for _ in range(job.epochs):
+        for number, batch in enumerate(StreamingDataLoader(data, batch_size=job.batch, num_workers=1)):
+            if number == job.batches:
+                break
+            yield batch
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "write":
+        write(sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))
+    else:
+        found = reading_job()
+        node = {"RANK": found.rank, "WORLD_SIZE": found.world, "LOCAL_RANK": found.rank, "NODE_RANK": 0}
+        os.environ.update({name: str(value) for name, value in node.items()})
+        read(found, batches(found))

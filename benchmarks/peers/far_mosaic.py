@@ -1,0 +1,52 @@
+"""mosaicml-streaming: MDS shards, its own order and cache. Runs in an environment of its own.
+
+python -m benchmarks.peers.far_mosaic write tokens.npy FOLDER CONTEXT SHARD_BYTES
+"""
+
+import os
+import sys
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peers.far_reading import ReadingJob, read, reading_job
+
+
+def write(tokens: str, folder: str, context: int, shard_bytes: int) -> None:
+    """The tokens of a file as a data set of windows."""
+    from streaming import MDSWriter
+
+    values = np.load(tokens, mmap_mode="r")
+    with MDSWriter(out=folder, columns={"ids": "bytes"}, hashes=["xxh64"], size_limit=shard_bytes) as out:
+        for at in range(0, len(values) - context, context):
+            out.write({"ids": values[at : at + context].tobytes()})
+
+
+def batches(job: ReadingJob) -> Any:
+    """The batches of all epochs."""
+    from streaming import StreamingDataset
+    from torch.utils.data import DataLoader
+
+    # Blocks of a shuffle as large as the cache likes: with its own, larger ones its shards leave before they are used up.
+    samples_of_cache = job.cache_bytes // (2 * job.context)
+    data = StreamingDataset(
+        remote=job.place, local=f"{job.cache}", shuffle=True, shuffle_algo="py1e", batch_size=job.batch,
+        shuffle_block_size=max(1024, samples_of_cache // 8), cache_limit=job.cache_bytes, predownload=8 * job.batch,
+        shuffle_seed=job.seed, num_canonical_nodes=1,
+    )  # fmt: skip
+    for _ in range(job.epochs):
+        loader = DataLoader(data, batch_size=job.batch, num_workers=0)
+        for number, batch in enumerate(loader):
+            if number == job.batches:
+                break
+            yield batch
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "write":
+        write(sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))
+    else:
+        found = reading_job()
+        node = {"RANK": found.rank, "WORLD_SIZE": found.world, "LOCAL_RANK": found.rank, "LOCAL_WORLD_SIZE": found.world}
+        os.environ.update({name: str(value) for name, value in node.items()})
+        read(found, batches(found))

@@ -1,0 +1,57 @@
+"""Ours: the computed order, pieces fetched ahead of it, and a cache that lets go of what is needed last."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.peers.far_reading import ReadingJob, read, reading_job
+from raystride.pipelines.config import Config, Data, Model, Train
+from raystride.pipelines.feed.loader import Loader
+from raystride.pipelines.feed.opening import open_feed
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.manifest import Manifest, Shards
+from raystride.pipelines.prepare.shards import ShardWriter
+from raystride.pipelines.tasks import build_task
+
+
+def write(folder: Path, tokens: np.ndarray, shards: int) -> None:
+    """The tokens, (n) uint16, as a prepared folder of so many shards."""
+    import pyarrow as pa
+
+    place, splits = Folder(str(folder)), {"train": [], "validation": []}  # type: ignore[var-annotated]
+    for number, part in enumerate([*np.array_split(tokens, shards), tokens[:1000]]):
+        split = "train" if number < shards else "validation"
+        writer = ShardWriter(pa.uint16())
+        columns = {"document": [0], "begins": [True], "ends": [True]}
+        ids = pa.LargeListArray.from_arrays(pa.array([0, len(part)], pa.int64()), pa.array(part))
+        masks = pa.nulls(1, pa.large_list(pa.uint8()))
+        writer.add(pa.table(columns | {"ids": ids, "loss_mask": masks}))
+        splits[split].append(writer.finish(place, f"{split}/{number:05d}.arrow"))
+    known = {name: Shards.of(each) for name, each in splits.items()}
+    facts = {"vocabulary_size": 2**16, "end_id": 0, "tokenizers": []}
+    Manifest(fingerprint="far", id_type="uint16", splits=known, **facts).save(place)  # type: ignore[arg-type]
+
+
+def config_of(job: ReadingJob) -> Config:
+    """The settings of a training that reads so."""
+    config = Config(seed=job.seed, model=Model(context=job.context))
+    data = Data(shuffle=job.shuffle, cache_gib=job.cache_bytes / 2**30)  # type: ignore[arg-type]
+    return replace(config, data=data, train=Train(slots=job.world, slot_size=job.batch, epochs=float(job.epochs)))
+
+
+def main() -> None:
+    """Reads as the command line says."""
+    job = reading_job()
+    torch.set_num_threads(1)  # as a worker of two on two cores has
+    config, prepared = config_of(job), Folder(job.place)
+    task = build_task(config, {"vocabulary_size": 2**16, "end_id": 0})
+    feed = open_feed(config, task, prepared, clock="run", said=print if job.rank == 0 else lambda _: None)
+    ahead = feed.ahead(config, job.rank, job.world)
+    loader = Loader(feed.plan, feed.train, job.rank, job.world, ahead=ahead)
+    read(job, loader.steps(0, job.epochs * job.batches))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""A process that reads far shards at a pace, as a training would, and tells how long it stood still for them.
+
+Each way to read is a module of this folder, run as a program with one JSON argument:
+
+    job = reading_job()                                       # of the command line
+    read(job, batches)                                        # prints {"waited_s": ..., "seconds": ..., "first_s": ...}
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+STARTED = time.perf_counter()
+
+
+@dataclass(frozen=True)
+class ReadingJob:
+    """What one process reads."""
+
+    place: str
+    """Address of what its way reads: a prepared folder, or a peer's data set."""
+    cache: str
+    """The node's folder for copies, on its disk."""
+    cache_bytes: int
+    rank: int
+    world: int
+    epochs: int
+    batches: int
+    """Batches of this process in an epoch."""
+    batch: int
+    """Samples in a batch of this process."""
+    context: int
+    """Tokens in a sample, and one more: what is predicted."""
+    rate: float
+    """Bytes of samples a second that this process uses up."""
+    shuffle: str
+    seed: int = 7
+
+
+def reading_job() -> ReadingJob:
+    """The job on the command line."""
+    return ReadingJob(**json.loads(sys.argv[1]))
+
+
+def read(job: ReadingJob, batches: Iterable[Any]) -> None:
+    """Takes all batches, each as long as it would be worked on, and prints what became of it; the process ends here."""
+    each_s, waited, count, first = 2 * job.context * job.batch / job.rate, 0.0, 0, 0.0
+    iterator, began = iter(batches), time.perf_counter()
+    while True:
+        asked = time.perf_counter()
+        try:
+            next(iterator)
+        except StopIteration:
+            break
+        now = time.perf_counter()
+        if count:
+            waited += now - asked
+        else:
+            first, began = now - STARTED, now
+        count += 1
+        # From when it came: who waits works as long as everybody afterwards.
+        time.sleep(max(0.0, now + each_s - time.perf_counter()))
+    found = {"batches": count, "waited_s": waited, "seconds": time.perf_counter() - began, "first_s": first}
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # a peer's threads and processes may not want to

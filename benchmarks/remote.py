@@ -1,0 +1,250 @@
+"""Shards on a store behind a narrow link: bytes fetched, time waited and the first batch, ours beside its former cache, the
+best cache there could be, mosaicml-streaming and LitData, each on shards of its own form of the same tokens.
+
+A host of this machine (network namespace, root) runs `rclone serve s3` behind `tc tbf`; two processes read as two workers of
+a node do, each using up its part of `--rate` MB/s. Bytes are the link's own count, headers and all. Peers run where their
+`--mosaic` and `--litdata` name a Python of an environment that has them.
+
+    python -m benchmarks.remote --mbit 200 --mib 400 --cache 0.25 --epochs 2 --mosaic .peers/mosaic/bin/python
+    python -m benchmarks.remote --mbit 200 --mib 9537 --cache 0.2 --epochs 1 --ways ours --context 2048 --shuffle auto
+    python -m benchmarks.remote --seek                        # what finding the samples of step 10^6 takes
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.pairs import machine, machine_line
+from benchmarks.peers import far_ours
+from benchmarks.peers.far_reading import ReadingJob
+from benchmarks.runs import ROOT, Failed
+from raystride.pipelines.feed.opening import open_feed
+from raystride.pipelines.feed.order import Order
+from raystride.pipelines.feed.plan import Plan
+from raystride.pipelines.feed.shuffling import belady
+from raystride.pipelines.files import Folder
+from raystride.pipelines.tasks import build_task
+from tests.cluster.hosts import Hosts, unable
+from tests.storage import BUCKET, KEYS
+
+WORKERS, BATCH = 2, 64
+SHARD_BYTES = 32 << 20
+PORT = 9000
+WAYS = ("ours", "former", "mosaic", "litdata")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is measured."""
+
+    given: argparse.Namespace
+    folder: Path
+    hosts: Hosts
+
+    @property
+    def endpoint(self) -> str:
+        """The store's address."""
+        return f"http://{self.hosts[0].address}:{PORT}"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of two bytes in the data."""
+        return int(self.given.mib * 2**19)
+
+    def received(self) -> int:
+        """Bytes that have come from the store's host."""
+        return int(Path(f"/sys/class/net/{self.hosts[0].link}/statistics/rx_bytes").read_text())
+
+    def python(self, way: str) -> str:
+        """The Python that runs a way."""
+        return sys.executable if way in ("ours", "former") else str(getattr(self.given, way))
+
+    def job(self, way: str, rank: int = 0) -> ReadingJob:
+        """What a process reads."""
+        place = f"s3://{BUCKET}/{'ours' if way == 'former' else way}"
+        if way in ("ours", "former"):
+            place += f"?endpoint_override={self.endpoint}&region=us-east-1"
+        context, data = self.given.context, 2 * self.tokens
+        return ReadingJob(
+            place=place,
+            cache=str(self.folder / "cache" / way),
+            cache_bytes=int(self.given.cache * data),
+            rank=rank,
+            world=WORKERS,
+            epochs=self.given.epochs,
+            batches=(self.tokens - 1) // context // (WORKERS * BATCH),
+            batch=BATCH,
+            context=context,
+            rate=self.given.rate * 1e6 / WORKERS,
+            shuffle=self.given.shuffle if way == "ours" else "full" if self.given.shuffle == "auto" else self.given.shuffle,
+        )
+
+
+def write(bench: Bench, way: str) -> None:
+    """The data set of a way, as it has them."""
+    place = bench.folder / "store" / BUCKET / way
+    if way == "former" or place.exists():
+        return
+    file = bench.folder / "tokens.npy"
+    if not file.exists():
+        np.save(file, np.random.default_rng(0).integers(0, 2**16, bench.tokens, dtype=np.uint16))
+    if way == "ours":
+        far_ours.write(place, np.load(file, mmap_mode="r"), max(4, 2 * bench.tokens // SHARD_BYTES))
+        return
+    command = [bench.python(way), "-m", f"benchmarks.peers.far_{way}", "write", str(file), str(place)]
+    done = subprocess.run(
+        [*command, str(bench.given.context), str(SHARD_BYTES)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise Failed(f"{way} cannot write its data: {done.stderr.strip().splitlines()[-1:]}")
+
+
+@contextmanager
+def served(bench: Bench) -> Iterator[None]:
+    """The store, on its host."""
+    (bench.folder / "store" / BUCKET).mkdir(parents=True, exist_ok=True)
+    command = [str(Path(sys.executable).parent / "rclone"), "serve", "s3", "--auth-key", ",".join(KEYS.values())]
+    command += ["--addr", f"{bench.hosts[0].address}:{PORT}", "--vfs-cache-mode", "off", str(bench.folder / "store")]
+    process = bench.hosts[0].start(*command, log=bench.folder / "store.log")
+    try:
+        time.sleep(2)
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def run(bench: Bench, way: str) -> dict[str, float]:
+    """What two processes that read one way took. Raises Failed."""
+    shutil.rmtree(bench.folder / "cache", ignore_errors=True)
+    variables = os.environ | KEYS | {
+        "AWS_EC2_METADATA_DISABLED": "true", "RAYSTRIDE_CACHE": str(bench.folder / "cache" / way), "AWS_REGION": "us-east-1",
+        "S3_ENDPOINT_URL": bench.endpoint, "AWS_ENDPOINT_URL": bench.endpoint, "AWS_ALLOW_HTTP": "true",
+    }  # fmt: skip
+    before, began = bench.received(), time.perf_counter()
+    processes = []
+    for rank in range(WORKERS):
+        command = [bench.python(way), "-m", f"benchmarks.peers.far_{way}", json.dumps(asdict(bench.job(way, rank)))]
+        log = (bench.folder / f"{way}-{rank}.log").open("w")
+        processes.append(subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=log, text=True))
+    found: list[dict[str, float]] = []
+    for process in processes:
+        lines = (process.communicate(timeout=bench.given.limit)[0] or "").strip().splitlines()
+        for line in lines[:-1]:
+            print(f"    {line}", flush=True)
+        if process.returncode or not lines:
+            raise Failed(f"{way} ended with {process.returncode}: see {bench.folder}/{way}-*.log")
+        found.append(json.loads(lines[-1]))
+    seconds = max(each["seconds"] for each in found)
+    return {
+        "times": (bench.received() - before) / (2 * bench.tokens),
+        "waited": statistics.mean(each["waited_s"] / each["seconds"] for each in found),
+        "first_s": max(each["first_s"] for each in found),
+        "seconds": seconds,
+        "wall_s": time.perf_counter() - began,
+    }
+
+
+def optimum(bench: Bench) -> float:
+    """How often the data is fetched by the best cache that holds as many of our pieces, headers and hash lists left out."""
+    job = bench.job("ours")
+    os.environ.update(KEYS, AWS_EC2_METADATA_DISABLED="true")
+    config = far_ours.config_of(job)
+    task = build_task(config, {"vocabulary_size": 2**16, "end_id": 0})
+    feed = open_feed(config, task, Folder(job.place))
+    (shards,) = feed.train.far
+    read: list[int] = []
+    for step in range(job.epochs * job.batches):
+        both = [feed.plan.positions(step, step + 1, rank, WORKERS)[0] for rank in range(WORKERS)]
+        pieces = [feed.train.pieces(feed.plan.order.at(positions))[0] for positions in both]
+        read += list(dict.fromkeys(np.concatenate(pieces).tolist()))
+    return belady(read, max(1, job.cache_bytes // shards.piece_bytes)) * shards.piece_bytes / (2 * bench.tokens)
+
+
+def seek() -> None:
+    """What it takes to find the samples of a step, first and a million steps later, of 10^9 samples."""
+    plan = Plan(Order(10**9, 1, "full"), slots=8, slot_size=8)
+    for step in (0, 10**6):
+        took = []
+        for _ in range(200):
+            began = time.perf_counter()
+            plan.order.at(plan.positions(step, step + 1, 0, WORKERS)[0])
+            took.append(time.perf_counter() - began)
+        print(f"samples of step {step:,}: {1e6 * statistics.median(took):.0f} us")
+
+
+def main() -> None:
+    """Measures as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mbit", type=float, default=200, help="of the link, both ways")
+    parser.add_argument("--mib", type=float, default=400, help="of data")
+    parser.add_argument("--cache", type=float, default=0.25, help="of the data that the node's cache holds")
+    parser.add_argument("--rate", type=float, default=20, help="MB a second that all workers use up")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--context", type=int, default=1024, help="tokens in a sample")
+    parser.add_argument("--shuffle", default="auto")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS[:2]))
+    parser.add_argument("--mosaic", type=Path, help="a Python with mosaicml-streaming")
+    parser.add_argument("--litdata", type=Path, help="a Python with litdata")
+    parser.add_argument("--limit", type=float, default=3600, help="seconds of a run at most")
+    parser.add_argument("--no-optimum", action="store_true", help="not the best cache, which reads the whole order")
+    parser.add_argument("--seek", action="store_true")
+    parser.add_argument("--folder", type=Path, help="where data is kept for another time")
+    given = parser.parse_args()
+    if given.seek:
+        seek()
+        return
+    if reason := unable("rclone", "tc") if shutil.which("rclone") else unable("tc"):
+        raise SystemExit(f"cannot make a host: {reason}")
+    given.ways += [way for way in ("mosaic", "litdata") if getattr(given, way) and way not in given.ways]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = (given.folder or Path(scratch)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        with Hosts(folder, 1, bandwidth=f"{given.mbit:g}mbit") as hosts:
+            measure(Bench(given, folder, hosts))
+
+
+def measure(bench: Bench) -> None:
+    """Runs all ways, round by round, and prints a line for each."""
+    given = bench.given
+    print(machine_line(machine()))
+    print(
+        f"{given.mib:g} MiB, {given.mbit:g} Mbit/s, a cache of {given.cache:g} of the data, {given.epochs} epochs, "
+        f"{WORKERS} workers that use up {given.rate:g} MB/s, samples of {2 * given.context:,} bytes",
+        flush=True,
+    )
+    for way in given.ways:
+        write(bench, way)
+    with served(bench):
+        if "ours" in given.ways and not given.no_optimum:
+            print(f"  the best cache fetches {optimum(bench):.2f} times the data", flush=True)
+        for number in range(given.rounds):
+            for way in given.ways[:: 1 if number % 2 == 0 else -1]:
+                try:
+                    found: Any = run(bench, way)
+                except (Failed, subprocess.TimeoutExpired) as error:
+                    print(f"  {way}: {error}", flush=True)
+                    continue
+                print(
+                    f"  {way}: {found['times']:.2f} times the data, waited {100 * found['waited']:.1f} %, first batch "
+                    f"{found['first_s']:.1f} s, {found['seconds']:.0f} s after it",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
