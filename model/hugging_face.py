@@ -13,7 +13,7 @@ keys and values apart, but for Phi-3, which keeps even gate and up in one; Gemma
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from raystride.model.cut import fill, shape_of_whole
-from raystride.model.hugging_face_config import check_description, describe
+from raystride.model.hugging_face_config import check_description, describe, model_type
 from raystride.model.linear import Linear
 from raystride.model.norm import RMSNorm
 from raystride.model.shape import key_width, query_width, sandwich_norm
@@ -111,6 +111,19 @@ class _Home:
     def ours(self) -> torch.Tensor | None:
         tensor: torch.Tensor | None = getattr(self.module, self.kind)
         return tensor
+
+
+def names_there(model: nn.Module) -> Callable[[str], tuple[str, ...]]:
+    """From our name of a module to theirs, which are several for rows of one of ours; none where no layout has it."""
+    if not isinstance(model, Decoder):
+        return lambda name: ()
+    try:
+        kind = model_type(model.shape)
+    except ValueError:
+        return lambda name: ()
+    theirs = _layout(model, kind).theirs
+    # Phi-3 has gate and up in one layer, to which two adapters cannot belong.
+    return (lambda name: () if name.endswith(("gate", "up")) else theirs(name)) if kind == "phi3" else theirs
 
 
 def to_hugging_face(model: Decoder, end_id: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -97,23 +97,47 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
         self.products = products or Products("torch")
+        self.adds_bias = True
+        """Whether the bias is added here, and not by another worker that has another part of the same sum."""
         self.products.add(outputs, inputs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out)."""
-        return linear(x, self.weight, self.bias, products=self.products)
+        return linear(x, self.weight, self.bias if self.adds_bias else None, products=self.products)
 
 
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, products: Products = _UNNAMED
 ) -> torch.Tensor:
-    """x W^T + b. `products` and `bf16_products` matter in fp32 on CPUs, outside autocast; elsewhere this is F.linear."""
+    """x W^T + b. `products` and `bf16_products` matter in fp32 on CPUs, outside autocast; elsewhere this is F.linear.
+
+    A weight that is held in another type than x, as a frozen one may be, is multiplied as if it had x's.
+    """
+    if weight.dtype != x.dtype and not weight.requires_grad and not torch.is_autocast_enabled(x.device.type):
+        held: torch.Tensor = _HeldLinear.apply(x, weight, bias, products)  # type: ignore[no-untyped-call]
+        return held
     if x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu"):
         ways = products.ways(weight.shape[0], weight.shape[1])
         if ways != PYTORCH:
             result: torch.Tensor = _CPULinear.apply(x, weight, bias, *ways)  # type: ignore[no-untyped-call]
             return result
     return F.linear(x, weight, bias)
+
+
+class _HeldLinear(torch.autograd.Function):
+    """A product with a frozen weight that is held in fewer bits: it is widened for the product, and not kept so."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, products: Products
+    ) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return linear(x, weight.to(x.dtype), bias, products=products)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad,), (weight,) = grads, ctx.saved_tensors
+        return grad @ weight.to(grad.dtype), None, None, None
 
 
 class _CPULinear(torch.autograd.Function):

@@ -57,9 +57,10 @@ class Decoder(nn.Module):
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """From the normalised last hidden states (B, T, C): what `forward` returns."""
         product = partial(linear, products=self.products)
+        head = self._head().to(hidden.dtype)  # one that is frozen may be held in fewer bits than what is computed with it
         if self.shape.logit_softcap:
-            return capped_cross_entropy(hidden, self._head(), targets, softcap=self.shape.logit_softcap, product=product)
-        return self.cross_entropy(hidden, self._head(), targets, product=product)
+            return capped_cross_entropy(hidden, head, targets, softcap=self.shape.logit_softcap, product=product)
+        return self.cross_entropy(hidden, head, targets, product=product)
 
     def hidden(
         self,

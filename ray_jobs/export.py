@@ -40,7 +40,8 @@ def _exported(settings: Export) -> int:
     storage = Folder.at(settings.storage)
     folder, opened = export_run(settings)
     to_mlflow = settings.to == "mlflow"
-    what = opened.config.task if to_mlflow else opened.config.model.flavour
+    adapter = opened.config.lora.rank > 0 and not to_mlflow and not settings.merge
+    what = opened.config.task if to_mlflow else "adapter" if adapter else opened.config.model.flavour
     print(f"{what} of step {opened.step}: {', '.join(folder.names())}")
     logged = _log(settings, opened, storage) if to_mlflow else pasted("ui", storage=str(storage))
     if settings.push:
@@ -49,6 +50,8 @@ def _exported(settings: Export) -> int:
     print(f"mlflow   {logged}")
     if to_mlflow:
         print(f"next     mlflow models serve -m {folder} --env-manager local")
+    elif adapter:
+        print(f'next     peft.PeftModel.from_pretrained(base, "{folder}"), or --lora.init_from {folder}')
     else:
         print(f'next     transformers.AutoModelForCausalLM.from_pretrained("{folder}"), or --model.init_from {folder}')
     return DONE

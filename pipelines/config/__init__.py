@@ -8,6 +8,7 @@ Settings are made in Python, or read from YAML and flags by `raystride.pipelines
 
 from raystride.pipelines.config.config import Config
 from raystride.pipelines.config.data import Data, Tokenizer
+from raystride.pipelines.config.lora import Lora
 from raystride.pipelines.config.model import Model
 from raystride.pipelines.config.profile import Profile
 from raystride.pipelines.config.run import Answering, Decoding, Finished, Launch, Record, Sample, Scaling
@@ -23,6 +24,7 @@ __all__ = [
     "Finished",
     "Guard",
     "Launch",
+    "Lora",
     "Model",
     "Objective",
     "Optimizer",

@@ -20,8 +20,13 @@ OTHERS = ("classification", "translation", "images")
 """Our tasks that do not; of a task of one's own nothing is known here."""
 
 
-def refuse_combinations(train: Train, scaling: Scaling, guard: Guard, checkpoint: Checkpoint) -> None:
-    """Raises SettingError for settings that are right one by one and cannot work together."""
+def refuse_combinations(
+    train: Train, scaling: Scaling, guard: Guard, checkpoint: Checkpoint, *, frozen: bool = False
+) -> None:
+    """Raises SettingError for settings that are right one by one and cannot work together.
+
+    `frozen`: what shards are of has no gradient, as with adapters.
+    """
     workers = scaling.workers if isinstance(scaling.workers, int) else 0
     if scaling.group > 1:
         _refuse_with_mesh(train, scaling, workers)
@@ -39,7 +44,7 @@ def refuse_combinations(train: Train, scaling: Scaling, guard: Guard, checkpoint
             "offload", f"must be false with scaling.strategy `{scaling.strategy}`: use `fsdp` or `deepspeed`"
         )
     if train.exact:
-        _refuse_with_exact(train, scaling)
+        _refuse_with_exact(train, scaling, frozen)
     if train.stochastic_rounding and scaling.strategy in SHARDED:
         raise train.error("stochastic_rounding", "must be false here: both sharded strategies keep a master copy, in shards")
     if guard.policy == "rewind" and not checkpoint.every:
@@ -60,8 +65,6 @@ def refuse_with_task(task: str, model: Model, objective: Objective, train: Train
         raise objective.error("label_smoothing", f"must be 0 with task `{task}`, whose network does not smooth")
     if model.pooling == "windows" and task != "classification":
         raise model.error("pooling", f"must be another but with task `classification`, not `{task}`")
-    if model.init_from and task not in DECODERS:
-        raise model.error("init_from", f"must be None with task `{task}`: the models that can be read are decoders")
     if task in OTHERS and model.norm == "sandwich":
         raise model.error("norm", f"must be another with task `{task}`: only decoders have `sandwich`")
     for name in DECODERS_ONLY if task in OTHERS else ():
@@ -176,8 +179,8 @@ def _nearest(count: int, wanted: int) -> int:
     return min((each for each in range(1, count + 1) if count % each == 0), key=lambda each: (abs(each - wanted), each))
 
 
-def _refuse_with_exact(train: Train, scaling: Scaling) -> None:
-    if scaling.strategy in SHARDED:
+def _refuse_with_exact(train: Train, scaling: Scaling, frozen: bool) -> None:
+    if scaling.strategy in SHARDED and not (frozen and scaling.strategy == "fsdp"):
         raise scaling.error(
             "strategy", "adds gradients up in an order that follows the number of workers; with train.exact use `ddp`"
         )

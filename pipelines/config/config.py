@@ -13,6 +13,7 @@ from raystride.pipelines.config.combinations import (
     refuse_with_task,
 )
 from raystride.pipelines.config.data import Data, Tokenizer
+from raystride.pipelines.config.lora import Lora, refuse_with_lora
 from raystride.pipelines.config.mixture import defines_source, mixture_entries, refuse_mixture
 from raystride.pipelines.config.model import Model
 from raystride.pipelines.config.profile import Profile
@@ -46,6 +47,8 @@ class Config(Section):
     """How text becomes ids."""
     model: Model = Model()
     """The network."""
+    lora: Lora = Lora()
+    """Adapters that are trained in its place."""
     objective: Objective = Objective()
     """What is minimised."""
     optimizer: Optimizer = Optimizer()
@@ -81,7 +84,8 @@ class Config(Section):
                 f"must be at most train.slots, {self.train.slots}, since workers share a step's slots: raise train.slots "
                 f"(and lower train.slot_size, {self.train.slot_size}, to keep the batch)",
             )
-        refuse_combinations(self.train, self.scaling, self.guard, self.checkpoint)
+        refuse_combinations(self.train, self.scaling, self.guard, self.checkpoint, frozen=self.lora.rank > 0)
+        refuse_with_lora(self.lora, self.model, self.train, self.scaling)
         refuse_with_task(self.task, self.model, self.objective, self.train)
         refuse_mesh_of_model(self.task, self.model, self.scaling)
         refuse_mixture(self.data, self.train.epochs)

@@ -88,7 +88,10 @@ class Export(Finished):
     """Whose layout: Hugging Face's, of the family that says what the model is (Llama, Qwen 2 and 3, Mistral, SmolLM 3,
     Phi-3, Gemma 2 and 3, GPT-2), in safetensors; or an MLflow model, which is logged to the run as well."""
     folder: str | None = setting(None)
-    """Folder or URI to write to; None: `export/` and the layout's name in the run's folder."""
+    """Folder or URI to write to; None: `export/` and the layout's name in the run's folder, or `export/adapter`."""
+    merge: bool = setting(False)
+    """Of a run that trained adapters (`lora.rank`): whether to add them to their base and write a plain model. Else the
+    adapter alone is written, in PEFT's layout; MLflow gets a plain model in any case."""
     sample: Sample = Sample()
     """How a language model that MLflow serves continues texts."""
     push: str | None = setting(None)

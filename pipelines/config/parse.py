@@ -9,7 +9,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -240,6 +240,19 @@ def _file_keys(content: dict[str, Any], known: set[str], prefix: str = "") -> It
         yield name
         if isinstance(value, dict) and (name not in known or any(each.startswith(f"{name}.") for each in known)):
             yield from _file_keys(value, known, f"{name}.")
+
+
+def with_settings(config: T, settings: Mapping[str, Any]) -> T:
+    """The configuration with these values. Raises SettingError for what a setting, or a rule between them, forbids."""
+    known: Any = config
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        section, _, name = key.rpartition(".")
+        sections.setdefault(section, {})[name] = as_typed(type(config), key, value)
+    whole = sections.pop("", {})
+    parts = {name: replace(getattr(known, name), **changes) for name, changes in sections.items()}
+    changed: T = replace(known, **whole, **parts)
+    return changed
 
 
 def as_typed(cls: Any, key: str, value: Any) -> Any:

@@ -103,6 +103,9 @@ class Sweep(Section):
     share: str = setting("", since="0.3")
     """`k/n`: measure only every n-th combination of a grid, from the k-th on, counted from 0. So many jobs of one name share
     a sweep, as a Slurm array's do; the last to end writes the answer. Empty: all of them."""
+    share_base: bool = setting(False, since="0.3")
+    """Train all trials beside each other in this process, over one frozen base: for the objective `loss`, of settings of
+    `lora`, `optimizer` and `data`. Without Ray, and without windows of speed, which trials would take from each other."""
     timeout_s: float = setting(900.0, above=0)
     """Seconds after which a trial is asked to end, with the windows that it has, and is given up as hung where it does not
     or has none."""
@@ -119,6 +122,8 @@ class Sweep(Section):
         for key, choices in self.space.items():
             self._check_choices(key, choices)
         self._check_share()
+        if self.share_base:
+            self._check_share_base()
         if self.least_windows > self.windows:
             raise self.error("least_windows", f"must be at most sweep.windows, {self.windows}")
         if self.objective == "time_to_loss" and not self.target_loss:
@@ -138,6 +143,16 @@ class Sweep(Section):
             raise self.error("share", "must be k/n with k from 0 to n - 1, such as 0/4")
         if self.share and self.search != "grid":
             raise self.error("share", f"needs sweep.search grid, whose combinations are known before; it is {self.search}")
+
+    def _check_share_base(self) -> None:
+        if self.search == "optuna":
+            raise self.error("share_base", "must be false with sweep.search optuna, which tries one after another")
+        if self.share:
+            raise self.error("share_base", "must be false with sweep.share, whose trials are those of several jobs")
+        if self.objective == "auto":  # without a space: defaults, that others are put over
+            return
+        if self.objective != "loss":
+            raise self.error("share_base", f"must be false with sweep.objective `{self.objective}`: give `loss`")
 
     def _combinations(self) -> int:
         """How many are tried at most."""
@@ -186,6 +201,8 @@ class SweepConfig(Config):
                 raise self.sweep.error("space", f"names {key}, which each trial sets by itself")
         for text in self.sweep.where:
             Condition(text, known)
+        if self.sweep.share_base and not self.lora.rank:
+            raise self.sweep.error("share_base", "needs lora.rank above 0: only the base of adapters can be shared")
         if self.scaling.mesh == "auto" or "scaling.mesh" in self.sweep.space:
             raise self.scaling.error("mesh", "must be `given` in a sweep: vary scaling.tensor, pipeline or context")
 

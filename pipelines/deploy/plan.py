@@ -226,6 +226,7 @@ def _check_data(kind: Kind, place: Place, config: Config) -> Check:
     """Files of this machine are found by jobs that run on it, or that share its disks, and below the storage by all."""
     found = {f"data.{name}": getattr(config.data, name) for name in DATA_PLACES}
     found |= {"tokenizer.file": config.tokenizer.file, "model.init_from": config.model.init_from}
+    found["lora.init_from"] = config.lora.init_from
     found |= {f"plugins[{number}]": file for number, file in enumerate(config.plugins)}
     below = f"{place.storage.rstrip('/')}/"
     local = [f"{name} {path!r}" for name, path in found.items() if path and _is_here(path) and not path.startswith(below)]

@@ -34,11 +34,30 @@ def export_hugging_face(opened: Opened, folder: Folder) -> Folder:
         description, tensors = to_hugging_face(opened.decoder, opened.encoder.end_id)
     except ValueError as error:
         raise SettingError(str(error)) from error
-    content, end = _tokenizer(opened)
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "model.safetensors"
         save_file(tensors, file, metadata={"format": "pt"})
         folder.upload(file, file.name)
+    _write_tokenizer(opened, folder)
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), opened.encoder.end_id)
+    folder.put_json("generation_config.json", ids)
+    folder.put_json("config.json", description)
+    return folder
+
+
+def export_adapter(opened: Opened, folder: Folder) -> Folder:
+    """Writes a run's adapters and its tokenizer into a folder that PEFT loads, and returns it.
+
+    Raises SettingError where no layout has the network.
+    """
+    from raystride.pipelines.train.peft import write_adapter
+
+    _write_tokenizer(opened, folder)
+    return write_adapter(opened.model, opened.config.lora, folder, base=opened.config.model.init_from or "")
+
+
+def _write_tokenizer(opened: Opened, folder: Folder) -> None:
+    content, end = _tokenizer(opened)
     folder.put(READY_FILE, content)
     # A document begins after the end token of the one before it, and so does what is written without a prompt.
     names = {"eos_token": end, "bos_token": end}
@@ -58,10 +77,6 @@ def export_hugging_face(opened: Opened, folder: Folder) -> Folder:
             **names,
         },
     )
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), opened.encoder.end_id)
-    folder.put_json("generation_config.json", ids)
-    folder.put_json("config.json", description)
-    return folder
 
 
 def _tokenizer(opened: Opened) -> tuple[str, str]:

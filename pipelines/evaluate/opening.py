@@ -149,17 +149,20 @@ def _chosen(checkpoints: "Checkpoints", checkpoint: str | int, average: int) -> 
 def _build(chosen: Chosen, task: Task) -> "nn.Module":
     import torch
 
+    from raystride.pipelines.strategies.spread import own_parameters
+    from raystride.pipelines.train.adapters import open_base
     from raystride.pipelines.train.checkpoint import Checkpoints
     from raystride.pipelines.train.products import use_products_of
 
     _use_kernels(chosen.config)
-    model = task.build_model()
-    mean = [torch.zeros_like(parameter) for parameter in model.parameters()] if len(chosen.checkpoints) > 1 else []
+    model = open_base(chosen.config, task, chosen.checkpoints[0]) if chosen.config.lora.rank else task.build_model()
+    own = [parameter for _, parameter in own_parameters(model)]
+    mean = [torch.zeros_like(parameter) for parameter in own] if len(chosen.checkpoints) > 1 else []
     for found in chosen.checkpoints:
         Checkpoints(found.folder, attempt="", keep=1).load(found, model)
-        for total, parameter in zip(mean, model.parameters(), strict=False):
+        for total, parameter in zip(mean, own, strict=False):
             total.add_(parameter.detach(), alpha=1 / len(chosen.checkpoints))
-    for parameter, value in zip(model.parameters(), mean, strict=False):
+    for parameter, value in zip(own, mean, strict=False):
         parameter.data.copy_(value)
     use_products_of(model, chosen.checkpoints[0])
     return model.eval()

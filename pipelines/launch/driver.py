@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from raystride.model.hugging_face_config import check_description
 from raystride.pipelines.cluster.cluster import CannotRun, ask_a_node, cluster, several_nodes
@@ -24,6 +24,7 @@ from raystride.pipelines.cluster.resources import Resources, Share
 from raystride.pipelines.cluster.resubmission import watch_over_job
 from raystride.pipelines.commands import of_storage, pasted, program
 from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config.combinations import DECODERS
 from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.feed.opening import open_feed, open_manifest
 from raystride.pipelines.files import Folder
@@ -34,6 +35,7 @@ from raystride.pipelines.launch.check import checks_for, resources_for
 from raystride.pipelines.launch.exit_codes import CODE_OF_SIGNAL, DONE, guarded
 from raystride.pipelines.launch.failure import TrainingFailed
 from raystride.pipelines.launch.job_page import JobPage, metadata_of
+from raystride.pipelines.launch.many import train_many
 from raystride.pipelines.launch.owner import Ownership, new_attempt
 from raystride.pipelines.launch.place import locate, settled
 from raystride.pipelines.launch.preflight import failing
@@ -67,7 +69,11 @@ from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.record.tensorboard_log import check_tensorboard
 from raystride.pipelines.report import closing_screen
 from raystride.pipelines.tasks import build_task
+from raystride.pipelines.train.base_run import check_run, is_run
 from raystride.pipelines.worker.job import Job
+
+if TYPE_CHECKING:
+    from raystride.pipelines.strategies.strategy import Strategy
 
 LEAVE_S = 5.0
 """How long Python's end may take after an inline training that hangs."""
@@ -104,24 +110,24 @@ def train(
     watcher: Watcher | None = None,
     tags: Mapping[str, str] | None = None,
     carried: Carried | None = None,
+    strategy: "Strategy | None" = None,
 ) -> RunSummary:
     """Trains a configuration with a name and absolute places; returns the summary. Trials have a watcher, and tags.
 
-    `carried` is what another process's script has registered, where it is not this one's.
+    `carried` is what another process's script has registered; `strategy` shares a model with other trainings of this one.
     Raises SettingError, DataError, CannotRun, TrainingFailed, and OSError where the storage takes no files.
     """
+    if config.lora.adapters > 1:
+        return train_many(config, storage, screen, train)
     milestones = {"driver": time.time()}
-    carried = carried or Carried.here()
-    carried.register()
-    config = replace(config, plugins=tuple(dict.fromkeys([*config.plugins, *carried.needed(config)])))
+    config, carried = _with_plugins(config, carried or Carried.here())
     folder = storage / str(config.run)
     earlier = read_earlier(folder)
     if _nothing_left(config, storage, folder, earlier, screen):
         return (earlier and earlier.summary) or {}
     learned = earlier.learned if earlier else ""
     check_data(config, storage, build_task(config), learned)
-    attempt = new_attempt()
-    told = metadata_of(str(config.run), str(storage), config.record.mlflow)
+    attempt, told = new_attempt(), metadata_of(str(config.run), str(storage), config.record.mlflow)
     with (
         Ownership.take(folder, attempt, screen.line) as mine,
         cluster(config.launch, told) as dashboard,
@@ -149,6 +155,7 @@ def train(
             # A trial's process has driven others before: its own start says nothing of this one.
             started_at=milestones["driver"] if watcher else process_start(os.getpid()) or milestones["driver"],
             milestones=milestones,
+            strategy=strategy,
         )
         job, share = _settled(job, there, share, environment, None if watcher else screen.line)
         write_settings(folder, attempt, settled(config), environment)
@@ -156,6 +163,12 @@ def train(
         _show_pages(folder, all_tags, screen)
         page.end(summary := _conduct(job, share, storage, all_tags, Beside(screen, watcher or page, mine.check)))
         return summary
+
+
+def _with_plugins(config: Config, carried: Carried) -> tuple[Config, Carried]:
+    """The settings with the plug-ins that they need, which are registered."""
+    carried.register()
+    return replace(config, plugins=tuple(dict.fromkeys([*config.plugins, *carried.needed(config)]))), carried
 
 
 def _watch_over(config: Config, dashboard: str | None, screen: Screen) -> None:
@@ -265,6 +278,11 @@ def _check_metric(config: Config) -> None:
 
 def _check_init(place: str, config: Config) -> None:
     """Refuses weights of another network before the run's name stands for these settings; workers look at all the rest."""
+    if is_run(place):
+        check_run(config, Folder(place))
+        return
+    if config.task not in DECODERS:
+        raise config.model.error("init_from", f"must be a run's folder with task `{config.task}`: folders hold decoders")
     try:
         check_description(config.model, read_description(place))
     except (ValueError, FileNotFoundError) as error:

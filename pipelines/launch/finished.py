@@ -118,11 +118,24 @@ def export_run(settings: Export) -> "tuple[Folder, Opened]":
 
     Raises SettingError where there is no such run or checkpoint, or the layout cannot say what the model is.
     """
-    from raystride.pipelines.evaluate.opening import open_run
+    from raystride.pipelines.evaluate.opening import choose
 
     storage = Folder.at(settings.storage)
-    opened = open_run(storage, settings.run, settings.checkpoint, settings.average)
-    target = Folder.at(settings.folder) if settings.folder else storage / settings.run / "export" / settings.to
+    chosen = choose(storage, settings.run, settings.checkpoint, settings.average)
+    if settings.merge and not chosen.config.lora.rank:
+        raise SettingError(f"merge is True: it must be false, since run {settings.run} trained no adapters (lora.rank is 0)")
+    opened = chosen.open()
+    adapter = opened.config.lora.rank and settings.to == "hugging_face" and not settings.merge
+    name = "adapter" if adapter else settings.to
+    target = Folder.at(settings.folder) if settings.folder else storage / settings.run / "export" / name
+    if adapter:
+        from raystride.pipelines.evaluate.export import export_adapter
+
+        return export_adapter(opened, target), opened
+    if opened.config.lora.rank:
+        from raystride.model.lora import merge
+
+        merge(opened.model)
     if settings.to == "mlflow":
         from raystride.pipelines.evaluate.mlflow_model import write_mlflow_model
 

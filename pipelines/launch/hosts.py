@@ -92,7 +92,7 @@ class LookAtHost:
         try:
             if weights and is_hub_name(weights):
                 read_description(weights)
-            elif weights and not Folder(weights).exists("config.json"):
+            elif weights and not any(Folder(weights).exists(name) for name in ("config.json", "config.yaml")):
                 return f"model.init_from is {weights!r}: there is no config.json in it"
             if self.data is None:
                 return ""

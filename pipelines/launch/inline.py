@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 
 from raystride.pipelines.hang.detector import HangDetector
@@ -35,7 +35,10 @@ def train_inline(job: Job, recorder: InlineRecorder) -> RunSummary:
     """Trains as the only worker; returns its summary. Raises what the training raises, and Hung where it hangs."""
     from raystride.pipelines.worker.worker import run_worker
 
-    train = partial(run_worker, job, WorkerInfo(), recorder.post, recorder.stop_requested)
+    def train() -> RunSummary:
+        with getattr(job.strategy, "taking_part", nullcontext)():
+            return run_worker(job, WorkerInfo(), recorder.post, recorder.stop_requested)
+
     hang_s = job.config.launch.hang_s
     return train() if hang_s in ("auto", 0) else _leave_if_it_hangs(train, job, recorder)
 

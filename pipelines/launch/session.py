@@ -31,6 +31,8 @@ POLL_S = 0.5
 LOOK_S = 5.0
 """Seconds of a start after which it is said what it waits for, and between two looks at that."""
 
+_ending = threading.Lock()  # what draws pictures has settings of the process, and several trainings may end in it
+
 Train = Callable[[], RunSummary]
 """Trains to the end; returns the summary, raises what the training raises."""
 
@@ -83,7 +85,7 @@ def conduct(job: Job, recorder: Recording, train: Train, beside: Beside) -> RunS
     Raises TrainingFailed where the training raised; Owned where another driver has taken the run over, and CannotRun where
     the workers find no places, both without touching the run's files.
     """
-    with _stop_signals(recorder.request_stop) as told:
+    with stop_signals(recorder.request_stop) as told:
         outcome = _watch(train, recorder, beside, f"starting on {job.device} ...", told)
         if isinstance(outcome, Owned | CannotRun):
             raise outcome
@@ -91,7 +93,8 @@ def conduct(job: Job, recorder: Recording, train: Train, beside: Beside) -> RunS
             beside.watcher.on_failure(outcome)
         elif told and outcome.get("ending") == "stopped":
             outcome["interrupted_by"] = told[0]
-        return _end(job, recorder, beside.screen, outcome)
+        with _ending:
+            return _end(job, recorder, beside.screen, outcome)
 
 
 def _watch(train: Train, recorder: Recording, beside: Beside, phase: str, told: Sequence[str]) -> RunSummary | BaseException:
@@ -139,29 +142,42 @@ def _state(recorder: Recording) -> TrainingState | None:
         return None
 
 
+@dataclass(frozen=True)
+class _Listener:
+    """Who is told of a signal."""
+
+    request_stop: Callable[[], None]
+    told: list[str]
+
+
+_listeners: list[_Listener] = []  # of the process, as handlers are
+
+
+def _handle(number: int, frame: object) -> None:
+    name = signal.Signals(number).name
+    if any(each.told for each in _listeners):
+        raise interruption(number, f"asked twice to end ({name})")
+    for each in _listeners:
+        each.told.append(name)
+        # From a thread, as the request goes to an actor and may have to wait, which a handler must not.
+        threading.Thread(target=each.request_stop, daemon=True).start()
+
+
 @contextmanager
-def _stop_signals(request_stop: Callable[[], None]) -> Iterator[list[str]]:
+def stop_signals(request_stop: Callable[[], None]) -> Iterator[list[str]]:
     """Turns Ctrl-C and SIGTERM into a stop request, while the record is closed too; a second one ends the process as usual.
 
-    Yields what was received. Set after ray.init, which puts its own handlers in place.
+    Yields what was received. Set after ray.init, which puts its own handlers in place. Python lets the main thread alone set
+    handlers: one that is inside tells those of all threads, and without it another thread is told nothing.
     """
-    told: list[str] = []
-
-    def handle(number: int, frame: object) -> None:
-        if told:
-            raise interruption(number, f"asked twice to end ({signal.Signals(number).name})")
-        told.append(signal.Signals(number).name)
-        # From a thread, as the request goes to an actor and may have to wait, which a handler must not.
-        threading.Thread(target=request_stop, daemon=True).start()
-
-    # Python lets the main thread alone set handlers, and who uses the library may be in another one.
-    if threading.current_thread() is not threading.main_thread():
-        yield told
-        return
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    listener = _Listener(request_stop, [])
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, _handle) for number in (signal.SIGINT, signal.SIGTERM)} if main else {}
+    _listeners.append(listener)
     try:
-        yield told
+        yield listener.told
     finally:
+        _listeners.remove(listener)
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -13,6 +13,8 @@ go. `fsdp` (FSDP2) gathers the outer parameters for the whole step and a block's
 twice, in the buffer in which they came; a block's gradient is whole until it is summed, and with several micro-batches all
 gradients are until the last one. `deepspeed` (ZeRO; Rajbhandari et al., 2020, section 5) spreads what its stage says.
 
+Under adapters (`lora.rank`) all but those is frozen: 4 bytes a parameter, or 2, and nothing beside them.
+
     need = estimate(config, expected(config), workers=2, device="cpu")          # None: not known of this network
     need.total                                                # bytes
 """
@@ -21,6 +23,7 @@ from dataclasses import dataclass, replace
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.memory.activations import FP32, Arithmetic, Moment, Network, moments
+from raystride.pipelines.memory.adapters import adapter_numbers, held_low
 from raystride.pipelines.memory.cut import NetworkPart, cut_config, cut_facts, network_parts
 from raystride.pipelines.memory.networks import Facts, network_of
 from raystride.pipelines.strategies.stage_plan import Schedule
@@ -79,6 +82,9 @@ def _of_part(config: Config, facts: Facts, part: NetworkPart, *, workers: int, d
         more = _on_their_way(network, part, slots, config.train.activation_checkpointing, config.scaling.schedule)
         held = [replace(each, activations=each.activations + more) for each in held]
     several = slots > together
+    if config.lora.rank:
+        tokens = together * config.train.slot_samples * config.model.context
+        return _adapters(config, network, max(each.activations for each in held), tokens, workers)
     if config.scaling.strategy == "fsdp":
         several = slots > max(part.on_their_way) if part.stages else several
         whole = Whole(config, network, several=several, staged=bool(part.stages))
@@ -140,6 +146,28 @@ def _whole(
         each.activations + (gradients + FP32 * each.making if there else FP32 * each.arisen) for each in [*held, updating]
     )
     return MemoryEstimate(parameters, gradients, optimizer, activations, parameters + optimizer + most)
+
+
+def _adapters(config: Config, network: Network, activations: float, tokens: int, workers: int) -> MemoryEstimate:
+    """A frozen base, whole or in shards, and small adapters that every worker trains whole.
+
+    The activations are those of a training of all weights: the most that they can be.
+    """
+    number = HALF if config.lora.base_precision == "bf16" else FP32
+    base, trained = float(number * network.count), adapter_numbers(config)
+    if config.scaling.strategy == "fsdp":
+        blocks = [block.numbers for block in network.blocks]
+        # What lies outside of blocks is gathered for the step, a block while the next one comes, each with its buffer.
+        activations += number * (network.count - sum(blocks) + 4 * max(blocks, default=0))
+        base /= config.scaling.shard_workers or workers
+    elif number == HALF:
+        activations += FP32 * max(network.sizes)  # a matrix is widened for its product
+    activations += held_low(config, tokens)
+    gradients = float(FP32 * trained)
+    if config.train.exact:
+        gradients = _exact_gradients(config, replace(network, sizes=[trained]), workers)
+    parameters, optimizer = base + FP32 * trained, FP32 * trained * _moments_of(config)
+    return MemoryEstimate(parameters, gradients, optimizer, activations, parameters + gradients + optimizer + activations)
 
 
 def _exact_gradients(config: Config, network: Network, workers: int) -> float:

@@ -3,6 +3,7 @@
 strategy   the protocol, and `Single` for one worker
 ddp        every worker holds the whole model; gradients are summed over all
 reduction  the buckets in which they are summed
+sharded_base  adapters over a frozen base in shards
 sharded    what the next two have in common
 fsdp       parameters, gradients and optimiser state in shards (FSDP2)
 deepspeed  the same by DeepSpeed's ZeRO, stage by stage
@@ -18,9 +19,13 @@ from typing import TYPE_CHECKING
 from raystride.pipelines.strategies.measured import LOSS, OUT_OF_TIME, STOP, SUMMED, TARGETS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     import torch
+    from torch import nn
 
     from raystride.pipelines.config import Config
+    from raystride.pipelines.strategies.reduction import Buckets
     from raystride.pipelines.strategies.strategy import Strategy
 
 __all__ = ["LOSS", "OUT_OF_TIME", "STOP", "SUMMED", "TARGETS", "build_strategy"]
@@ -29,11 +34,22 @@ __all__ = ["LOSS", "OUT_OF_TIME", "STOP", "SUMMED", "TARGETS", "build_strategy"]
 def build_strategy(config: "Config", *, device: "torch.device", rank: int, world: int) -> "Strategy":
     """The strategy that `scaling.strategy` names; `auto` is `single` for one worker and `ddp` for several."""
     scaling, train = config.scaling, config.train
-    bucket_bytes = int(scaling.bucket_mib * 2**20)
     if scaling.group > 1:
         from raystride.pipelines.strategies.meshed import Meshed
 
         return Meshed(scaling, train, device, rank, world)
+    if scaling.strategy == "fsdp" and config.lora.rank:
+        from raystride.pipelines.strategies.sharded_base import ShardedBase
+
+        return ShardedBase(
+            device,
+            rank,
+            world,
+            _buckets(config, rank, world),
+            shard_workers=scaling.shard_workers,
+            reshard=scaling.reshard,
+            offload=scaling.offload,
+        )
     if scaling.strategy == "fsdp":
         import torch
 
@@ -56,23 +72,28 @@ def build_strategy(config: "Config", *, device: "torch.device", rank: int, world
             rank,
             world,
             stage=scaling.zero,
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=int(scaling.bucket_mib * 2**20),
             offload=scaling.offload,
             precision=train.precision,
         )
-    if train.exact:
-        from raystride.pipelines.feed.plan import share
+    if train.exact or world > 1:
         from raystride.pipelines.strategies.ddp import DataParallel
-        from raystride.pipelines.strategies.exact import ExactBuckets
 
-        shares = [share(train.slots, each, world) for each in range(world)]
-        buckets = partial(ExactBuckets, bucket_bytes=bucket_bytes, extra=len(SUMMED), shares=shares, rank=rank)
-        return DataParallel(device, rank, world, buckets)
-    if world > 1:
-        from raystride.pipelines.strategies.ddp import DataParallel
-        from raystride.pipelines.strategies.reduction import Buckets
-
-        return DataParallel(device, rank, world, partial(Buckets, bucket_bytes=bucket_bytes, extra=len(SUMMED)))
+        return DataParallel(device, rank, world, _buckets(config, rank, world))
     from raystride.pipelines.strategies.strategy import Single
 
     return Single(device)
+
+
+def _buckets(config: "Config", rank: int, world: int) -> "Callable[[Iterable[nn.Parameter]], Buckets]":
+    """What makes the buckets in which gradients are summed: with train.exact along the one tree."""
+    bytes_each = int(config.scaling.bucket_mib * 2**20)
+    if not config.train.exact:
+        from raystride.pipelines.strategies.reduction import Buckets
+
+        return partial(Buckets, bucket_bytes=bytes_each, extra=len(SUMMED))
+    from raystride.pipelines.feed.plan import share
+    from raystride.pipelines.strategies.exact import ExactBuckets
+
+    shares = [share(config.train.slots, each, world) for each in range(world)]
+    return partial(ExactBuckets, bucket_bytes=bytes_each, extra=len(SUMMED), shares=shares, rank=rank)

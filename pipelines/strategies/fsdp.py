@@ -11,7 +11,7 @@ gathers parameters.
     model, optimizer = strategy.prepare(model, build_optimizer)
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import nn
@@ -61,8 +61,13 @@ class FullySharded(Sharded):
         self._models: list[nn.Module] = []
         self._mesh = mesh
 
-    def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> tuple[nn.Module, Optimizer]:
-        """Gives every worker rank 0's parameters and keeps this worker's shards of them."""
+    def prepare(
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[[nn.Module], Optimizer],
+        whole: Collection[nn.Parameter] = (),
+    ) -> tuple[nn.Module, Optimizer]:
+        """Gives every worker rank 0's parameters and keeps this worker's shards of them, but for those that stay `whole`."""
         model = model.to(self.device)
         if self._mesh is None:
             give_first_workers_values(model, self.world)
@@ -70,9 +75,9 @@ class FullySharded(Sharded):
             shape, names = ((copies, self._shards), ("replicas", "shards")) if copies > 1 else ((self.world,), ("shards",))
             self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         for block in blocks(model):
-            self._shard(block, reshard=self._reshard)
+            self._shard(block, whole, reshard=self._reshard)
         # Embeddings and head are needed at both ends of a step, so they stay gathered in between.
-        self._shard(model, reshard=False)
+        self._shard(model, whole, reshard=False)
         for module in _sharded(model):
             # FSDP2 would take the mean over the workers, and by operations that gloo does not have.
             module.set_gradient_divide_factor(1.0)
@@ -86,13 +91,14 @@ class FullySharded(Sharded):
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         return model, make_optimizer(model)
 
-    def _shard(self, module: nn.Module, *, reshard: bool) -> None:
+    def _shard(self, module: nn.Module, whole: Collection[nn.Parameter], *, reshard: bool) -> None:
         fully_shard(
             module,
             mesh=self._mesh,
             reshard_after_forward=reshard,
             mp_policy=self._precision,
             offload_policy=self._offload,
+            ignored_params=set(whole),
         )
 
     def begin(self) -> None:

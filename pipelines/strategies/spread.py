@@ -56,8 +56,18 @@ def parameters_in(model: nn.Module) -> int:
     return sum(math.prod(getattr(each, "ds_shape", each.shape)) for each in model.parameters())
 
 
+def own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """What is a run's own, by name: parameters that it trains, and those that are to be kept with them (`kept`).
+
+    All of a network but the frozen base of adapters.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad or getattr(parameter, "kept", False):
+            yield name, parameter
+
+
 def whole_values(model: nn.Module, optimizer: Holds | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter's name and whole value by name, master copies where there are any; all workers go through it."""
+    """Each own parameter's name and whole value by name, master copies where there are any; all workers go through it."""
 
     def value(parameter: nn.Parameter) -> torch.Tensor:
         held = parameter.detach()
@@ -71,11 +81,22 @@ def whole_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return gathered(model, lambda each: torch.zeros_like(each) if each.grad is None else each.grad)
 
 
-def gathered(model: nn.Module, of: Callable[[nn.Parameter], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Something of every parameter's shape, by name and whole; `of` says what this worker's part of it is."""
+def whole_base(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each frozen parameter's name and whole value by name; all workers go through it."""
+    return gathered(model, lambda each: each.detach(), own=False)
+
+
+def gathered(
+    model: nn.Module, of: Callable[[nn.Parameter], torch.Tensor], *, own: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Something of each parameter's shape, by name and whole; `of` says what this worker's part of it is.
+
+    `own`: of the run's own parameters, else of all others.
+    """
     spread = spread_of(model)
     here = dict(model.named_parameters())
-    for name in sorted(here if spread is None else spread.shapes):
+    left_out = here.keys() - dict(own_parameters(model)).keys() if own else dict(own_parameters(model)).keys()
+    for name in sorted((here if spread is None else spread.shapes).keys() - left_out):
         held = of(here[name]) if name in here else None
         held = held.full_tensor() if hasattr(held, "full_tensor") else held  # type: ignore[union-attr]
         yield name, held if spread is None else _whole(spread, name, held)  # type: ignore[misc]

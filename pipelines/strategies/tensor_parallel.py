@@ -29,7 +29,7 @@ from raystride.model.classifier import Classifier
 from raystride.model.cross_attention import CrossAttention
 from raystride.model.cut import Cut, cut_parameter
 from raystride.model.dropout import Dropout
-from raystride.model.linear import Linear, linear
+from raystride.model.linear import Linear
 from raystride.model.transformer import Decoder
 from raystride.model.translator import Translator
 from raystride.triton_kernels.linear_cross_entropy_sharded import linear_cross_entropy_sharded
@@ -160,7 +160,7 @@ class _Style(ParallelStyle):
         assert module.bias is not None
         summed_over_tensor(module.bias)
         if self.shards.rank:
-            module.forward = lambda x: linear(x, module.weight, products=module.products)  # type: ignore[method-assign]
+            module.adds_bias = False
 
     def enclose(self, module: nn.Module) -> nn.Module:
         """All tokens come in, and this worker's part of the sum goes out."""

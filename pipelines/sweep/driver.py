@@ -34,6 +34,7 @@ from raystride.pipelines.sweep.choice import price_of, undecided
 from raystride.pipelines.sweep.page import write_report
 from raystride.pipelines.sweep.progress import Board
 from raystride.pipelines.sweep.result import WITHOUT_FIGURES, Result, forget, keep_result, keys, results
+from raystride.pipelines.sweep.shared import measure_shared
 from raystride.pipelines.sweep.space import MESH, Candidate, draw, grid, mesh_flags
 from raystride.pipelines.sweep.tracking import Tracking
 from raystride.pipelines.sweep.tuning import SweepPlan, measure
@@ -48,7 +49,9 @@ def run_sweep(parsed: Parsed[SweepConfig]) -> int:
 def located(parsed: Parsed[SweepConfig]) -> tuple[SweepConfig, Folder]:
     """The sweep with a name and absolute places, and the storage. Raises SettingError where it is to run without Ray."""
     config, storage = locate(Parsed(parsed.settings.training(), parsed.preset))
-    if config.launch.mode != "ray":
+    if parsed.settings.sweep.share_base:
+        config = replace(config, launch=replace(config.launch, mode="inline"))
+    elif config.launch.mode != "ray":
         raise config.launch.error("mode", "must be `ray` for a sweep, whose trials Ray Tune runs")
     return replace(parsed.settings, **{item.name: getattr(config, item.name) for item in fields(Config)}), storage
 
@@ -122,17 +125,21 @@ def _measure_missing(
     _each_kind(base, missing, lambda config: check_data(config, storage, build_task(config)))
     told = metadata_of(str(base.run), str(storage), base.record.mlflow)
     with cluster(base.launch, told):
-        tell_of_job(told)
+        if not base.sweep.share_base:
+            tell_of_job(told)
         _prepare_all(base, storage, missing, screen)
-        plan = SweepPlan(base, storage, price_of(base, described), Resources.of_cluster(), Carried.here())
+        shared = base.sweep.share_base
+        there = Resources.of_this_machine() if shared else Resources.of_cluster()
+        plan = SweepPlan(base, storage, price_of(base, described), there, Carried.here())
+        run = measure_shared if shared else measure
         with Board(base.sweep.space, left, quiet=not screen.seen) as board:
             on_end = partial(_on_end, folder, tracking, board)
             if left > 0:
-                measure(plan, missing, list(known.values()), left, on_end)
+                run(plan, missing, list(known.values()), left, on_end)
             while decides and (further := undecided(list(_known(base, folder, candidates).values()), base)):
                 names = "; ".join(each.label for each in further)
                 board.more(len(further), f"another seed for what the loss does not tell apart: {names}")
-                measure(plan, further, [], len(further), on_end)
+                run(plan, further, [], len(further), on_end)
 
 
 def _described(base: SweepConfig) -> ClusterDescription | None:

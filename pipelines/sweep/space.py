@@ -20,7 +20,7 @@ from typing import Any
 
 from raystride.pipelines.config import Config, Scaling, SettingError
 from raystride.pipelines.config.condition import Condition
-from raystride.pipelines.config.parse import as_typed
+from raystride.pipelines.config.parse import with_settings
 from raystride.pipelines.config.sweep import SweepConfig
 
 Settings = Mapping[str, Any]
@@ -148,18 +148,6 @@ def mesh_words(scaling: Scaling, settings: Settings) -> str:
 def mesh_flags(settings: Settings) -> str:
     """The mesh of a combination as flags of a command line; empty where none varies."""
     return " ".join(f"--{key} {settings[key]}" for key in MESH if key in settings)
-
-
-def with_settings(config: Config, settings: Settings) -> Config:
-    """The configuration with these values. Raises SettingError for what a setting, or a rule between them, forbids."""
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in settings.items():
-        section, _, name = key.rpartition(".")
-        sections.setdefault(section, {})[name] = as_typed(Config, key, value)
-    whole = sections.pop("", {})
-    return replace(
-        config, **whole, **{name: replace(getattr(config, name), **changes) for name, changes in sections.items()}
-    )
 
 
 def grid(base: SweepConfig) -> Iterator[Candidate]:

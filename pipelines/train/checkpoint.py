@@ -28,14 +28,16 @@ from torch import nn
 
 from raystride.pipelines.files import Folder
 from raystride.pipelines.retries import transient
+from raystride.pipelines.strategies.spread import own_parameters
 from raystride.pipelines.train.agreement import put_together
 from raystride.pipelines.train.names import MANIFEST, step_name
 from raystride.pipelines.train.optimizer import Updater
 from raystride.pipelines.train.pieces import as_part, here
 from raystride.pipelines.train.pruning import data_of, hinted, prune
+from raystride.pipelines.train.reading import read
 from raystride.pipelines.train.staging import Staging
 from raystride.pipelines.train.state import TrainState
-from raystride.pipelines.train.whole import FORMAT, INDEXED, check_file, read_whole
+from raystride.pipelines.train.whole import FORMAT, INDEXED, check_file
 
 Log = Callable[[str], None]
 Answer = TypeVar("Answer")
@@ -338,15 +340,12 @@ class Checkpoints:
     def load(self, found: Found, model: nn.Module, optimizer: Updater | None = None) -> None:
         """Fills the model and, where given, the optimiser, whatever number of workers wrote the checkpoint."""
         wanted: dict[str, torch.Tensor] = {}
-        for name, parameter in model.named_parameters():
+        for name, parameter in own_parameters(model):
             into = _wanted(name, parameter, found.manifest["tensors"], optimizer)
             wanted |= {key: as_part(model, name, tensor) for key, tensor in into.items()}
-        if self.group or not read_whole(wanted, found.folder, found.manifest):
-            from raystride.pipelines.train.storage import CheckpointReader, load
-
-            load(wanted, CheckpointReader(found.folder, found.manifest, self.rank, wanted), self.group)
+        read(wanted, found.folder, found.manifest, self.rank, self.group)
         if optimizer is not None:
-            for name, parameter in model.named_parameters():
+            for name, parameter in own_parameters(model):
                 optimizer.load_state(parameter, _held(name, wanted, optimizer))
 
 
@@ -365,12 +364,13 @@ def _said_of(error: Exception, folder: Folder) -> tuple[str, str | None]:
 
 
 def named_tensors(model: nn.Module, optimizer: Updater) -> dict[str, torch.Tensor]:
-    """All that a checkpoint holds, by name: `model.<parameter>` and `optimizer.<parameter>.<state>`; tied ones once.
+    """All that a checkpoint holds, by name: `model.<parameter>` and `optimizer.<parameter>.<state>`; tied ones once, and of
+    adapters' base nothing.
 
     The model's part are the master copies where there are any. All workers call it together.
     """
     tensors: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in own_parameters(model):
         held = dict(optimizer.state(parameter))
         tensors[f"model.{name}"] = as_part(model, name, held.pop("master", parameter.detach()))
         tensors |= {f"optimizer.{name}.{key}": as_part(model, name, value) for key, value in held.items()}

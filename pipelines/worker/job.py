@@ -6,11 +6,14 @@ summary = run_worker(job, WorkerInfo(rank=0, world=2), post, stopping)
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.files import Folder
 from raystride.pipelines.plugins import Carried
+
+if TYPE_CHECKING:
+    from raystride.pipelines.strategies.strategy import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,8 @@ class Job:
     """What the driver's own script has registered."""
     started_at: float = field(default_factory=time.time)
     """When the job's process began, in seconds since 1970."""
+    strategy: "Strategy | None" = field(default=None, repr=False)
+    """How this process shares a model with other trainings in it; None: it does not, and the settings say the strategy."""
     milestones: dict[str, float] = field(default_factory=dict)
     """What had been reached at which time (seconds since 1970) on the way to the first step; see `FirstStep`."""
 

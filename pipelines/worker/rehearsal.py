@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from raystride.pipelines.config import Checkpoint, Launch, Profile, Sample, Validation
+from raystride.pipelines.config import Checkpoint, Launch, Lora, Profile, Sample, Validation
 from raystride.pipelines.files import Folder
 from raystride.pipelines.observers.observer import Observer, RunFacts
 from raystride.pipelines.record.entry import Entry
@@ -81,10 +81,13 @@ def rehearse(job: Job, places: list[Places]) -> dict[Places, float]:
 
 def _bare(job: Job, folder: Folder) -> Job:
     """The same training without all that goes on around its steps."""
-    train = replace(job.config.train, steps=10**6, epochs=0.0, hours=0.0, log_every=1)
+    # Shards that are summed cannot be exact, as a base in shards can.
+    exact = job.config.train.exact and not job.config.lora.rank
+    train = replace(job.config.train, steps=10**6, epochs=0.0, hours=0.0, log_every=1, exact=exact)
     config = replace(
         job.config,
         model=replace(job.config.model, init_from=""),
+        lora=Lora(),  # without a base there is nothing to adapt
         train=train,
         validation=Validation(every=0),
         checkpoint=Checkpoint(every=0),

@@ -37,10 +37,11 @@ from raystride.pipelines.record.sender import Post, Sender
 from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.strategies import build_strategy
 from raystride.pipelines.strategies.recompute import as_compiled, recompute
-from raystride.pipelines.strategies.spread import parameters_in
+from raystride.pipelines.strategies.spread import parameters_in, spread_of
 from raystride.pipelines.strategies.strategy import Strategy
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tokenizers import Tokenizers
+from raystride.pipelines.train.adapters import HEADER, begin_adapters, check_base, network_maker, settle_base
 from raystride.pipelines.train.attention_choice import choose_attention
 from raystride.pipelines.train.checkpoint import Checkpoints, Found
 from raystride.pipelines.train.fingerprint import parameters_sha256
@@ -133,23 +134,29 @@ def build_training(
     use_kernels(config.model.kernels)
     manifest = open_manifest(config, job.prepared)
     task = build_task(config, manifest.facts, Tokenizers(job.prepared, manifest.tokenizers))
-    strategy = build_strategy(config, device=device, rank=rank, world=world)
+    strategy = job.strategy or build_strategy(config, device=device, rank=rank, world=world)
+    strategy.device = device
     torch.manual_seed(config.seed)
     precision = Precision(config.train.precision)
     precision.use_products()
     if shortfall := precision.shortfall(device):
         log(shortfall)
-    network = model = strategy.build(task.build_model)
+    network = model = strategy.build(network_maker(task.build_model, config, job.prepared / "tokenizer", log))
     if config.masks_by_place:
         number_dropouts(model)
     checkpoints = _checkpoints(job, worker, manifest, log)
     found = checkpoints.newest()
-    if config.model.init_from and not found:  # a run that is resumed needs that folder no more
+    if config.lora.rank:
+        begin_adapters(model, config, found, checkpoints)
+    elif config.model.init_from and not found:  # a run that is resumed needs that folder no more
         start_from(model, config.model.init_from, job.prepared / "tokenizer", log)
+    base = settle_base(model) if config.lora.rank and spread_of(model) is None else ""
     precision.convert(model, sharded=strategy.sharded)
     make_optimizer = partial(build_optimizer, config.optimizer, stochastic=config.train.stochastic_rounding)
     model, optimizer = strategy.prepare(recompute(model, config.train), make_optimizer)
-
+    if config.lora.rank:
+        base = base or settle_base(model)  # a network in parts can be asked for its whole once it is spread
+        check_base(found, base, config)
     if found:
         checkpoints.load(found, model, optimizer)
         log(f"resumed from step {found.step}")
@@ -161,7 +168,7 @@ def build_training(
     choice = _choose_products(job, config, worker, network, feed.train, found, log)
     loader = _loader(config, strategy, feed, state, stopping)
     bits = choice.bits | choose_attention(config, device=device, found=found, rank=rank, world=world, log=log)
-    made = {"run": job.run, "bits": bits, "data": manifest.fingerprint}
+    made = {"run": job.run, "bits": bits, "data": manifest.fingerprint} | ({HEADER: {"base": base}} if base else {})
     return Training(
         config=config,
         strategy=strategy,
@@ -285,6 +292,7 @@ def _validation(
 def _facts(job: Job, worker: WorkerInfo, training: Training) -> RunFacts:
     """What observers are told of this worker."""
     model, samples = training.model, training.loader.samples
+    flops = samples.task.flops_per_token(model, samples.example)
     return RunFacts(
         run=job.run,
         attempt=job.attempt,
@@ -296,7 +304,8 @@ def _facts(job: Job, worker: WorkerInfo, training: Training) -> RunFacts:
         device=torch.cuda.get_device_name() if job.device == "cuda" else "cpu",
         precision=training.rules.precision.peak_rate,
         tokens_per_step=samples.tokens * job.config.train.batch,
-        flops_per_token=samples.task.flops_per_token(model, samples.example),
+        # A frozen weight has no gradient of its own: two products instead of three.
+        flops_per_token=flops * 2 / 3 if flops and job.config.lora.rank else flops,
         parameters=parameters_in(model),
         step=training.state.step,
     )

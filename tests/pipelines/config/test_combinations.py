@@ -37,7 +37,6 @@ CPU = Resources(cpus=4, gpus=0, memory_bytes=2.0**34, gpu_memory_bytes=None)
         ({"task": "translation", "objective": Objective(loss="mse")}, r"objective\.loss is 'mse'.* but with task `images`"),
         ({"task": "images", "objective": Objective(class_weights="balanced")}, r"class_weights.* task `classification`"),
         ({"objective": Objective(label_smoothing=0.1)}, r"label_smoothing is 0\.1.* must be 0 with task `language_model`"),
-        ({"task": "classification", "model": Model(init_from="x")}, r"model\.init_from.* must be None"),
         ({"task": "translation", "model": Model(pooling="windows")}, r"model\.pooling is 'windows'.* task `classification`"),
         ({"task": "classification", "model": Model(window=4)}, r"model\.window is 4.* only decoders have it"),
         (

@@ -13,16 +13,20 @@ import torch
 
 from raystride.model.generate import generate
 from raystride.model.transformer import Decoder
-from raystride.pipelines.config import Config, Model, SettingError, Tokenizer
+from raystride.pipelines.config import Config, Lora, Model, SettingError, Tokenizer
+from raystride.pipelines.config.jobs import Export
 from raystride.pipelines.config.parse import to_yaml
 from raystride.pipelines.evaluate.export import export_hugging_face
 from raystride.pipelines.evaluate.opening import Opened
 from raystride.pipelines.files import Folder
+from raystride.pipelines.launch.finished import export_run
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tokenizers import train_tokenizer
 from raystride.pipelines.train.loop import Training
 from raystride.pipelines.worker.job import WorkerInfo
 from raystride.pipelines.worker.worker import build_training
+from tests.bases import SHAPES as SHAPES_OF_BASES
+from tests.bases import write_base
 from tests.processes import make_job
 from tests.ray_jobs.jobs import finish_job, start_script
 from tests.tiny import tiny, write_text
@@ -300,3 +304,25 @@ def test_a_run_is_exported_by_its_job_and_another_one_starts_there(tmp_path: Pat
     assert _gap(training.model.eval(), _loaded(folder)) <= CLOSE
     second, _ = _training(replace(config, model=replace(LLAMA, init_from=str(folder))), tmp_path, "second")
     assert all(torch.equal(a, b) for a, b in zip(training.model.parameters(), second.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("base_precision", ["fp32", "bf16"])
+def test_a_run_of_adapters_is_exported_as_one_or_merged(base_precision: Any, tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", SHAPES_OF_BASES["llama"])
+    lora = Lora(rank=4, base_precision=base_precision)
+    config = tiny(write_text(tmp_path), model=replace(SHAPES_OF_BASES["llama"], init_from=str(base)), lora=lora)
+    training, _ = _training(config, tmp_path)
+    training.run()
+    Folder(f"{tmp_path}/run").put("config.yaml", to_yaml(config))
+    asked = Export(run="run", storage=str(tmp_path), checkpoint="last")
+    adapter, _ = export_run(asked)
+    assert adapter == Folder(f"{tmp_path}/run/export/adapter")
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= set(adapter.names())
+    assert adapter.read_json("adapter_config.json")["base_model_name_or_path"] == str(base)
+    merged, _ = export_run(replace(asked, merge=True))
+    assert merged == Folder(f"{tmp_path}/run/export/hugging_face")
+    assert _gap(training.model.eval(), _loaded(merged)) <= CLOSE
+    plain = replace(config, model=SHAPES_OF_BASES["llama"], lora=Lora())
+    Folder(f"{tmp_path}/run").put("config.yaml", to_yaml(plain))
+    with pytest.raises(SettingError, match=r"merge is True: .*lora\.rank is 0"):
+        export_run(replace(asked, merge=True))

@@ -1,5 +1,6 @@
 """What the driver refuses before anything expensive starts."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,14 @@ def test_weights_of_another_network_are_refused_before_the_name_is_taken(
     assert run_training(Parsed(config, "tiny")) == WRONG_SETTINGS
     assert f"model.init_from is '{tmp_path}': " in capsys.readouterr().err
     assert not list((tmp_path / "runs").glob("*/config.yaml"))
+
+
+def test_a_folder_of_hugging_face_is_no_base_of_a_classifier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    model = Model(layers=2, heads=2, width=16, context=16, init_from=str(tmp_path))
+    data = Data(source="trec", kind="huggingface")
+    config = tiny(write_text(tmp_path), storage=str(tmp_path / "runs"), task="classification", model=model)
+    config = replace(config, launch=Launch(mode="inline"), data=data)
+    assert run_training(Parsed(config, "tiny")) == WRONG_SETTINGS
+    assert "model.init_from is " in (said := capsys.readouterr().err)
+    assert "must be a run's folder with task `classification`" in said

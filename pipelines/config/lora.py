@@ -1,0 +1,126 @@
+"""Settings of adapters: small matrices beside the frozen ones of a base (LoRA, Hu et al., 2021), by PEFT's names."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from raystride.pipelines.config.model import Model
+from raystride.pipelines.config.run import Scaling
+from raystride.pipelines.config.section import Section, setting
+from raystride.pipelines.config.train import Train
+from raystride.pipelines.files import absolute
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora(Section):
+    """Which layers of a base get adapters, and how these are made. The base is what `model.init_from` names."""
+
+    name: ClassVar[str] = "lora"
+
+    rank: int = setting(0, at_least=0, fixed=True, since="0.3")
+    """Rows of A and columns of B in the change scale x B A of a weight; 0: no adapters, all weights are trained."""
+    alpha: float = setting(16.0, above=0, fixed=True, since="0.3")
+    """The scale is alpha / rank."""
+    dropout: float = setting(0.0, at_least=0, below=1, fixed=True, since="0.3")
+    """Share of an adapter's input that is dropped in training."""
+    targets: tuple[str, ...] | str = setting(ALL_LINEAR, fixed=True, since="0.3")
+    """Layers that get an adapter, by their names in Hugging Face's layout (`q_proj`, `mlp.down_proj`) or by ours
+    (`attention.q`, `feed_forward.down`), whole or from a dot on; `all-linear`: all linear ones but the head."""
+    rslora: bool = setting(False, fixed=True, since="0.3")
+    """Scale by alpha / sqrt(rank), so that large ranks learn as fast (Kalajdzievski, 2023)."""
+    dora: bool = setting(False, fixed=True, since="0.3")
+    """A learned length for every row of the changed weight (DoRA, Liu et al., 2024)."""
+    init: Literal["kaiming", "gaussian", "pissa", "olora"] = setting("kaiming", fixed=True, since="0.3")
+    """How A and B begin. `kaiming` (PEFT's `true`) and `gaussian` draw A and begin with B at 0. `pissa` takes the largest
+    singular vectors of the weight (Meng et al., 2024), `olora` its QR decomposition (Buyukakyuz, 2024)."""
+    base_precision: Literal["fp32", "bf16"] = setting("fp32", fixed=True, since="0.3")
+    """How the frozen matrices are held; `bf16` takes half the memory. Adapters are fp32 in any case."""
+    init_from: str | None = setting(None, fixed=True, since="0.3")
+    """Folder of an adapter in PEFT's layout with which a new run starts; None: as `lora.init` says."""
+    adapters: int = setting(1, at_least=1, at_most=256, since="0.3")
+    """Adapters that are trained beside each other on one base, each a run of its own; see `lora.each`."""
+    each: dict[str, Any] | None = setting(None, since="0.3")
+    """With `lora.adapters`, the settings in which they differ: names, each with a list of as many values."""
+
+    def __post_init__(self) -> None:
+        """Raises SettingError where a field is out of range, or does not go with another of this section."""
+        super().__post_init__()
+        if not self.targets:
+            raise self.error("targets", f"must name at least one layer, or be `{ALL_LINEAR}`")
+        if self.init in ("pissa", "olora"):
+            if self.dora:
+                raise self.error("init", "must be `kaiming` or `gaussian` with lora.dora: PEFT's layout cannot hold both")
+            if self.base_precision != "fp32":
+                raise self.error(
+                    "init", "must be `kaiming` or `gaussian` with lora.base_precision `bf16`, which rounds what is left"
+                )
+            if self.init_from:
+                raise self.error("init", "must be `kaiming` with lora.init_from, which says how A and B begin")
+        if not self.rank and self.adapters > 1:
+            raise self.error("adapters", "must be 1 with lora.rank 0")
+        if not self.rank and self.init_from:
+            raise self.error("init_from", "needs the lora.rank of that adapter, above 0")
+        self._check_each()
+        if self.init_from:
+            # Workers have other working directories than the one in which this was typed.
+            object.__setattr__(self, "init_from", absolute(self.init_from))
+
+    def _check_each(self) -> None:
+        each = self.each or {}
+        if self.adapters == 1 and each:
+            raise self.error("each", "needs lora.adapters, how many values each of its settings has")
+        if self.adapters > 1 and not each:
+            raise self.error("adapters", "needs lora.each: the settings in which the adapters differ")
+        for key, values in each.items():
+            if not isinstance(values, list | tuple) or len(values) != self.adapters:
+                raise self.error("each", f"must give `{key}` a list of lora.adapters, {self.adapters}, values")
+
+    @property
+    def all_linear(self) -> bool:
+        """Whether every linear layer but the head gets an adapter."""
+        return self.targets in (ALL_LINEAR, (ALL_LINEAR,))
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The layers that are named one by one."""
+        if self.all_linear:
+            return ()
+        return (self.targets,) if isinstance(self.targets, str) else self.targets
+
+    @property
+    def scale(self) -> float:
+        """By which B A is multiplied."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+def refuse_with_lora(lora: Lora, model: Model, train: Train, scaling: Scaling) -> None:
+    """Raises SettingError for what does not go together with adapters, with the nearest that does."""
+    if not lora.rank:
+        return
+    if not model.init_from:
+        raise lora.error("rank", "needs model.init_from, the base: a folder of Hugging Face's, or a run's")
+    if scaling.strategy == "deepspeed":
+        raise scaling.error("strategy", "must be `single`, `ddp` or `fsdp` with lora.rank, whose base has no gradient")
+    for name in ("pipeline", "context"):
+        if getattr(scaling, name) > 1:
+            raise scaling.error(name, "must be 1 with lora.rank: use scaling.tensor, `ddp` or `fsdp`")
+    if scaling.mesh == "auto":
+        raise scaling.error("mesh", "must be `given` with lora.rank")
+    if scaling.tensor > 1:
+        if scaling.strategy == "fsdp":
+            raise scaling.error("strategy", "must be `ddp` with lora.rank and scaling.tensor")
+        if lora.dora:
+            raise lora.error("dora", "must be false with scaling.tensor, where no worker has a whole row of each weight")
+        if lora.init in ("pissa", "olora"):
+            raise lora.error("init", "must be `kaiming` or `gaussian` with scaling.tensor: no worker has the whole weights")
+    if train.precision == "pure_bf16":
+        raise train.error("precision", "must be `bf16` with lora.rank; lora.base_precision bf16 holds the base in bfloat16")
+    if lora.adapters > 1:
+        if scaling.strategy not in ("auto", "single") or scaling.workers not in ("auto", 1):
+            raise lora.error("adapters", "must be 1 with several workers: many at once share one worker's base")
+        for section, share in ((model, model.dropout), (lora, lora.dropout)):
+            if share:
+                raise section.error("dropout", "must be 0 with lora.adapters above 1, whose masks would be another run's")
+        if lora.dora or lora.init in ("pissa", "olora"):
+            raise lora.error("adapters", "must be 1 with lora.dora, and with lora.init `pissa` and `olora`")

@@ -1,0 +1,93 @@
+"""A run of ours as the base of another one: its best weights, where `model.init_from` names its folder.
+
+if is_run(place):
+    check_run(config, folder)                             # in the driver, before anything starts
+    start_from_run(model, folder, tokenizer=job.prepared / "tokenizer", log=print)
+"""
+
+import shlex
+from collections.abc import Callable
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config.parse import from_yaml
+from raystride.pipelines.files import Folder
+from raystride.pipelines.hub import is_hub_name
+from raystride.pipelines.tokenizers import load_tokenizer
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from raystride.pipelines.train.checkpoint import Found
+
+PROBE = "The quick brown fox, at 12:30: naïve café!\n\tdef square(x): return x * x  # 平方\n"
+"""A text to which two tokenizers that are not the same hardly give the same ids."""
+_FREE = ("init_from", "dropout")
+"""Settings of the network that may differ from the base's, beside those that a resumed run may change."""
+
+
+def is_run(place: str) -> bool:
+    """Whether a place is the folder of a run of ours, and no name on the hub."""
+    if is_hub_name(place):
+        return False
+    folder = Folder(place)
+    return folder.exists("config.yaml") and not folder.exists("config.json")
+
+
+def check_run(config: Config, folder: Folder) -> None:
+    """Raises SettingError where the run in a folder trained another network, or adapters."""
+    theirs = from_yaml(Config, folder.read("config.yaml").decode())
+    if theirs.lora.rank:
+        raise _error(folder, "that run has trained adapters; merge them first, `raystride export --merge true`")
+    if theirs.task != config.task and "classification" in (theirs.task, config.task):
+        raise _error(folder, f"that run's task is `{theirs.task}`, whose network is another one")
+    flags = []
+    for item in fields(config.model):
+        value = getattr(theirs.model, item.name)
+        if item.metadata.get("fixed") and item.name not in _FREE and getattr(config.model, item.name) != value:
+            flags.append(f"--model.{item.name} {shlex.quote(str(value))}")
+    if flags:
+        raise _error(folder, f"its network is not the one that the settings describe: give {' '.join(flags)}")
+
+
+def start_from_run(model: "nn.Module", folder: Folder, tokenizer: Folder, log: Callable[[str], None]) -> None:
+    """Gives a fresh network, or a worker's part of one, the weights of a run's best checkpoint.
+
+    Raises SettingError where it has none, or another network or tokenizer.
+    """
+    from raystride.pipelines.train.checkpoint import Checkpoints
+
+    checkpoints = Checkpoints(folder / "checkpoints", attempt="", keep=1, log=log)
+    found = checkpoints.at_hint("best") or checkpoints.newest()
+    if found is None:
+        raise _error(folder, "that run has no whole checkpoint")
+    theirs = load_tokenizer(found.data / "tokenizer").encode(PROBE)
+    if theirs.tolist() != load_tokenizer(tokenizer).encode(PROBE).tolist():
+        raise _error(folder, "its tokenizer gives other ids than the run's: train with the settings of its tokenizer")
+    try:
+        _load(model, found)
+    except ValueError as error:
+        raise _error(folder, str(error)) from None
+    log(f"weights of step {found.step} from {folder}")
+
+
+def _load(model: "nn.Module", found: "Found") -> None:
+    """Fills a network, and not its adapters. Raises ValueError where the checkpoint is of another network."""
+    from raystride.model.cut import cut_of, shape_of_whole
+    from raystride.model.lora import base_parameters
+    from raystride.pipelines.train.pieces import Pieces
+    from raystride.pipelines.train.reading import read
+
+    stored, wanted = found.manifest["tensors"], {}
+    for name, each in base_parameters(model):
+        entry = stored.get(f"model.{name}")
+        if entry is None or list(entry["size"]) != list(shape_of_whole(each)):
+            raise ValueError(f"its checkpoint has no {name} of {list(shape_of_whole(each))}: it is of another network")
+        cut = cut_of(each)
+        wanted[f"model.{name}"] = each.detach() if cut is None else Pieces(each.detach(), cut)
+    read(wanted, found.folder, found.manifest, found.rank)
+
+
+def _error(folder: Folder, what: str) -> SettingError:
+    return SettingError(f"model.init_from is {folder.uri!r}: {what}")

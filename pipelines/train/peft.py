@@ -1,0 +1,211 @@
+"""Adapters in PEFT's layout, both ways: `adapter_config.json`, and `adapter_model.safetensors` with PEFT's names.
+
+PEFT itself is not needed. What its layout cannot hold is refused by name.
+
+    write_adapter(model, config.lora, Folder("runs/mine/export/adapter"), base="/models/llama")
+    read_adapter(model, config.lora, Folder("/adapters/theirs"))      # the settings must be those of its configuration
+"""
+
+import tempfile
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from raystride.model.hugging_face import names_there
+from raystride.model.lora import Adapter, Site, adapted, sites
+from raystride.pipelines.config import Lora, SettingError
+from raystride.pipelines.config.lora import ALL_LINEAR
+from raystride.pipelines.files import Folder
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_ROOT = "base_model.model."
+_INITS = {"kaiming": True, "gaussian": "gaussian", "pissa": "pissa", "olora": "olora"}
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The adapters by PEFT's names, fp32 copies on the CPU.
+
+    Of adapters that began with a part of the weight (PiSSA, OLoRA), with twice the rank, what takes that part out again: so
+    they belong to the base as it was. Raises SettingError for a network that Hugging Face's layouts do not have.
+    """
+    there = _there(model)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, _, part, adapter in adapted(model):
+        a, b = adapter.a.detach(), adapter.b.detach()
+        if adapter.a0 is not None and adapter.b0 is not None:
+            a, b = torch.cat((a, adapter.a0)), torch.cat((b, -adapter.b0), 1)
+        theirs = f"{_ROOT}{there[name, part].theirs}"
+        tensors |= {f"{theirs}.lora_A.weight": a, f"{theirs}.lora_B.weight": b}
+        if adapter.magnitude is not None:
+            tensors[f"{theirs}.lora_magnitude_vector"] = adapter.magnitude.detach()
+    return {name: each.float().cpu().clone(memory_format=torch.contiguous_format) for name, each in tensors.items()}
+
+
+def _there(model: nn.Module) -> dict[tuple[str, str], Site]:
+    """The layers of a network by our names. Raises SettingError where one that has an adapter has no name there."""
+    found = {(each.module, each.part): each for each in sites(model, names_there(model))}
+    for name, _, part, _ in adapted(model):
+        if not found[name, part].theirs:
+            raise SettingError(
+                f"lora.targets has {found[name, part].ours}: PEFT's layout, which follows Hugging Face's, has no such layer "
+                f"of a {type(model).__name__} of these settings, so its adapters stay in the run's checkpoints"
+            )
+    return found
+
+
+def describe_adapter(model: nn.Module, lora: Lora, base: str) -> dict[str, Any]:
+    """What `adapter_config.json` says; `base` is where the base lies, by PEFT's account of it."""
+    there = _there(model)
+    has = {there[name, part].theirs for name, _, part, _ in adapted(model)}
+    doubled = lora.init in ("pissa", "olora")
+    rank = 2 * lora.rank if doubled else lora.rank
+    transposed = getattr(getattr(model, "shape", None), "flavour", "") == "gpt2"
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": lora.scale * rank if doubled else _whole(lora.alpha),
+        "lora_dropout": lora.dropout,
+        "target_modules": _shortest(has, {each.theirs for each in there.values() if each.theirs}),
+        "use_rslora": lora.rslora and not doubled,
+        "use_dora": lora.dora,
+        "init_lora_weights": True if doubled else _INITS[lora.init],
+        "fan_in_fan_out": transposed,
+        "bias": "none",
+        "modules_to_save": None,
+        "layers_to_transform": None,
+    }
+
+
+def _whole(number: float) -> float | int:
+    return int(number) if number == int(number) else number
+
+
+def _shortest(chosen_names: set[str], all_names: set[str]) -> list[str]:
+    """Ends of names, from a dot on, that mean these and no others; PEFT looks for such."""
+    found = set()
+    for name in chosen_names:
+        parts = name.split(".")
+        ends = (".".join(parts[-length:]) for length in range(1, len(parts) + 1))
+        found.add(next(end for end in ends if {each for each in all_names if _ends(each, end)} <= chosen_names))
+    return sorted(found)
+
+
+def _ends(name: str, end: str) -> bool:
+    return name == end or name.endswith(f".{end}")
+
+
+def write_adapter(model: nn.Module, lora: Lora, folder: Folder, base: str) -> Folder:
+    """Writes adapters into a folder that `PeftModel.from_pretrained` loads, and returns it; the description comes last."""
+    from safetensors.torch import save_file
+
+    tensors, description = adapter_tensors(model), describe_adapter(model, lora, base)
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place) / WEIGHTS
+        save_file(tensors, file, metadata={"format": "pt"})
+        folder.upload(file, file.name)
+    folder.put_json(CONFIG, description)
+    return folder
+
+
+@torch.no_grad()
+def read_adapter(model: nn.Module, lora: Lora, folder: Folder) -> None:
+    """Gives a network's adapters the values of a folder in PEFT's layout.
+
+    Raises SettingError where there is none, or one of other settings, with the flags that describe it.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    from raystride.model.cut import fill
+
+    try:
+        description, tensors = folder.read_json(CONFIG), load(folder.read(WEIGHTS))
+    except (FileNotFoundError, ValueError, SafetensorError) as error:
+        raise _error(folder, f"it must hold {CONFIG} and {WEIGHTS} ({error})") from None
+    _check_description(model, lora, folder, description)
+    there = _there(model)
+    left = dict(tensors)
+    for name, _, part, adapter in adapted(model):
+        for kind, parameter in _by_kind(adapter).items():
+            key = f"{_ROOT}{there[name, part].theirs}.{kind}"
+            found = left.pop(key, None)
+            found = left.pop(f"{key}.weight", None) if found is None else found
+            if found is None:
+                raise _error(folder, f"it has no tensor {key}")
+            try:
+                fill(parameter, partial(_copy, found))
+            except ValueError as error:
+                raise _error(folder, f"its tensor {key} is {error}") from None
+    if left:
+        raise _error(folder, f"it has tensors for which these settings have no place: {', '.join(sorted(left)[:3])}")
+
+
+def _by_kind(adapter: Adapter) -> Mapping[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {"lora_A.weight": adapter.a, "lora_B.weight": adapter.b}
+    return found if adapter.magnitude is None else found | {"lora_magnitude_vector": adapter.magnitude}
+
+
+def _copy(found: torch.Tensor, whole: torch.Tensor) -> None:
+    if found.shape != whole.shape:
+        raise ValueError(f"{tuple(found.shape)}, where the settings make it {tuple(whole.shape)}")
+    whole.copy_(found)
+
+
+_UNKNOWN = (
+    "modules_to_save",
+    "layers_to_transform",
+    "rank_pattern",
+    "alpha_pattern",
+    "trainable_token_indices",
+    "target_parameters",
+)
+"""Of PEFT's settings those whose adapters have no place here."""
+
+
+def _check_description(model: nn.Module, lora: Lora, folder: Folder, description: Mapping[str, Any]) -> None:
+    if description.get("peft_type") != "LORA":
+        raise _error(folder, f"its peft_type is {description.get('peft_type')!r}, and only LORA can be read")
+    if description.get("bias", "none") != "none" or description.get("lora_bias"):
+        raise _error(folder, "it has trained biases, which have no place here")
+    for key in _UNKNOWN:
+        if description.get(key):
+            raise _error(folder, f"its {key} is {description[key]!r}, which has no place here")
+    theirs = description.get("target_modules") or []
+    names = [theirs] if isinstance(theirs, str) else sorted(theirs)
+    wanted = {
+        "rank": (lora.rank, description.get("r")),
+        "alpha": (float(lora.alpha), float(description.get("lora_alpha", 0))),
+        "rslora": (lora.rslora, bool(description.get("use_rslora"))),
+        "dora": (lora.dora, bool(description.get("use_dora"))),
+    }
+    flags = [f"--lora.{key} {str(there).lower()}" for key, (here, there) in wanted.items() if here != there]
+    if not _same_targets(model, lora, names):
+        flags.append(f"--lora.targets '{names[0] if names == [ALL_LINEAR] else _listed(names)}'")
+    if flags:
+        raise _error(folder, f"its adapters are not those that the settings describe: give {' '.join(flags)}")
+
+
+def _listed(names: list[str]) -> str:
+    return "[" + ", ".join(f'"{name}"' for name in names) + "]"
+
+
+def _same_targets(model: nn.Module, lora: Lora, names: list[str]) -> bool:
+    has = {(name, part) for name, _, part, _ in adapted(model)}
+    if names == [ALL_LINEAR]:
+        return lora.all_linear
+    try:
+        wanted = [each for each in sites(model, names_there(model)) if any(_ends(each.theirs, name) for name in names)]
+    except ValueError:
+        return False
+    return {(each.module, each.part) for each in wanted} == has
+
+
+def _error(folder: Folder, what: str) -> SettingError:
+    return SettingError(f"lora.init_from is {folder.uri!r}: {what}")

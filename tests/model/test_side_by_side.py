@@ -1,0 +1,85 @@
+"""Networks over one base, computed together, have the losses and gradients that each has alone."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from raystride.model.hugging_face import names_there
+from raystride.model.lora import adapted, attach, start_adapters
+from raystride.model.side_by_side import SideBySide, over_same_base
+from raystride.model.transformer import Decoder, PackedDecoder
+from raystride.model.translator import Translator
+from raystride.pipelines.config import Lora, Model
+from tests.bases import SHAPES
+
+SAME = [Lora(rank=2), Lora(rank=2, alpha=4), Lora(rank=2)]
+UNLIKE = [Lora(rank=2, targets=("q_proj",)), Lora(rank=3), Lora(rank=2, targets=("down_proj", "v_proj"), rslora=True)]
+
+
+def _networks(kind: type[Decoder], loras: list[Lora]) -> list[Any]:
+    torch.manual_seed(0)
+    network: Any = kind(SHAPES["llama"], 50)
+    found = []
+    for seed, lora in enumerate(loras):
+        network = over_same_base(network)
+        attach(network, lora, names_there(network))
+        start_adapters(network, lora, seed)
+        for _, _, _, adapter in adapted(network):
+            torch.nn.init.normal_(adapter.b, std=0.1)
+        found.append(network)
+    return found
+
+
+def _gradients(network: torch.nn.Module) -> dict[str, torch.Tensor]:
+    found = {name: each.grad for name, each in network.named_parameters() if each.grad is not None}
+    assert found
+    for each in network.parameters():
+        each.grad = None
+    return found
+
+
+@pytest.mark.parametrize("loras", [SAME, UNLIKE])
+@pytest.mark.parametrize("packed", [False, True])
+def test_each_has_the_loss_and_the_gradient_that_it_has_alone(loras: list[Lora], packed: bool) -> None:
+    networks = _networks(PackedDecoder if packed else Decoder, loras)
+    ids = [torch.randint(0, 50, (2, 8)) for _ in loras]
+    targets = [torch.where(torch.rand(each.shape) < 0.2, -100, each) for each in ids]
+    documents = [torch.tensor(each) for each in ([0, 5, 16], [0, 8, 11, 16], [0, 16])]
+    inputs = [(each, own) if packed else (each,) for each, own in zip(ids, documents, strict=True)]
+    alone = []
+    for network, own, aims in zip(networks, inputs, targets, strict=True):
+        loss, counted = network(*own, aims)
+        loss.backward()
+        alone.append((float(loss), int(counted), _gradients(network)))
+    together = SideBySide(networks).losses([0, 1, 2], inputs, targets)
+    torch.stack([loss for loss, _ in together]).sum().backward()
+    for network, (loss, counted), (expected, aims_counted, gradients) in zip(networks, together, alone, strict=True):
+        assert abs(float(loss) - expected) < 1e-4
+        assert int(counted) == aims_counted
+        found = _gradients(network)
+        assert found.keys() == gradients.keys()
+        for name, each in found.items():
+            assert torch.allclose(each, gradients[name], atol=1e-5), name
+
+
+def test_some_of_them_and_rows_of_other_lengths_are_computed_as_well() -> None:
+    networks = _networks(Decoder, SAME)
+    ids = [torch.randint(0, 50, (2, 8)), torch.randint(0, 50, (1, 5))]
+    found = SideBySide(networks).losses([2, 0], [(each,) for each in ids], ids)
+    for (loss, _), network, own in zip(found, (networks[2], networks[0]), ids, strict=True):
+        assert abs(float(loss) - float(network(own, own)[0])) < 1e-4
+
+
+def test_all_have_one_base_in_memory() -> None:
+    first, second, _ = _networks(Decoder, SAME)
+    assert first.embedding.weight is second.embedding.weight
+    qkv = "blocks.0.attention.qkv"
+    assert first.get_submodule(qkv).weight is second.get_submodule(qkv).weight
+    assert first.get_submodule(qkv).adapters["q"].a is not second.get_submodule(qkv).adapters["q"].a
+
+
+def test_what_is_no_decoder_is_refused() -> None:
+    shape = Model(flavour="llama", layers=1, heads=2, width=8, context=8)
+    with pytest.raises(ValueError, match=r"lora\.adapters .* train a decoder"):
+        SideBySide([Translator(shape, 40)])

@@ -1,0 +1,107 @@
+"""Adapters that train beside each other have the losses of runs of their own, and are runs of their own."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raystride.pipelines.config import Config, Launch, Lora, Scaling, SettingError, Train
+from raystride.pipelines.evaluate.opening import open_run
+from raystride.pipelines.files import Folder
+from raystride.pipelines.launch.driver import train
+from raystride.pipelines.launch.failure import TrainingFailed
+from raystride.pipelines.launch.many import many_of
+from raystride.pipelines.launch.screen import Quiet
+from tests.bases import SHAPES, write_base
+from tests.tiny import tiny, write_text
+
+
+def _config(folder: Path, each: dict[str, Any], **changes: Any) -> Config:
+    base = write_base(folder / "base", SHAPES["llama"])
+    count = len(next(iter(each.values())))
+    settings: dict[str, Any] = {
+        "model": replace(SHAPES["llama"], init_from=str(base)),
+        "lora": Lora(rank=4, adapters=count, each=each),
+        "launch": Launch(mode="inline"),
+        "run": "many",
+        "storage": str(folder / "runs"),
+    }
+    return tiny(write_text(folder), **settings | changes)
+
+
+def _train(config: Config) -> Any:
+    return train(config, Folder(config.storage), Quiet())
+
+
+def _other_text(folder: Path) -> str:
+    (folder / "other").mkdir()
+    path = write_text(folder / "other")
+    path.write_text(path.read_text().replace("fox", "cat"))
+    return str(path)
+
+
+def test_two_rates_have_the_losses_of_two_runs(tmp_path: Path) -> None:
+    config = _config(tmp_path, {"optimizer.learning_rate": [1e-3, 1e-2]}, train=Train(steps=2, slots=2, slot_size=2))
+    summary = _train(config)
+    own = [_train(replace(alone, run=f"own-{number}")) for number, alone in enumerate(many_of(config))]
+    for found, alone in zip(summary["adapters"], own, strict=True):
+        assert abs(found["val_loss"] - alone["val_loss"]) < 1e-5
+    assert own[0]["val_loss"] != own[1]["val_loss"]
+
+
+@pytest.mark.long
+def test_each_has_the_losses_of_a_run_of_its_own(tmp_path: Path) -> None:
+    """Of other learning rates, ranks, layers and data, one of which ends earlier."""
+    each = {
+        "optimizer.learning_rate": [1e-3, 1e-2, 3e-3],
+        "lora.rank": [4, 2, 4],
+        "lora.targets": ["all-linear", "all-linear", ["q_proj", "down_proj"]],
+        "data.source": [str(write_text(tmp_path)), _other_text(tmp_path), str(write_text(tmp_path))],
+        "train.steps": [6, 4, 6],
+        "seed": [0, 1, 2],
+    }
+    config = _config(tmp_path, each)
+    summary = _train(config)
+    assert [one["run"] for one in summary["adapters"]] == ["many-0", "many-1", "many-2"]
+    for number, (found, alone) in enumerate(zip(summary["adapters"], many_of(config), strict=True)):
+        own = _train(replace(alone, run=f"own-{number}"))
+        assert found["steps"] == own["steps"] == each["train.steps"][number]
+        for key in ("train_loss", "val_loss"):
+            assert abs(found[key] - own[key]) < 1e-5
+    assert len({one["val_loss"] for one in summary["adapters"]}) == 3
+    assert open_run(Folder(config.storage), "many-1").config.lora.rank == 2
+    # The same command again finds them done; more steps go on where they ended.
+    again = _train(replace(config, lora=replace(config.lora, each=each | {"train.steps": [6, 8, 6]})))
+    assert [one["steps"] for one in again["adapters"]] == [6, 8, 6]
+    assert again["adapters"][1]["resumed_from"] == 4
+
+
+def test_one_that_fails_leaves_the_others_to_their_end(tmp_path: Path) -> None:
+    config = _config(tmp_path, {"lora.targets": ["all-linear", "c_attn"]})
+    with pytest.raises((TrainingFailed, SettingError), match=r"lora\.targets names 'c_attn'"):
+        _train(config)
+    assert Folder(f"{config.storage}/many-0").read_json("summary.json")["status"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("each", "said"),
+    [
+        ({"model.layers": [1, 2]}, r"lora\.each .*model\.layers.*adapters share it"),
+        ({"lora.base_precision": ["fp32", "bf16"]}, r"lora\.each .*lora\.base_precision"),
+        ({"train.precision": ["fp32", "bf16"]}, r"lora\.each .*train\.precision"),
+        ({"lora.rank": [4, "x"]}, r"lora\.rank is 'x'"),
+        ({"lora.init": ["kaiming", "pissa"]}, r"lora\.init is 'pissa'.*share a base"),
+    ],
+)
+def test_what_adapters_share_cannot_differ(each: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=said):
+        _train(_config(tmp_path, each))
+
+
+def test_many_at_once_are_for_one_process(tmp_path: Path) -> None:
+    config = _config(tmp_path, {"seed": [1, 2]})
+    with pytest.raises(SettingError, match=r"launch\.mode .*--launch inline"):
+        _train(replace(config, launch=Launch(mode="ray")))
+    with pytest.raises(SettingError, match=r"lora\.adapters is 2.*several workers"):
+        replace(config, scaling=Scaling(workers=2))

@@ -1,0 +1,65 @@
+"""Signals reach every training of the process, in whichever thread it is."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from raystride.pipelines.launch.exit_codes import Terminated
+from raystride.pipelines.launch.session import stop_signals
+
+
+def _within(seconds: float, true: Callable[[], object]) -> bool:
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(true())
+
+
+def _end_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)  # Python runs handlers between two of its own instructions
+
+
+def test_a_signal_stops_those_in_other_threads_too_and_a_second_one_ends() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    asked: list[str] = []
+    inside, leave, told = threading.Event(), threading.Event(), []
+
+    def other() -> None:
+        with stop_signals(lambda: asked.append("other")) as heard:
+            inside.set()
+            leave.wait(60)
+            told.extend(heard)
+
+    with stop_signals(lambda: asked.append("main")) as heard:
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert inside.wait(60)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert _within(60, lambda: len(asked) == 2)
+        assert heard == ["SIGTERM"]
+        with pytest.raises(Terminated, match="asked twice"):
+            _end_this_process()
+        leave.set()
+        thread.join()
+    assert sorted(asked) == ["main", "other"]
+    assert told == ["SIGTERM"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_thread_by_itself_sets_no_handler() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    seen: list[object] = []
+
+    def other() -> None:
+        with stop_signals(lambda: None):
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert seen == [before]

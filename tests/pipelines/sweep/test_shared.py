@@ -1,0 +1,74 @@
+"""A sweep over adapters' settings trains all its trials at once, over one base, and answers as any other."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raystride.pipelines.config import Checkpoint, Config, Lora, SettingError, Validation
+from raystride.pipelines.config.parse import Parsed
+from raystride.pipelines.config.sweep import Sweep, SweepConfig
+from raystride.pipelines.launch.driver import train
+from raystride.pipelines.launch.screen import Quiet
+from raystride.pipelines.sweep.driver import candidates_of, located, run_trials
+from raystride.pipelines.sweep.result import results
+from tests.bases import SHAPES, write_base
+from tests.tiny import tiny, write_text
+
+SPACE = {"optimizer.learning_rate": [1e-3, 1e-2], "lora.rank": [2, 4]}
+
+
+def _sweep(folder: Path, space: dict[str, Any] = SPACE, **settings: Any) -> SweepConfig:
+    base = write_base(folder / "base", SHAPES["llama"])
+    config = tiny(
+        write_text(folder),
+        model=replace(SHAPES["llama"], init_from=str(base)),
+        lora=Lora(rank=4),
+        run="s",
+        storage=str(folder / "runs"),
+        validation=Validation(every=0, samples=16),
+        checkpoint=Checkpoint(every=0),
+    )
+    rules: dict[str, Any] = {"share_base": True, "objective": "loss", "warmup_steps": 1, "window_steps": 1, "windows": 3}
+    sections = {item.name: getattr(config, item.name) for item in fields(Config)}
+    return SweepConfig(**sections, sweep=Sweep(space=space, **rules | {"seeds": 1} | settings))
+
+
+@pytest.mark.long
+def test_all_trials_have_the_losses_of_trainings_of_their_own(tmp_path: Path) -> None:
+    base, storage = located(Parsed(_sweep(tmp_path), "s"))
+    answered = run_trials(base, storage, Quiet())
+    assert answered.best
+    assert answered.best.settings["optimizer.learning_rate"] == 1e-2
+    found = results(storage / "s")
+    assert len(found) == 4
+    for candidate in candidates_of(base)[::3]:
+        assert candidate.config
+        own = train(replace(candidate.config, run=f"own-{candidate.key}"), storage, Quiet())
+        loss = own["val_loss"]
+        assert isinstance(loss, float)
+        here = found[candidate.key].val_loss
+        assert here is not None
+        assert abs(here - loss) < 1e-5
+    # What is known is not trained again.
+    (storage / "s").put("recommended.yaml", "")
+    assert run_trials(base, storage, Quiet()).best == answered.best
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"search": "optuna"}, r"sweep\.share_base is True.*optuna"),
+        ({"share": "0/2"}, r"sweep\.share_base is True.*sweep\.share"),
+        ({"objective": "throughput"}, r"sweep\.share_base is True.*`throughput`: give `loss`"),
+    ],
+)
+def test_what_trials_at_once_cannot_tell_is_refused(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=said):
+        _sweep(tmp_path, **settings)
+
+
+def test_a_sweep_without_adapters_has_no_base_to_share(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"sweep\.share_base is True.*lora\.rank"):
+        replace(_sweep(tmp_path, {"seed": [1, 2]}), lora=Lora())

@@ -1,0 +1,119 @@
+"""Adapters under every strategy, in checkpoints that hold nothing else, and on no base but their own."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raystride.pipelines.config import Config, Lora, Model, Optimizer, Sample, Scaling, SettingError, Train
+from raystride.pipelines.config.parse import to_yaml
+from raystride.pipelines.evaluate.opening import open_run
+from raystride.pipelines.files import Folder
+from raystride.pipelines.train.checkpoint import Checkpoints
+from raystride.pipelines.worker.job import WorkerInfo
+from raystride.pipelines.worker.worker import build_training
+from tests.bases import SHAPES, write_base
+from tests.processes import make_job, run_workers
+from tests.tiny import tiny, write_text
+
+EXACT = Train(steps=6, slots=4, slot_size=2, log_every=2, exact=True, dropout_masks="place")
+
+
+def _config(folder: Path, kind: str = "llama", **changes: Any) -> Config:
+    base = write_base(folder / "base", SHAPES[kind])
+    lora = Lora(rank=4, dropout=0.1)
+    settings: dict[str, Any] = {"model": replace(SHAPES[kind], init_from=str(base)), "lora": lora, "train": EXACT}
+    settings["optimizer"] = Optimizer(learning_rate=1e-2, schedule="constant", warmup_steps=2)
+    return tiny(write_text(folder), **settings | changes)
+
+
+def _run(config: Config, folder: Path, run: str, world: int = 1) -> dict[str, Any]:
+    return run_workers(make_job(config, folder, run), world)
+
+
+def _found(folder: Path, run: str) -> Any:
+    return Checkpoints(Folder(str(folder / run / "checkpoints")), attempt="", keep=1).newest()
+
+
+@pytest.mark.parametrize(
+    ("kind", "lora"),
+    [
+        ("llama", Lora(rank=4, dropout=0.1, base_precision="bf16")),
+        pytest.param("gpt2", Lora(rank=4, targets=("c_attn", "mlp.c_proj")), marks=pytest.mark.long),
+        pytest.param("qwen2", Lora(rank=4, dora=True), marks=pytest.mark.long),
+        pytest.param("qwen2", Lora(rank=4, init="pissa"), marks=pytest.mark.long),
+    ],
+)
+def test_ddp_and_a_base_in_shards_have_the_bits_of_one_worker(kind: str, lora: Lora, tmp_path: Path) -> None:
+    config = _config(tmp_path, kind, lora=lora)
+    alone = _run(config, tmp_path, "alone")
+    for world, strategy in ((2, "ddp"), (3, "fsdp")):
+        spread = replace(config, scaling=Scaling(workers=world, strategy=strategy))
+        found = _run(spread, tmp_path, strategy, world)
+        assert found["parameters_sha256"] == alone["parameters_sha256"], strategy
+        assert found["val_loss"] == alone["val_loss"]
+        assert _found(tmp_path, strategy).manifest["lora"] == _found(tmp_path, "alone").manifest["lora"]
+
+
+@pytest.mark.parametrize("kind", ["qwen2", pytest.param("gpt2", marks=pytest.mark.long)])
+def test_tensor_parallelism_has_the_losses_of_one_worker_and_of_its_base(kind: str, tmp_path: Path) -> None:
+    config = _config(tmp_path, kind)
+    alone = _run(config, tmp_path, "alone")
+    spread = _run(replace(config, scaling=Scaling(workers=2, tensor=2, strategy="ddp")), tmp_path, "tensor", 2)
+    assert abs(spread["val_loss"] - alone["val_loss"]) < 1e-5
+    assert abs(spread["train_loss"] - alone["train_loss"]) < 1e-5
+    assert _found(tmp_path, "tensor").manifest["lora"] == _found(tmp_path, "alone").manifest["lora"]
+    # What each worker has a part of is whole in the checkpoint, for any number of workers.
+    assert _found(tmp_path, "tensor").manifest["tensors"].keys() == _found(tmp_path, "alone").manifest["tensors"].keys()
+    longer = replace(config, train=replace(EXACT, steps=8))
+    assert _run(longer, tmp_path, "tensor")["resumed_from"] == 6
+
+
+def test_a_checkpoint_holds_adapters_alone_and_another_base_is_refused(tmp_path: Path) -> None:
+    config = _config(tmp_path)
+    calm = _run(replace(config, train=replace(EXACT, steps=9)), tmp_path, "calm")
+    _run(config, tmp_path, "run")
+    stored = _found(tmp_path, "run").manifest["tensors"]
+    assert stored
+    assert all(".adapters." in name for name in stored)
+    longer = replace(config, train=replace(EXACT, steps=9))
+    shutil.move(tmp_path / "base", tmp_path / "kept")
+    write_base(tmp_path / "base", SHAPES["llama"], seed=2)
+    with pytest.raises(SettingError, match=r"model\.init_from is .*not those that this run's adapters .*base \w{12} before"):
+        build_training(make_job(longer, tmp_path, "run"), WorkerInfo(), [], lambda: False, print)
+    shutil.rmtree(tmp_path / "base")
+    shutil.move(tmp_path / "kept", tmp_path / "base")
+    second = _run(longer, tmp_path, "run")
+    assert second["resumed_from"] == 6
+    assert second["parameters_sha256"] == calm["parameters_sha256"]
+
+
+@pytest.mark.parametrize("lora", [Lora(rank=4, base_precision="bf16"), Lora(rank=4, init="pissa")])
+def test_a_run_is_opened_with_its_base(lora: Lora, tmp_path: Path) -> None:
+    config = _config(tmp_path, lora=lora, sample=Sample(tokens=0))
+    training = build_training(make_job(config, tmp_path, "run"), WorkerInfo(), [], lambda: False, lambda _: None)
+    training.run()
+    Folder(str(tmp_path / "run")).put("config.yaml", to_yaml(config))
+    opened = open_run(Folder(str(tmp_path)), "run", "last").decoder
+    ids = torch.arange(16)[None]
+    here: Any = training.model.eval()
+    assert torch.equal(opened.logits(opened.hidden(ids)), here.logits(here.hidden(ids)))
+    mean = open_run(Folder(str(tmp_path)), "run", average=2).decoder
+    assert not torch.equal(mean.logits(mean.hidden(ids)), here.logits(here.hidden(ids)))
+    write_base(tmp_path / "base", SHAPES["llama"], seed=2)
+    with pytest.raises(SettingError, match=r"model\.init_from is .*not those"):
+        open_run(Folder(str(tmp_path)), "run", "last")
+
+
+def test_a_network_without_such_a_layer_is_named(tmp_path: Path) -> None:
+    config = _config(tmp_path, lora=Lora(rank=2, targets=("c_attn",)))
+    with pytest.raises(SettingError, match=r"lora\.targets names 'c_attn'.* q_proj"):
+        build_training(make_job(config, tmp_path, "run"), WorkerInfo(), [], lambda: False, print)
+
+
+def test_adapters_without_a_base_are_refused() -> None:
+    with pytest.raises(SettingError, match=r"lora\.rank is 4: it needs model\.init_from"):
+        Config(lora=Lora(rank=4), model=Model())

@@ -1,0 +1,89 @@
+"""A run of ours is the base of another: of adapters on a classifier, of a decoder that is trained on."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from raystride.pipelines.config import Config, Lora, Model, SettingError, Tokenizer
+from raystride.pipelines.config.parse import to_yaml
+from raystride.pipelines.files import Folder
+from raystride.pipelines.train.base_run import check_run, is_run
+from raystride.pipelines.train.loop import Training
+from raystride.pipelines.worker.job import WorkerInfo
+from raystride.pipelines.worker.worker import build_training
+from tests.processes import make_job
+from tests.tiny import tiny, write_text
+
+
+def _training(config: Config, storage: Path, run: str) -> Training:
+    training = build_training(make_job(config, storage, run), WorkerInfo(), [], lambda: False, lambda _: None)
+    Folder(str(storage / run)).put("config.yaml", to_yaml(config))
+    return training
+
+
+@pytest.fixture
+def earlier(tmp_path: Path) -> tuple[Config, Training]:
+    """A finished run in the folder `first`."""
+    config = tiny(write_text(tmp_path))
+    training = _training(config, tmp_path, "first")
+    training.run()
+    return config, training
+
+
+def test_a_run_begins_with_anothers_best_weights(earlier: tuple[Config, Training], tmp_path: Path) -> None:
+    config, first = earlier
+    again = replace(config, model=replace(config.model, init_from=str(tmp_path / "first"), dropout=0.1))
+    assert is_run(str(tmp_path / "first"))
+    check_run(again, Folder(str(tmp_path / "first")))
+    second = _training(again, tmp_path, "second")
+    assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))
+
+
+def test_adapters_on_a_run_of_ours_leave_it_as_it_was(earlier: tuple[Config, Training], tmp_path: Path) -> None:
+    config, first = earlier
+    again = replace(config, model=replace(config.model, init_from=str(tmp_path / "first")), lora=Lora(rank=2))
+    second = _training(again, tmp_path, "second")
+    second.run()
+    base = dict(second.model.named_parameters())
+    assert all(torch.equal(each, base[name]) for name, each in first.model.named_parameters())
+    stacked = replace(again, model=replace(config.model, init_from=str(tmp_path / "second")))
+    with pytest.raises(SettingError, match=r"has trained adapters; merge them first"):
+        check_run(stacked, Folder(str(tmp_path / "second")))
+
+
+def test_a_classifier_gets_adapters_on_a_run_of_its_task(tmp_path: Path) -> None:
+    rows = "".join(f"{'NUM' if number % 2 else 'LOC'}:x where or how many {number}\n" for number in range(60))
+    (tmp_path / "rows.txt").write_text(rows)
+    config = tiny(write_text(tmp_path), task="classification", tokenizer=Tokenizer(kind="bytes"))
+    config = replace(config, data=replace(config.data, source=str(tmp_path / "rows.txt"), kind="labelled"))
+    config = replace(config, model=replace(config.model, context=64))
+    _training(config, tmp_path, "first").run()
+    again = replace(config, model=replace(config.model, init_from=str(tmp_path / "first")), lora=Lora(rank=2))
+    second = _training(again, tmp_path, "second")
+    _, metrics = second.run()
+    assert "val_accuracy" in metrics
+    assert not any(each.requires_grad for name, each in second.model.named_parameters() if ".adapters." not in name)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Model(layers=3, heads=2, width=16, context=16), r"give --model\.layers 2"),
+        (Model(layers=2, heads=2, width=32, context=8), r"give --model\.width 16 --model\.context 16"),
+    ],
+)
+def test_another_network_is_refused_with_the_flags_that_make_it_this_one(
+    model: Model, said: str, earlier: tuple[Config, Training], tmp_path: Path
+) -> None:
+    config = replace(earlier[0], model=replace(model, init_from=str(tmp_path / "first")))
+    with pytest.raises(SettingError, match=rf"model\.init_from is .*{said}"):
+        check_run(config, Folder(str(tmp_path / "first")))
+
+
+def test_another_tokenizer_is_refused(earlier: tuple[Config, Training], tmp_path: Path) -> None:
+    config = replace(earlier[0], tokenizer=Tokenizer(kind="characters"))
+    config = replace(config, model=replace(config.model, init_from=str(tmp_path / "first")))
+    with pytest.raises(SettingError, match=r"tokenizer gives other ids"):
+        _training(config, tmp_path, "second")

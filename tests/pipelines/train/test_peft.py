@@ -1,0 +1,233 @@
+"""Adapters go to PEFT and come from there without a missing key, give the same logits, and learn the same in 20 steps.
+
+All that imports PEFT stands here, since that takes seconds a process.
+"""
+
+import json
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from raystride.model.hugging_face import names_there
+from raystride.model.lora import attach, merge, sites
+from raystride.model.transformer import Decoder
+from raystride.model.translator import Translator
+from raystride.pipelines.config import Checkpoint, Config, Lora, Model, Optimizer, SettingError, Train, Validation
+from raystride.pipelines.files import Folder
+from raystride.pipelines.train.loop import Training
+from raystride.pipelines.train.peft import CONFIG, WEIGHTS, write_adapter
+from raystride.pipelines.worker.job import WorkerInfo
+from raystride.pipelines.worker.worker import build_training
+from tests.bases import SHAPES, write_base
+from tests.model.test_hugging_face import FAMILIES
+from tests.processes import make_job
+from tests.tiny import tiny, write_text
+
+CLOSE = 1e-5
+PLAIN = Lora(rank=4, alpha=8)
+KINDS = {
+    "llama": ("llama", PLAIN),
+    "llama, by names": ("llama", Lora(rank=3, targets=("q_proj", "mlp.down_proj"))),
+    "qwen2, dora and rslora": ("qwen2", Lora(rank=4, dora=True, rslora=True)),
+    "qwen2, pissa": ("qwen2", Lora(rank=4, init="pissa")),
+    "gpt2": ("gpt2", Lora(rank=4, alpha=64)),
+    "gpt2, one of two of a name": ("gpt2", Lora(rank=4, alpha=64, targets=("attn.c_proj",), init="gaussian")),
+    "gpt2, olora": ("gpt2", Lora(rank=2, init="olora", rslora=True)),
+}
+
+
+class _Losses:
+    """A watcher that keeps each step's loss."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_log(self, step: int, measured: dict[str, float]) -> None:
+        if "train_loss" in measured:
+            self.found.append(measured["train_loss"])
+
+    def on_step(self, step: int) -> None: ...
+    def on_pause(self, seconds: float) -> None: ...
+    def on_checkpoint(self, step: int, path: str) -> None: ...
+
+
+def _config(folder: Path, kind: str, steps: int = 6, **changes: Any) -> Config:
+    """A training on a base, of a constant learning rate."""
+    shape, lora = KINDS[kind]
+    base = write_base(folder / "base", SHAPES[shape])
+    sections: dict[str, Any] = {
+        "model": replace(SHAPES[shape], init_from=str(base)),
+        "lora": lora,
+        "optimizer": Optimizer(learning_rate=1e-2, schedule="constant", warmup_steps=0),
+        "train": Train(steps=steps, slots=4, slot_size=2, log_every=1),
+        "validation": Validation(every=0),
+        "checkpoint": Checkpoint(every=0),
+    }
+    return tiny(write_text(folder), **sections | changes)
+
+
+def _training(config: Config, folder: Path, run: str = "run", watchers: tuple[Any, ...] = ()) -> Training:
+    return build_training(make_job(config, folder, run), WorkerInfo(), list(watchers), lambda: False, lambda _: None)
+
+
+def _peft(base: Path, adapter: Path, *, training: bool = False) -> Any:
+    """What PEFT makes of the adapter. Fails at a warning of missing or unexpected keys."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(adapter), is_trainable=training)
+    assert not [str(each.message) for each in said if "key" in str(each.message) or "fan_in" in str(each.message)]
+    return model
+
+
+def _ids() -> torch.Tensor:
+    return torch.randint(0, 257, (3, 16), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_peft_loads_what_was_trained_here_and_what_is_merged_says_the_same(kind: str, tmp_path: Path) -> None:
+    config = _config(tmp_path, kind)
+    training = _training(config, tmp_path)
+    before = _logits(training)
+    training.run()
+    write_adapter(training.model, config.lora, Folder(str(tmp_path / "adapter")), base=str(config.model.init_from))
+    here = _logits(training)
+    assert (here - before).abs().max() > 0.01, "it has learned something"
+    theirs = _peft(tmp_path / "base", tmp_path / "adapter").eval()
+    with torch.no_grad():
+        assert (theirs(_ids()).logits - here).abs().max() < CLOSE
+        merge(training.model)
+        assert (_logits(training) - here).abs().max() < CLOSE
+
+
+@torch.no_grad()
+def _logits(training: Training) -> torch.Tensor:
+    model: Any = training.model
+    was, _ = model.training, model.eval()
+    logits: torch.Tensor = model.logits(model.hidden(_ids()))
+    model.train(was)
+    return logits
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("llama", 20), ("qwen2, dora and rslora", 8), ("gpt2", 8)])
+def test_each_step_has_the_loss_that_peft_has(kind: str, steps: int, tmp_path: Path) -> None:
+    config, losses = _config(tmp_path, kind, steps), _Losses()
+    training = _training(config, tmp_path, watchers=(losses,))
+    write_adapter(training.model, config.lora, Folder(str(tmp_path / "adapter")), base=str(config.model.init_from))
+    theirs = _peft(tmp_path / "base", tmp_path / "adapter", training=True).train()
+    _same_course(training, config, theirs, losses, steps)
+
+
+def test_pissa_has_the_losses_that_pefts_own_has(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    config, losses = _config(tmp_path, "qwen2, pissa", 8), _Losses()
+    training = _training(config, tmp_path, watchers=(losses,))
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    described = LoraConfig(r=4, lora_alpha=config.lora.alpha, init_lora_weights="pissa", target_modules=names)
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), described).train()
+    _same_course(training, config, theirs, losses, 8)
+
+
+def _same_course(training: Training, config: Config, theirs: Any, losses: _Losses, steps: int) -> None:
+    """Trains both on the same batches by the same rule."""
+    rule, trained = config.optimizer, [each for each in theirs.parameters() if each.requires_grad]
+    groups = [
+        {"params": [each for each in trained if each.dim() >= 2], "weight_decay": rule.weight_decay},
+        {"params": [each for each in trained if each.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=rule.learning_rate, betas=rule.betas, eps=rule.eps)
+    found = []
+    for number in range(steps):
+        total, counted = torch.zeros(()), 0
+        optimizer.zero_grad()
+        for batch in training.loader.read_step(number).micro_batches:
+            (ids,) = training.loader.samples.task.unpack(batch.inputs)
+            logits = theirs(ids).logits
+            total = total + F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum")
+            counted += batch.targets.numel()
+        (total / counted).backward()
+        torch.nn.utils.clip_grad_norm_(trained, config.train.clip_norm)
+        optimizer.step()
+        found.append(float(total.detach()) / counted)
+    training.run()
+    assert len(losses.found) == steps
+    assert found[0] - found[-1] > 0.01, "it learns"
+    for ours, other in zip(losses.found, found, strict=True):
+        assert abs(ours - other) < CLOSE
+
+
+def test_an_adapter_that_peft_made_is_where_a_run_starts(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    config = _config(tmp_path, "llama")
+    described = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+    torch.manual_seed(3)
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), described).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    config = replace(config, lora=replace(config.lora, init_from=str(tmp_path / "theirs")))
+    training = _training(config, tmp_path)
+    with torch.no_grad():
+        assert (theirs(_ids()).logits - _logits(training)).abs().max() < CLOSE
+
+
+def _change_description(folder: Path, **changes: Any) -> None:
+    description = json.loads((folder / CONFIG).read_text()) | changes
+    (folder / CONFIG).write_text(json.dumps(description))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"r": 8, "use_dora": True}, r"give --lora\.rank 8 --lora\.dora true"),
+        ({"target_modules": ["q_proj"]}, r"give --lora\.targets '\[\"q_proj\"\]'"),
+        ({"peft_type": "IA3"}, "only LORA"),
+        ({"bias": "all"}, "trained biases"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern .* no place here"),
+    ],
+)
+def test_an_adapter_of_other_settings_is_refused_by_their_names(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    config = _config(tmp_path, "llama")
+    adapter = tmp_path / "adapter"
+    write_adapter(_training(config, tmp_path).model, config.lora, Folder(str(adapter)), base="")
+    _change_description(adapter, **changes)
+    again = replace(config, lora=replace(config.lora, init_from=str(adapter)))
+    with pytest.raises(SettingError, match=rf"lora\.init_from is .*{said}"):
+        _training(again, tmp_path, "again")
+
+
+def test_keys_that_peft_would_pass_over_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    config = _config(tmp_path, "llama")
+    adapter = tmp_path / "adapter"
+    write_adapter(_training(config, tmp_path).model, config.lora, Folder(str(adapter)), base="")
+    tensors = load_file(adapter / WEIGHTS)
+    save_file({name.removeprefix("base_model.model."): each for name, each in tensors.items()}, adapter / WEIGHTS)
+    again = replace(config, lora=replace(config.lora, init_from=str(adapter)))
+    with pytest.raises(SettingError, match=r"it has no tensor base_model\.model\.model\.layers\.0"):
+        _training(again, tmp_path, "again")
+
+
+def test_a_network_without_a_layout_is_named(tmp_path: Path) -> None:
+    model = Translator(Model(flavour="llama", layers=1, heads=2, width=8, context=8), 40)
+    attach(model, Lora(rank=2, targets=("cross_attention.v",)), names_there(model))
+    with pytest.raises(SettingError, match=r"lora\.targets has decoder\.0\.cross_attention\.v: PEFT's layout.* Translator"):
+        write_adapter(model, Lora(rank=2), Folder(str(tmp_path)), base="")
+
+
+@pytest.mark.parametrize("kind", ["phi3", "gemma2"])
+def test_families_get_adapters_by_the_names_of_their_layouts(kind: str) -> None:
+    model = Decoder(FAMILIES[kind], 50)
+    named = {each.theirs.rpartition(".")[2] for each in sites(model, names_there(model))}
+    expected = {"phi3": {"qkv_proj", "o_proj", "", "down_proj"}}
+    assert named == expected.get(kind, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
