@@ -6,7 +6,18 @@ from typing import Any, ClassVar, Literal
 from raystride.pipelines.config.section import Section, setting
 
 SourceKind = Literal[
-    "auto", "python", "text", "lines", "labelled", "folders", "json", "csv", "parquet", "huggingface", "registered"
+    "auto",
+    "python",
+    "text",
+    "lines",
+    "labelled",
+    "folders",
+    "json",
+    "csv",
+    "parquet",
+    "huggingface",
+    "webdataset",
+    "registered",
 ]
 
 DELIMITERS = {"auto": "", "comma": ",", "semicolon": ";", "tab": "\t", "\\t": "\t", "pipe": "|"}
@@ -34,7 +45,8 @@ class Data(Section):
     none there. `weights` may be a temperature as well."""
     kind: SourceKind = setting("auto", fixed=True)
     """What the source is; `auto` sees it from its name and its files, except `lines` (each line of a text file is a
-    document) and `labelled` (a line is a label, a blank or tab, and a text). `folders`: a folder of files for each class."""
+    document) and `labelled` (a line is a label, a blank or tab, and a text). `folders`: a folder of files for each class.
+    `webdataset`: tar files, whose members of one key are a document (`7.jpg` and `7.cls`)."""
     column: str = setting("text", fixed=True)
     """The column (or JSON key) that holds the text, in sources that have columns; `translation.en` is a field of one."""
     label_column: str = setting("label", fixed=True)
