@@ -51,6 +51,9 @@ class Data(Section):
     """The column (or JSON key) that holds the text, in sources that have columns; `translation.en` is a field of one."""
     label_column: str = setting("label", fixed=True)
     """The column that holds the label, for tasks that read one: text, whole numbers or truth values."""
+    class_names: bool = setting(False, fixed=True, since="0.3")
+    """Whether labels that are numbers in Parquet files get the names that the files have for them, as `datasets` writes
+    them (`ClassLabel`). In Hugging Face data sets they do in any case."""
     target_column: str = setting("target", fixed=True)
     """The column that holds what the text becomes, for tasks that read one: its translation, an answer, a summary."""
     image_column: str = setting("image", fixed=True)

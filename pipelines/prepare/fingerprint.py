@@ -108,6 +108,8 @@ def fingerprint_of(config: Config, task: Task, source: Source, validation: Sourc
     if source.kind == "csv":  # at their defaults, what was prepared before these settings were is found again
         told = {"header": data.header, "delimiter": data.delimiter, "names": list(data.columns)}
         content |= {key: value for key, value in told.items() if value not in ("auto", [])}
+    if source.kind == "parquet" and data.class_names:
+        content["class_names"] = True
     if data.image_root and data.on_error == "skip":  # what lies elsewhere is left out
         content["image_root"] = data.image_root
     if shape := task.shaped_by():

@@ -40,7 +40,7 @@ _GIVES = {"text": ["text"], "python": ["text"], "lines": ["text"], "parallel": [
           "labelled": ["label", "text"], "image": ["image"]}  # fmt: skip
 """What sources without names of columns have: kinds of columns."""
 _READERS: dict[str, Callable[[Columns], Reader]] = {
-    "json": JsonReader, "parquet": ParquetReader,
+    "json": JsonReader,
     "lines": LineReader, "labelled": LabelledReader, "folders": FolderReader, "webdataset": WebDatasetReader,
 }  # fmt: skip
 
@@ -112,6 +112,8 @@ def _reader(kind: str, data: Data, columns: Columns, whole: bool) -> Reader:
         return TextReader(data.on_error == "skip", whole)
     if kind == "csv":
         return CsvReader(columns, Form(data.header, data.delimiter, data.columns))
+    if kind == "parquet":
+        return ParquetReader(columns, class_names=data.class_names)
     return _READERS[kind](columns)
 
 
