@@ -147,7 +147,6 @@ class Data(Section):
         if self.target_source and self.kind not in ("auto", "text", "lines"):
             raise self.error("target_source", f"needs text files, while data.kind is {self.kind!r}: use --data.kind lines")
 
-
     def _check_images(self) -> None:
         """Raises SettingError where a setting of images lacks another one."""
         side, size = self.image_shorter_side, self.image_size

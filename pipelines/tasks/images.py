@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raystride.model.shape import convnet_flops
-from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config import SettingError
 from raystride.pipelines.tasks.crops import Crop, packed, shrunk, unpacked
 from raystride.pipelines.tasks.labels import Labelling
-from raystride.pipelines.tasks.task import Column, Document, Encoders, Facts, Inputs, Rows
+from raystride.pipelines.tasks.task import Column, Document, Facts, Inputs, Rows
 
 if TYPE_CHECKING:
     import torch
@@ -37,12 +37,6 @@ class Images(Labelling):
     """Classification of images by a convolutional network, with one answer an image."""
 
     tokenizers = ()
-
-    def __init__(self, config: Config, facts: Facts | None = None, encoders: Encoders | None = None) -> None:
-        """Raises SettingError where images are to vary, but come in bundles."""
-        super().__init__(config, facts, encoders)
-        if config.train.slot_tokens and self._crop((1, 1, 1)).draws:
-            raise config.train.error("slot_tokens", "must be 0 with data.image_crop and data.image_flip: images are equal")
 
     @property
     def columns(self) -> tuple[Column, ...]:
