@@ -205,7 +205,7 @@ def test_pixels_are_normalised_by_the_network() -> None:
     # What the plain network makes of pixels p is what it makes of (p - 1/2) / (1/2).
     wanted = plain.logits((images / 255.0 - mean) / deviation / 2 + 0.5)
     assert torch.allclose(model.logits(images), wanted, atol=1e-5)
-    with pytest.raises(SettingError, match="data.image_mean"):
+    with pytest.raises(SettingError, match=r"data.image_mean"):
         _task([1, 4, 4], image_mean=(0.1, 0.2, 0.3), image_std=(0.5, 1.0, 2.0)).build_model()
 
 
