@@ -6,19 +6,9 @@ from typing import Any, ClassVar, Literal
 from raystride.pipelines.config.section import Section, setting
 
 SourceKind = Literal[
-    "auto",
-    "python",
-    "text",
-    "lines",
-    "labelled",
-    "folders",
-    "json",
-    "csv",
-    "parquet",
-    "huggingface",
-    "webdataset",
+    "auto", "python", "text", "lines", "labelled", "folders", "json", "csv", "parquet", "huggingface", "webdataset",
     "registered",
-]
+]  # fmt: skip
 
 DELIMITERS = {"auto": "", "comma": ",", "semicolon": ";", "tab": "\t", "\\t": "\t", "pipe": "|"}
 """What `data.delimiter` may be called."""

@@ -101,7 +101,7 @@ def fingerprint_of(config: Config, task: Task, source: Source, validation: Sourc
     }
     if len(task.columns) > 1:
         content["columns"] = [[column.name, column.kind] for column in task.columns]
-    elif source.kind in ("json", "csv", "parquet", "huggingface"):
+    elif source.kind in ("json", "csv", "parquet", "huggingface", "webdataset"):
         content["column"] = task.columns[0].name
     if (encoding := codecs.lookup(data.encoding).name) != "utf-8":
         content["encoding"] = encoding

@@ -32,7 +32,8 @@ USUAL = {
 _TELLING = {*USUAL["image"], "cls", "json"}
 """Endings that make members of one key a document, not files that happen to be called alike."""
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)")
-_LOOKED_AT = 16
+_LOOKED_AT, _FAR = 16, 64 << 20
+"""Members, and bytes, that are looked at to tell shards from archives: what is passed over is read."""
 _FORMS = tuple(ending for ending in TARS if not ending.endswith("xz"))
 
 
@@ -139,6 +140,8 @@ def holds_documents(file: File) -> bool:
                 key, ending = _divided(info)
                 if key:
                     endings.setdefault(key, set()).add(ending)
+                if info.offset_data + info.size > _FAR:
+                    break
     except Faulty:
         return False  # whoever unpacks it says what is wrong
     return any(len(some) > 1 and some & _TELLING for some in endings.values())
