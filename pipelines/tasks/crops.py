@@ -35,13 +35,13 @@ def shrunk(picture: Any, shorter: int) -> Any:
     return picture.resize((max(shorter, round(width * scale)), max(shorter, round(height * scale))), box=box)
 
 
-def packed(pixels: np.ndarray) -> np.ndarray:
+def with_size(pixels: np.ndarray) -> np.ndarray:
     """Pixels (channels, height, width) uint8 as one vector that tells their size."""
     _, height, width = pixels.shape
     return np.concatenate((np.array([height >> 8, height & 255, width >> 8, width & 255], np.uint8), pixels.reshape(-1)))
 
 
-def unpacked(row: np.ndarray, channels: int) -> np.ndarray:
+def pixels_of(row: np.ndarray, channels: int) -> np.ndarray:
     """The pixels (channels, height, width) uint8 of such a vector."""
     high, low, wide, narrow = row[:HEAD].tolist()
     return row[HEAD:].astype(np.uint8, copy=False).reshape(channels, high << 8 | low, wide << 8 | narrow)

@@ -19,7 +19,7 @@ import numpy as np
 
 from raystride.model.shape import convnet_flops
 from raystride.pipelines.config import SettingError
-from raystride.pipelines.tasks.crops import Crop, packed, shrunk, unpacked
+from raystride.pipelines.tasks.crops import Crop, pixels_of, shrunk, with_size
 from raystride.pipelines.tasks.labels import Labelling
 from raystride.pipelines.tasks.task import Column, Document, Facts, Inputs, Rows
 
@@ -95,7 +95,7 @@ class Images(Labelling):
         shorter, picture = self.config.data.image_shorter_side, picture.convert(MODES[channels])
         picture = shrunk(picture, shorter) if shorter else picture.resize((width, height))
         pixels = np.asarray(picture).reshape(picture.height, picture.width, channels).transpose(2, 0, 1)
-        return np.concatenate(([np.uint32(label)], packed(pixels) if shorter else pixels.reshape(-1))), None
+        return np.concatenate(([np.uint32(label)], with_size(pixels) if shorter else pixels.reshape(-1))), None
 
     def collate(self, rows: Rows, masks: Rows | None) -> "tuple[Inputs, torch.Tensor]":
         """Images (B, channels, height, width) uint8, labels (B)."""
@@ -121,7 +121,7 @@ class Images(Labelling):
     def _pictures(self, rows: Rows) -> list[np.ndarray]:
         """The pixels of some examples, each (channels, height, width)."""
         if self.config.data.image_shorter_side:
-            return [unpacked(row[1:], self.image[0]) for row in rows]
+            return [pixels_of(row[1:], self.image[0]) for row in rows]
         return [row[1:].astype(np.uint8, copy=False).reshape(self.image) for row in rows]
 
     def _crop(self, size: tuple[int, int, int]) -> Crop:

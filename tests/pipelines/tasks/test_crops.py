@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from raystride.pipelines.tasks.crops import LONGEST, Crop, packed, shrunk, unpacked
+from raystride.pipelines.tasks.crops import LONGEST, Crop, pixels_of, shrunk, with_size
 
 
 def _pictures(count: int, size: tuple[int, int, int], seed: int = 0) -> list[np.ndarray]:
@@ -18,7 +18,7 @@ def _pictures(count: int, size: tuple[int, int, int], seed: int = 0) -> list[np.
 def test_packed_pictures_keep_pixels_and_size(channels: int, height: int, width: int) -> None:
     (picture,) = _pictures(1, (channels, height, width))
     for kind in (np.uint8, np.uint16, np.uint32):
-        assert np.array_equal(unpacked(packed(picture).astype(kind), channels), picture)
+        assert np.array_equal(pixels_of(with_size(picture).astype(kind), channels), picture)
 
 
 @given(height=st.integers(1, 200), width=st.integers(1, 200), shorter=st.integers(1, 40))
