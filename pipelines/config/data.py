@@ -41,6 +41,13 @@ class Data(Section):
     """The column that holds the label, for tasks that read one: text, whole numbers or truth values."""
     target_column: str = setting("target", fixed=True)
     """The column that holds what the text becomes, for tasks that read one: its translation, an answer, a summary."""
+    prompt_column: str | None = setting("prompt", fixed=True, since="0.3")
+    """For tasks on pairs of answers, the column that holds what both answer: a text, or a list of messages (`role` and
+    `content`). None: `chosen` and `rejected` are lists of messages, and the first ones that they share are the prompt."""
+    chosen_column: str = setting("chosen", fixed=True, since="0.3")
+    """The column that holds the answer that is preferred: a text, or messages."""
+    rejected_column: str = setting("rejected", fixed=True, since="0.3")
+    """The column that holds the other answer: a text, or messages."""
     image_column: str = setting("image", fixed=True)
     """The column that holds the image, for tasks that read one: a file's bytes, its path or a data URI."""
     image_size: tuple[int, int, int] | None = setting(None, at_least=1, fixed=True)
