@@ -248,7 +248,8 @@ class Preference(Completion):
 
     def score(self, loss_sum: float, targets: float, counts: np.ndarray) -> dict[str, float]:
         """Mean loss, how often the preferred answer has the greater reward, the mean margin and rewards, and `val_kl`."""
-        means = {f"val_{name}": mean(each, counts[0]) for name, each in zip(self._names, counts[1:].tolist(), strict=True)}
+        pairs, *sums = counts.tolist()
+        means = {f"val_{name}": mean(each, pairs) for name, each in zip(self._names, sums, strict=True)}
         # The pairs are counted in the same units as the rest.
         return Task.score(self, loss_sum, targets, counts) | means
 
