@@ -1,7 +1,7 @@
 """A small model to start from, in Hugging Face's layout with a tokenizer that has a chat template, and pairs of answers.
 
-    base = write_base(folder); pairs = write_pairs(folder)
-    config = pair_settings(base, pairs, train=Train(steps=3))
+base = write_base(folder); pairs = write_pairs(folder)
+config = pair_settings(base, pairs, train=Train(steps=3))
 """
 
 import json
