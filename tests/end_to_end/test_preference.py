@@ -74,9 +74,8 @@ def _fed(training: Training, steps: int) -> list[np.ndarray]:
 
 
 def test_the_reference_lies_beside_each_pair_and_the_loss_begins_at_log_2(chatting: Path, tmp_path: Path) -> None:
-    config = pair_settings(
-        chatting, write_pairs(tmp_path, chat=True), train=Train(steps=3, slots=2, slot_size=4, log_every=1)
-    )
+    train = Train(steps=3, slots=2, slot_size=4, log_every=1)
+    config = pair_settings(chatting, write_pairs(tmp_path, chat=True), train=train)
     watched = _Losses()
     training, prepared = _training(config, tmp_path, "first", watched)
     task = training.loader.samples.task
@@ -132,10 +131,8 @@ def test_tables_hold_pairs_as_json_lines_do(base: Path, tmp_path: Path, form: st
 
     pairs = write_pairs(tmp_path, 30)
     config = pair_settings(base, pairs, objective=Objective(reference_free=True))
-    table, other = (
-        pa.Table.from_pylist([json.loads(line) for line in pairs.read_text().splitlines()]),
-        tmp_path / f"p.{form}",
-    )
+    table = pa.Table.from_pylist([json.loads(line) for line in pairs.read_text().splitlines()])
+    other = tmp_path / f"pairs.{form}"
     if form == "csv":
         csv.write_csv(table, other)
     else:
@@ -169,10 +166,9 @@ def test_bits_are_the_same_on_one_worker_and_two_and_through_a_stop(base: Path, 
 def test_two_workers_measure_what_one_does(base: Path, tmp_path: Path, strategy: Any) -> None:
     config = pair_settings(base, write_pairs(tmp_path), train=Train(steps=3, slots=3, slot_size=2, log_every=3))
     found = []
-    for run, scaling in (("one", Scaling(threads=1)), ("two", Scaling(workers=2, strategy=strategy, threads=1))):
-        found.append(
-            run_workers(make_job(replace(config, scaling=scaling), tmp_path, run), scaling.workers if run == "two" else 1)
-        )  # type: ignore[arg-type]
+    for world, scaling in ((1, Scaling(threads=1)), (2, Scaling(workers=2, strategy=strategy, threads=1))):
+        job = make_job(replace(config, scaling=scaling), tmp_path, f"on {world}")
+        found.append(run_workers(job, world))
     for name, value in found[0]["metrics"].items():
         assert found[1]["metrics"][name] == pytest.approx(value, abs=1e-4), name
     assert found[1]["train_loss"] == pytest.approx(found[0]["train_loss"], abs=1e-5)
@@ -254,9 +250,8 @@ def test_losses_are_those_of_trl(
     for row in _fed(training, steps):
         first, prompt = int(row[1]), int(row[2])
         ids = [row[HEAD : HEAD + prompt], row[HEAD + prompt : HEAD + first - 1], row[HEAD + first + prompt : -TAIL - 1]]
-        pairs.append(
-            dict(zip(("prompt", "chosen", "rejected"), (encoder.decode(each.tolist()) for each in ids), strict=True))
-        )
+        texts = [encoder.decode(each.tolist()) for each in ids]
+        pairs.append(dict(zip(("prompt", "chosen", "rejected"), texts, strict=True)))
     theirs = _by_trl(base, pairs, config, steps, loss_type, batch)
     training.run()
     assert len(watched.losses) == len(theirs) == steps
@@ -265,6 +260,7 @@ def test_losses_are_those_of_trl(
     assert abs(watched.losses[0] - watched.losses[-1]) > 1e-3, "it learns"
 
 
+@pytest.mark.long
 def test_ray_data_prepares_the_same_shards(ray_cluster: None, base: Path, tmp_path: Path) -> None:
     config = pair_settings(base, write_pairs(tmp_path))
     found = []
