@@ -35,13 +35,18 @@ UNIT = 2.0**20
 
 
 class Preference(Completion):
-    """Training of a decoder on which of two answers is preferred."""
+    """Training of a decoder on which of two answers is preferred. Raises SettingError where there is no reference."""
 
     packs = False
 
     def __init__(self, config: Config, facts: Facts | None = None, encoders: Encoders | None = None) -> None:
         super().__init__(config, facts, encoders)
         self.free = config.objective.reference_free
+        if config.model.init_from is None and not self.free:  # "": weights are given in another way
+            raise config.model.error(
+                "init_from",
+                "must name the model to start with, which is the reference as well; or set objective.reference_free",
+            )
         names = ("accuracy", "margin", "chosen_reward", "rejected_reward", *([] if self.free else ["kl"]))
         self._names, self.metrics = names, ("val_loss", *(f"val_{name}" for name in names))
         self._reference: Any = None

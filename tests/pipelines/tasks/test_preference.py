@@ -237,7 +237,6 @@ def test_a_pair_that_teaches_nothing_is_a_fault(chat: bool, prompt: Any, documen
 @pytest.mark.parametrize(
     ("task", "objective", "setting"),
     [
-        ("preference", {}, r"model\.init_from"),
         ("preference", {"reference_free": True, "label_smoothing": 0.5}, r"objective\.label_smoothing"),
         ("preference", {"reference_free": True, "preference": "ipo", "label_smoothing": 0.1}, "ipo"),
         ("completion", {"beta": 0.2}, r"objective\.beta"),
@@ -247,3 +246,8 @@ def test_a_pair_that_teaches_nothing_is_a_fault(chat: bool, prompt: Any, documen
 def test_settings_that_do_not_go_together_are_refused(task: str, objective: dict[str, Any], setting: str) -> None:
     with pytest.raises(SettingError, match=setting):
         Config(task=task, objective=Objective(**objective))
+
+
+def test_a_reference_is_asked_for() -> None:
+    with pytest.raises(SettingError, match=r"model\.init_from .* or set objective\.reference_free"):
+        build_task(Config(task="preference"))
