@@ -138,6 +138,11 @@ class Preference(Completion):
         """Whether the prompt or an answer was longer."""
         return bool(example[3])
 
+    @property
+    def wants_gpu(self) -> bool:
+        """Whether there is a reference to compute, and GPUs may do it."""
+        return not self.free and self.config.scaling.device != "cpu"
+
     def complete(self, examples: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         """The examples with their reference. Raises SettingError where the model of `model.init_from` cannot be read."""
         if self.free or not len(examples):
@@ -146,8 +151,8 @@ class Preference(Completion):
 
         if self._reference is None:
             assert isinstance(self.encoders, Tokenizers)
-            place, on_gpu = self.encoders.place / "tokenizer", self.config.scaling.device != "cpu"
-            self._reference = Reference(self.build_model, self._base, place, on_gpu=on_gpu)
+            place = self.encoders.place / "tokenizer"
+            self._reference = Reference(self.build_model, self._base, place, on_gpu=self.wants_gpu)
         sizes = [2 * int(row[0]) for row in examples]
         found = self._reference.log_probabilities(sizes, lambda some: self.sequences([examples[each] for each in some]))
         return [np.concatenate((row[:-TAIL], as_ids(each))) for row, each in zip(examples, found, strict=True)]

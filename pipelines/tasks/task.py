@@ -178,6 +178,11 @@ class Task:
         """
         return examples
 
+    @property
+    def wants_gpu(self) -> bool:
+        """Whether `complete` is faster where there is a GPU; preparation on Ray then takes one a task, if there is any."""
+        return False
+
     def is_cut(self, example: np.ndarray) -> bool:
         """Whether something of the document did not fit into this example; preparation counts those of which it is known."""
         return False
