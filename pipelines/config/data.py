@@ -140,8 +140,9 @@ class Tokenizer(Section):
     end_token: str | None = setting(None, fixed=True)
     """The token of that file which ends a document; None looks for a usual one (`<|endoftext|>`, `</s>`, ...)."""
     chat_template: str = setting("auto", fixed=True)
-    """How the task `completion` writes prompt and completion as a chat: `auto`, by the template beside `tokenizer.file`, if
-    there is one (`chat_template.jinja` or in `tokenizer_config.json`); a file with one; `none`, one after the other."""
+    """How the tasks `completion` and `preference` write prompts and answers as a chat: `auto`, by the template beside
+    `tokenizer.file`, if there is one (`chat_template.jinja` or in `tokenizer_config.json`); a file with one; `none`, one
+    after the other."""
     shared: bool = setting(True, fixed=True)
     """In translation, one vocabulary for both languages; else each has its own."""
     training_mib: float = setting(64.0, above=0, fixed=True)
