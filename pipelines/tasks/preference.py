@@ -19,6 +19,7 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.tasks.completion import Completion
 from raystride.pipelines.tasks.messages import Turns, shared_prompt, texts_of, unpack_messages
 from raystride.pipelines.tasks.padding import pad
+from raystride.pipelines.tasks.reference import Reference, as_ids, from_ids, weights_sha256
 from raystride.pipelines.tasks.task import IGNORED, ChatTemplate, Column, Document, Encoders, Facts, Inputs, Rows, Task, mean
 from raystride.pipelines.tokenizers import Tokenizers
 
@@ -49,7 +50,7 @@ class Preference(Completion):
             )
         names = ("accuracy", "margin", "chosen_reward", "rejected_reward", *([] if self.free else ["kl"]))
         self._names, self.metrics = names, ("val_loss", *(f"val_{name}" for name in names))
-        self._reference: Any = None
+        self._reference: Reference | None = None
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -75,12 +76,7 @@ class Preference(Completion):
 
     def shaped_by(self) -> dict[str, Any]:
         """As in `completion`, and the hash of the reference."""
-        return super().shaped_by() | {"reference": None if self.free else self._base_sha256()}
-
-    def _base_sha256(self) -> str:
-        from raystride.pipelines.pretrained import base_sha256
-
-        return base_sha256(self._base)
+        return super().shaped_by() | {"reference": None if self.free else weights_sha256(self._base)}
 
     @property
     def _base(self) -> Folder:
@@ -147,8 +143,6 @@ class Preference(Completion):
         """The examples with their reference. Raises SettingError where the model of `model.init_from` cannot be read."""
         if self.free or not len(examples):
             return examples
-        from raystride.pipelines.tasks.reference import Reference, as_ids
-
         if self._reference is None:
             assert isinstance(self.encoders, Tokenizers)
             place = self.encoders.place / "tokenizer"
@@ -191,8 +185,6 @@ class Preference(Completion):
         """Ids and words as `sequences` gives them, the reference (B, 2) fp32, zeros without one, and targets (B): 0, where a
         pair counts."""
         import torch
-
-        from raystride.pipelines.tasks.reference import from_ids
 
         ids, words = self.sequences(rows)
         reference = torch.zeros(len(rows), 2)

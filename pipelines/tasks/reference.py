@@ -6,15 +6,19 @@ process has one, in batches of like length.
 
     reference = Reference(task.build_model, Folder("/models/llama"), tokenizer=prepared / "tokenizer")
     reference.log_probabilities([18, 60], task.sequences)     # (2, 2) fp32, of two pairs of so many ids
+    weights_sha256(Folder("/models/llama"))                   # 64 hexadecimal digits, without PyTorch
 """
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from raystride.pipelines.config import SettingError
 from raystride.pipelines.files import Folder
-from raystride.pipelines.pretrained import start_from
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +41,8 @@ class Reference:
         Raises SettingError where the folder holds another model, or one of another tokenizer.
         """
         import torch
+
+        from raystride.pipelines.pretrained import start_from
 
         self._device = torch.device("cuda" if on_gpu and torch.cuda.is_available() else "cpu")
         with torch.random.fork_rng(devices=[]):  # what training draws is not to follow from whether this was needed
@@ -70,3 +76,27 @@ def as_ids(values: np.ndarray) -> np.ndarray:
 def from_ids(ids: np.ndarray) -> np.ndarray:
     """The numbers (k) in fp32 that `as_ids` made."""
     return np.ascontiguousarray(ids.astype(HALF)).view(FLOAT)
+
+
+def weights_sha256(folder: Folder) -> str:
+    """One hash of a folder's description and weights, wherever it lies. Raises SettingError where it has none."""
+    weights = [name for name in folder.names() if name.endswith(".safetensors")]
+    if not weights or not folder.exists("config.json"):
+        raise SettingError(
+            f"model.init_from is {folder.uri!r}: it must have a config.json and weights in safetensors, which are the "
+            "reference; a run that goes on needs them as well"
+        )
+    hashes = [[name, _file_sha256(folder, name)] for name in ("config.json", *weights)]
+    return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
+
+
+def _file_sha256(folder: Folder, name: str) -> str:
+    if not folder.local:
+        return folder.sha256(name)
+    # Settings are compared several times before a training begins, and weights have gigabytes.
+    return _kept_sha256(folder, name, (folder.local / name).stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=256)
+def _kept_sha256(folder: Folder, name: str, written: int) -> str:
+    return folder.sha256(name)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 import raystride.pipelines.tasks.reference as module
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.files import Folder
-from raystride.pipelines.pretrained import base_sha256, start_from
+from raystride.pipelines.pretrained import start_from
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tasks.preference import Preference
-from raystride.pipelines.tasks.reference import Reference, as_ids, from_ids
+from raystride.pipelines.tasks.reference import Reference, as_ids, from_ids, weights_sha256
 from raystride.pipelines.tokenizers import load_tokenizer, train_tokenizer
 from tests.preferences import pair_settings, write_base
 
@@ -54,9 +54,9 @@ def test_the_order_and_the_size_of_batches_make_no_difference(tmp_path: Path, mo
 
 def test_one_hash_of_a_base_follows_its_weights_and_not_its_place(tmp_path: Path) -> None:
     first, other = (write_base(tmp_path / name) for name in ("a", "b") if not (tmp_path / name).mkdir())
-    assert base_sha256(Folder(str(first))) == base_sha256(Folder(str(other)))
+    assert weights_sha256(Folder(str(first))) == weights_sha256(Folder(str(other)))
     third = tmp_path / "c"
     third.mkdir()
-    assert base_sha256(Folder(str(write_base(third, seed=2)))) != base_sha256(Folder(str(first)))
-    with pytest.raises(SettingError, match=r"model\.init_from .* neither model\.safetensors nor"):
-        base_sha256(Folder(str(third)))
+    assert weights_sha256(Folder(str(write_base(third, seed=2)))) != weights_sha256(Folder(str(first)))
+    with pytest.raises(SettingError, match=r"model\.init_from .* config\.json and weights"):
+        weights_sha256(Folder(str(third)))
