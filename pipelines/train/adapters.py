@@ -20,11 +20,11 @@ from raystride.model.lora import attach, hold_base, start_adapters, take_out
 from raystride.model.side_by_side import over_same_base
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.files import Folder
+from raystride.pipelines.pretrained import start_from
 from raystride.pipelines.tasks import Task
 from raystride.pipelines.train.checkpoint import Checkpoints, Found
 from raystride.pipelines.train.fingerprint import base_sha256
 from raystride.pipelines.train.peft import read_adapter
-from raystride.pipelines.train.pretrained import start_from
 
 HEADER = "lora"
 """Under which key a checkpoint's manifest says what its adapters belong to."""

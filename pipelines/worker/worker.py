@@ -30,6 +30,7 @@ from raystride.pipelines.observers.throughput import FirstStep, PhaseShares, Thr
 from raystride.pipelines.observers.tracker import Tracker
 from raystride.pipelines.plugins import OBSERVERS, load_plugins
 from raystride.pipelines.prepare.manifest import Manifest
+from raystride.pipelines.pretrained import start_from
 from raystride.pipelines.profiling.profile import Profiled
 from raystride.pipelines.profiling.stalls import StallWatch
 from raystride.pipelines.record.entry import new_entry
@@ -48,7 +49,6 @@ from raystride.pipelines.train.fingerprint import parameters_sha256
 from raystride.pipelines.train.loop import Ending, Training
 from raystride.pipelines.train.optimizer import build_optimizer
 from raystride.pipelines.train.precision import Precision, with_precision
-from raystride.pipelines.train.pretrained import start_from
 from raystride.pipelines.train.products import Choice, choose_products
 from raystride.pipelines.train.state import TrainState
 from raystride.pipelines.train.step import build_rules
