@@ -22,7 +22,9 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.hub import INDEX, WEIGHTS, fetched, named_files, read_description
 from raystride.pipelines.tokenizers import load_tokenizer
 from raystride.pipelines.tokenizers.chat import parse_tokenizer
-from raystride.pipelines.train.base_run import PROBE, is_run, start_from_run
+
+PROBE = "The quick brown fox, at 12:30: naïve café!\n\tdef square(x): return x * x  # 平方\n"
+"""A text to which two tokenizers that are not the same hardly give the same ids."""
 
 
 def start_from(model: nn.Module, place: str, tokenizer: Folder, log: Callable[[str], None]) -> None:
@@ -30,9 +32,6 @@ def start_from(model: nn.Module, place: str, tokenizer: Folder, log: Callable[[s
 
     Raises SettingError where it cannot be read, or is another model or has another tokenizer.
     """
-    if is_run(place):
-        start_from_run(model, Folder(place), tokenizer, log)
-        return
     if not isinstance(model, Decoder):
         raise SettingError(f"model.init_from is {place!r}: it must be None for a task that trains no decoder")
     try:

@@ -2,7 +2,7 @@
 
 if is_run(place):
     check_run(config, folder)                             # in the driver, before anything starts
-    start_from_run(model, folder, tokenizer=job.prepared / "tokenizer", log=print)
+    start_from_base(model, place, tokenizer=job.prepared / "tokenizer", log=print)
 """
 
 import shlex
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from raystride.pipelines.train.checkpoint import Found
 
-PROBE = "The quick brown fox, at 12:30: naïve café!\n\tdef square(x): return x * x  # 平方\n"
-"""A text to which two tokenizers that are not the same hardly give the same ids."""
 _FREE = ("init_from", "dropout")
 """Settings of the network that may differ from the base's, beside those that a resumed run may change."""
 
@@ -51,11 +49,26 @@ def check_run(config: Config, folder: Folder) -> None:
         raise _error(folder, f"its network is not the one that the settings describe: give {' '.join(flags)}")
 
 
+def start_from_base(model: "nn.Module", place: str, tokenizer: Folder, log: Callable[[str], None]) -> None:
+    """Gives a fresh network the weights of `model.init_from`: a run of ours, or what `pretrained` reads.
+
+    `tokenizer` is that of the run's data. Raises SettingError where it cannot be read, or is another model or has another
+    tokenizer.
+    """
+    if is_run(place):
+        start_from_run(model, Folder(place), tokenizer, log)
+        return
+    from raystride.pipelines.pretrained import start_from
+
+    start_from(model, place, tokenizer, log)
+
+
 def start_from_run(model: "nn.Module", folder: Folder, tokenizer: Folder, log: Callable[[str], None]) -> None:
     """Gives a fresh network, or a worker's part of one, the weights of a run's best checkpoint.
 
     Raises SettingError where it has none, or another network or tokenizer.
     """
+    from raystride.pipelines.pretrained import PROBE
     from raystride.pipelines.train.checkpoint import Checkpoints
 
     checkpoints = Checkpoints(folder / "checkpoints", attempt="", keep=1, log=log)

@@ -81,7 +81,7 @@ def test_the_reference_lies_beside_each_pair_and_the_loss_begins_at_log_2(chatti
     task = training.loader.samples.task
     assert isinstance(task, Preference)
     base = task.build_model()
-    start_from(base, Folder(str(chatting)), prepared / "tokenizer", lambda _: None)
+    start_from(base, str(chatting), prepared / "tokenizer", lambda _: None)
     for row in _fed(training, 2):
         ids, words = task.sequences([row])
         found = base.log_probabilities(ids, words).detach().numpy()

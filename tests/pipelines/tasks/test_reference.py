@@ -39,7 +39,7 @@ def test_the_order_and_the_size_of_batches_make_no_difference(tmp_path: Path, mo
     assert isinstance(task, Preference)
     rows = [task.encode(("is it?" * (1 + n % 4), " yes" * (1 + n), " no"))[0] for n in range(9)]
     model = task.build_model()
-    start_from(model, Folder(str(base)), place / "tokenizer", lambda _: None)
+    start_from(model, str(base), place / "tokenizer", lambda _: None)
     with torch.no_grad():
         expected = [model.log_probabilities(*task.sequences([row])).tolist() for row in rows]
     before = torch.get_rng_state()
