@@ -15,14 +15,13 @@ from raystride.pipelines.config.parse import from_yaml
 from raystride.pipelines.files import Folder
 from raystride.pipelines.hub import is_hub_name
 from raystride.pipelines.tokenizers import load_tokenizer
+from raystride.pipelines.tokenizers.loading import PROBE
 
 if TYPE_CHECKING:
     from torch import nn
 
     from raystride.pipelines.train.checkpoint import Found
 
-PROBE = "The quick brown fox, at 12:30: naïve café!\n\tdef square(x): return x * x  # 平方\n"
-"""A text to which two tokenizers that are not the same hardly give the same ids."""
 _FREE = ("init_from", "dropout")
 """Settings of the network that may differ from the base's, beside those that a resumed run may change."""
 
@@ -49,6 +48,16 @@ def check_run(config: Config, folder: Folder) -> None:
             flags.append(f"--model.{item.name} {shlex.quote(str(value))}")
     if flags:
         raise _error(folder, f"its network is not the one that the settings describe: give {' '.join(flags)}")
+
+
+def start_with(model: "nn.Module", place: str, tokenizer: Folder, log: Callable[[str], None]) -> None:
+    """Gives a fresh network the weights of a run, of a folder or of a name on the hub. Raises SettingError."""
+    from raystride.pipelines.train.pretrained import start_from
+
+    if is_run(place):
+        start_from_run(model, Folder(place), tokenizer, log)
+    else:
+        start_from(model, place, tokenizer, log)
 
 
 def start_from_run(model: "nn.Module", folder: Folder, tokenizer: Folder, log: Callable[[str], None]) -> None:

@@ -22,7 +22,7 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.hub import INDEX, WEIGHTS, fetched, named_files, read_description
 from raystride.pipelines.tokenizers import load_tokenizer
 from raystride.pipelines.tokenizers.chat import parse_tokenizer
-from raystride.pipelines.train.base_run import PROBE, is_run, start_from_run
+from raystride.pipelines.tokenizers.loading import PROBE
 
 
 def start_from(model: nn.Module, place: str, tokenizer: Folder, log: Callable[[str], None]) -> None:
@@ -30,9 +30,6 @@ def start_from(model: nn.Module, place: str, tokenizer: Folder, log: Callable[[s
 
     Raises SettingError where it cannot be read, or is another model or has another tokenizer.
     """
-    if is_run(place):
-        start_from_run(model, Folder(place), tokenizer, log)
-        return
     if not isinstance(model, Decoder):
         raise SettingError(f"model.init_from is {place!r}: it must be None for a task that trains no decoder")
     try:
