@@ -42,6 +42,9 @@ class Stage(nn.Module):
 class ConvNet(nn.Module):
     """Stages, fully connected layers with ReLU between them, and one logit a class."""
 
+    mean: torch.Tensor | None
+    deviation: torch.Tensor
+
     def __init__(
         self,
         image: tuple[int, int, int],
@@ -52,12 +55,19 @@ class ConvNet(nn.Module):
         loss: Loss = "cross_entropy",
         label_smoothing: float = 0.0,
         linear: str = "auto",
+        mean: tuple[float, ...] = (),
+        deviation: tuple[float, ...] = (),
     ) -> None:
-        """`image` is (channels, height, width); `linear` chooses the products on CPUs, as `model.linear` has it."""
+        """`image` is (channels, height, width); `linear` chooses the products on CPUs, as `model.linear` has it.
+
+        `mean` and `deviation` normalise pixels in [0, 1], a number a channel; without them they come into [-1, 1].
+        """
         super().__init__()
         self.image, self.classes = image, classes
         self.channels, self.hidden = channels, hidden
         self.loss, self.label_smoothing = loss, label_smoothing
+        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1) if mean else None, persistent=False)
+        self.register_buffer("deviation", torch.tensor(deviation).view(-1, 1, 1) if mean else None, persistent=False)
         self.stages = nn.ModuleList()
         x = torch.zeros(1, *image)
         with torch.no_grad():
@@ -99,7 +109,8 @@ class ConvNet(nn.Module):
     def logits(self, images: torch.Tensor) -> torch.Tensor:
         """(B, channels, height, width), uint8, or floats in [0, 1] -> (B, classes)."""
         x = images.to(next(self.parameters()).dtype)
-        x = (x / 255.0 if images.dtype == torch.uint8 else x).sub(MEAN).div(DEVIATION)
+        x = x / 255.0 if images.dtype == torch.uint8 else x
+        x = x.sub(MEAN).div(DEVIATION) if self.mean is None else x.sub(self.mean).div(self.deviation)
         for stage in self.stages:
             x = stage(x)
         x = x.flatten(1)

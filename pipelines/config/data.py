@@ -6,8 +6,9 @@ from typing import Any, ClassVar, Literal
 from raystride.pipelines.config.section import Section, setting
 
 SourceKind = Literal[
-    "auto", "python", "text", "lines", "labelled", "folders", "json", "csv", "parquet", "huggingface", "registered"
-]
+    "auto", "python", "text", "lines", "labelled", "folders", "json", "csv", "parquet", "huggingface", "webdataset",
+    "registered",
+]  # fmt: skip
 
 DELIMITERS = {"auto": "", "comma": ",", "semicolon": ";", "tab": "\t", "\\t": "\t", "pipe": "|"}
 """What `data.delimiter` may be called."""
@@ -34,11 +35,15 @@ class Data(Section):
     none there. `weights` may be a temperature as well."""
     kind: SourceKind = setting("auto", fixed=True)
     """What the source is; `auto` sees it from its name and its files, except `lines` (each line of a text file is a
-    document) and `labelled` (a line is a label, a blank or tab, and a text). `folders`: a folder of files for each class."""
+    document) and `labelled` (a line is a label, a blank or tab, and a text). `folders`: a folder of files for each class.
+    `webdataset`: tar files, whose members of one key are a document (`7.jpg` and `7.cls`)."""
     column: str = setting("text", fixed=True)
     """The column (or JSON key) that holds the text, in sources that have columns; `translation.en` is a field of one."""
     label_column: str = setting("label", fixed=True)
     """The column that holds the label, for tasks that read one: text, whole numbers or truth values."""
+    class_names: bool = setting(False, fixed=True, since="0.3")
+    """Whether labels that are numbers in Parquet files get the names that the files have for them, as `datasets` writes
+    them (`ClassLabel`). In Hugging Face data sets they do in any case."""
     target_column: str = setting("target", fixed=True)
     """The column that holds what the text becomes, for tasks that read one: its translation, an answer, a summary."""
     image_column: str = setting("image", fixed=True)
@@ -46,6 +51,22 @@ class Data(Section):
     image_size: tuple[int, int, int] | None = setting(None, at_least=1, fixed=True)
     """Channels (1: grey, or 3), height and width to which images are brought, `[3, 32, 32]` for instance; None: all images
     have one size."""
+    image_shorter_side: int | None = setting(None, at_least=1, at_most=8192, fixed=True, since="0.3")
+    """Pixels of the shorter side to which images are scaled, their aspect kept, of which crops of `image_size` are fed: the
+    middle in validation, as `image_crop` says in training. None: all of an image is brought to `image_size`."""
+    image_crop: Literal["middle", "random", "scaled"] = setting("middle", since="0.3")
+    """What is fed of an image in training: the middle, a place that is drawn, or a drawn rectangle of `image_scale` of the
+    area and an aspect from 3/4 to 4/3, scaled to `image_size`. Drawn from seed, epoch and sample."""
+    image_padding: int = setting(0, at_least=0, at_most=1024, since="0.3")
+    """Black pixels that a place may have beyond each edge, under `image_crop random`."""
+    image_scale: tuple[float, float] = setting((0.08, 1.0), above=0, at_most=1, since="0.3")
+    """The least and the largest share of the area that a rectangle has, under `image_crop scaled`."""
+    image_flip: float = setting(0.0, at_least=0, at_most=1, since="0.3")
+    """How probably left and right are exchanged in training, drawn from seed, epoch and sample."""
+    image_mean: tuple[float, ...] = setting((), at_least=0, at_most=1, fixed=True, since="0.3")
+    """What is subtracted from pixels in [0, 1], a number a channel; the network does it. Empty: 0.5 of each."""
+    image_std: tuple[float, ...] = setting((), above=0, at_most=10, fixed=True, since="0.3")
+    """What the difference is divided by, a number a channel. Empty: 0.5."""
     image_root: str | None = setting(None, since="0.2")
     """Another folder or URI below which images lie that data names by their paths; None: below that of the data alone. From
     elsewhere no row has a file read, whoever wrote it."""
@@ -102,6 +123,7 @@ class Data(Section):
             raise self.error("source", "must name what to train on, for instance `python` or a path")
         if self.image_size and self.image_size[0] not in (1, 3):
             raise self.error("image_size", "must have 1 channel or 3")
+        self._check_images()
         if self.validation == "source" and not self.validation_source:
             raise self.error("validation_source", "must be given when data.validation is `source`")
         try:
@@ -114,6 +136,22 @@ class Data(Section):
             raise self.error("columns", "must be names that differ from each other")
         if self.target_source and self.kind not in ("auto", "text", "lines"):
             raise self.error("target_source", f"needs text files, while data.kind is {self.kind!r}: use --data.kind lines")
+
+    def _check_images(self) -> None:
+        """Raises SettingError where a setting of images lacks another one."""
+        side, size = self.image_shorter_side, self.image_size
+        if side and (not size or side < max(size[1:])):
+            raise self.error("image_shorter_side", f"needs data.image_size, of at most so many pixels; it is {size}")
+        if self.image_crop == "random" and not (side or self.image_padding):
+            raise self.error("image_crop", "needs data.image_padding or data.image_shorter_side, else there is one place")
+        if self.image_padding and self.image_crop != "random":
+            raise self.error("image_padding", f"needs data.image_crop random; it is {self.image_crop!r}")
+        if self.image_scale[0] > self.image_scale[1]:
+            raise self.error("image_scale", "must have the smaller share first")
+        if len(self.image_mean) != len(self.image_std):
+            raise self.error("image_std", f"must have as many numbers as data.image_mean, which is {self.image_mean}")
+        if self.image_mean and len(self.image_mean) != (size[0] if size else len(self.image_mean)):
+            raise self.error("image_mean", f"must have a number for each channel of data.image_size, which is {size}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,6 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.feed.ledger import Claim, Ledger
@@ -85,6 +84,8 @@ class NodeCache:
         They stay readable, and on the disk, as long as the array lives. Raises OSError where the piece cannot be fetched or
         is not what it has to be.
         """
+        import torch  # the driver opens feeds without it
+
         place = self.ledger.place(name)
         while True:
             try:

@@ -234,8 +234,9 @@ class Loader:
                     batches.append(empty_batch(self.samples, slot, self.plan.slot_size))
                 continue
             samples = self.plan.order.at(positions)
-            total += digest(self.plan.order.epochs(positions), samples)
-            batches.append(self._batch(slot, samples))
+            epochs = self.plan.order.epochs(positions)
+            total += digest(epochs, samples)
+            batches.append(self._batch(slot, samples, epochs))
         if self.equal_micro_batches:
             most = -(-self.plan.slots // self.world)  # slots of the worker that has most
             group = 1 if self.every_slot else self.micro_batch_slots or most
@@ -244,8 +245,8 @@ class Loader:
         position = self.plan.position(number)
         return Step(number, position, self.plan.position(number + 1) - position, batches, total % 2**64 if self.fed else 0)
 
-    def _batch(self, slot: int, samples: np.ndarray) -> MicroBatch:
-        batch = MicroBatch(slot, *self.samples.batch(samples))
+    def _batch(self, slot: int, samples: np.ndarray, epochs: np.ndarray) -> MicroBatch:
+        batch = MicroBatch(slot, *self.samples.batch(samples, epochs))
         return batch.pinned() if self.device.type == "cuda" else batch
 
     def _placed(self, step: Step) -> Step:

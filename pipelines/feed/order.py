@@ -174,6 +174,12 @@ def digest(epochs: np.ndarray, samples: np.ndarray) -> int:
     return int(hashed.sum(dtype=np.uint64))
 
 
+def uniform(seed: int, epochs: np.ndarray, samples: np.ndarray, count: int) -> np.ndarray:
+    """Numbers from [0, 1), (n, `count`) float64, that follow from the seed, each sample's epoch and its number alone."""
+    keys = mix64(samples.astype(np.uint64) ^ mix64(epochs.astype(np.uint64) ^ mix64(np.array([seed % 2**64], np.uint64))))
+    return (mix64(mix64(keys)[:, None] ^ np.arange(count, dtype=np.uint64)) >> np.uint64(11)) * 2.0**-53
+
+
 def _round_keys(key: tuple[int, ...]) -> np.ndarray:
     state: UInt64 = np.arange(ROUNDS, dtype=np.uint64)
     for part in key:

@@ -15,6 +15,7 @@ from raystride.pipelines.feed.bundles import Bundles, bundle
 from raystride.pipelines.feed.cache import RemotePiece
 from raystride.pipelines.feed.far_shards import FarShards, Pieces, in_order_of_samples
 from raystride.pipelines.feed.mixture import Mixture, split_samples
+from raystride.pipelines.feed.order import uniform
 from raystride.pipelines.feed.stream import TokenStream
 from raystride.pipelines.tasks.task import Inputs, Rows, Task
 
@@ -67,9 +68,16 @@ class Samples(Protocol):
         """What the piece of a number is called in the node's ledger."""
         return self.far[number >> SOURCE_SHIFT].name(number & ((1 << SOURCE_SHIFT) - 1))
 
-    def batch(self, samples: np.ndarray) -> "tuple[Inputs, torch.Tensor]":
-        """Inputs and targets, on the host, of the samples of these numbers, (n) int64."""
-        return self.task.collate(*self.read(samples))
+    def batch(self, samples: np.ndarray, epochs: np.ndarray | None = None) -> "tuple[Inputs, torch.Tensor]":
+        """Inputs and targets, on the host, of the samples of these numbers, (n) int64.
+
+        With the epochs in which they are trained on, (n) int64, they vary as the task has it.
+        """
+        rows, masks = self.read(samples)
+        if epochs is None or not self.task.draws:
+            return self.task.collate(rows, masks)
+        drawn = uniform(self.task.config.seed, epochs, samples, self.task.draws)
+        return self.task.collate_drawn(rows, masks, drawn)
 
     def empty(self, samples: int) -> "tuple[Inputs, torch.Tensor]":
         """Inputs and targets of so many samples in which no target counts, of shapes that real ones have."""

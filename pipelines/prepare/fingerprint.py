@@ -101,13 +101,15 @@ def fingerprint_of(config: Config, task: Task, source: Source, validation: Sourc
     }
     if len(task.columns) > 1:
         content["columns"] = [[column.name, column.kind] for column in task.columns]
-    elif source.kind in ("json", "csv", "parquet", "huggingface"):
+    elif source.kind in ("json", "csv", "parquet", "huggingface", "webdataset"):
         content["column"] = task.columns[0].name
     if (encoding := codecs.lookup(data.encoding).name) != "utf-8":
         content["encoding"] = encoding
     if source.kind == "csv":  # at their defaults, what was prepared before these settings were is found again
         told = {"header": data.header, "delimiter": data.delimiter, "names": list(data.columns)}
         content |= {key: value for key, value in told.items() if value not in ("auto", [])}
+    if source.kind == "parquet" and data.class_names:
+        content["class_names"] = True
     if data.image_root and data.on_error == "skip":  # what lies elsewhere is left out
         content["image_root"] = data.image_root
     if shape := task.shaped_by():

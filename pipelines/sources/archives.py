@@ -30,10 +30,10 @@ from raystride.pipelines.node_folder import node_folder, open_private
 from raystride.pipelines.sources.faults import DataError, Fault, Faulty, faults_of
 from raystride.pipelines.sources.pieces import Archive, File
 
-TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
+TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
 ARCHIVES = (".zip", *TARS)
 """Endings of archives that are read."""
-FOREIGN = (".7z", ".rar", ".xz", ".lzma", ".tar.zst", ".tar.lz4", ".xlsx", ".docx", ".pdf")
+FOREIGN = (".7z", ".rar", ".xz", ".lzma", ".tar.lz4", ".xlsx", ".docx", ".pdf")
 """Endings of files that hold others, or text in a form that is not read: they must never pass for text."""
 MAGIC = {b"PK\x03\x04": "a zip archive", b"\x1f\x8b": "a gzip file", b"BZh": "a bzip2 file", b"\xfd7zXZ": "an xz file",
          b"(\xb5/\xfd": "a zstd file", b"7z\xbc\xaf": "a 7z archive", b"Rar!": "a rar archive", b"%PDF-": "a PDF",
@@ -170,6 +170,10 @@ def _write(archive: Archive, folder: Path) -> None:
 def _opened(uri: str, name: str, stream: Any) -> Any:
     """The archive. Raises DataError where it is none."""
     try:
+        if name.lower().endswith(".zst"):
+            from pyarrow import CompressedInputStream
+
+            return tarfile.open(fileobj=CompressedInputStream(stream, "zstd"), mode="r|")
         return zipfile.ZipFile(stream) if name.lower().endswith(".zip") else tarfile.open(fileobj=stream, mode="r:*")
     except (*_BROKEN, OSError) as error:
         raise DataError(f"{uri}: is no archive, or a broken one: {error}; mend it, or leave it out with a glob") from error

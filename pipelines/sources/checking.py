@@ -58,7 +58,11 @@ def _look(source: Source, file: File, share: int, *, rows: bool) -> Fault | None
         fault = None
         if source.kind in ("text", "python", "lines", "labelled", "parallel", "json") or _is_folder_of_texts(source, file):
             fault = _sampled(file, share, in_lines=source.kind in ("lines", "labelled", "json"))
-        if fault is None and rows and source.kind in ("lines", "labelled", "json", "csv", "parquet", "huggingface"):
+        if (
+            fault is None
+            and rows
+            and source.kind in ("lines", "labelled", "json", "csv", "parquet", "huggingface", "webdataset")
+        ):
             fault = _first_rows(source, file)
         return fault
     except Faulty as faulty:

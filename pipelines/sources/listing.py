@@ -26,12 +26,21 @@ if TYPE_CHECKING:
 
 def list_files(place: str, encoding: str = "utf-8") -> list[File]:
     """The files at a path, glob, folder or URI, whose text is in that encoding. Raises DataError where there are none."""
+    return unpacked(list_packed(place, encoding))
+
+
+def list_packed(place: str, encoding: str = "utf-8") -> list[File]:
+    """The same, but archives themselves instead of what is in them. Raises DataError where there are none."""
     # By one name: latin1 and latin-1 are the same data, prepared once.
     name = codecs.lookup(encoding).name
-    found = _list(place)
+    return [replace(file, encoding=name) for file in _list(place)]
+
+
+def unpacked(found: list[File]) -> list[File]:
+    """The files, with those in archives instead of the archives. Raises DataError where one cannot be unpacked."""
     if any(is_archive(file.name) for file in found):
         found = [each for file in found for each in _unpacked(file, alone=len(found) == 1)]
-    return [replace(file, encoding=name) for file in found]
+    return found
 
 
 def _unpacked(file: File, *, alone: bool) -> list[File]:

@@ -8,7 +8,8 @@ columns are all empty or null is no document and passes in silence.
 """
 
 import csv
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -116,6 +117,8 @@ class ParquetReader:
     columns: Columns
     keep: bool = False
     """Whether documents come with their whole row."""
+    class_names: bool = False
+    """Whether labels that are numbers get the names that the file's metadata has for them."""
 
     def slices(self, file: File, target: int) -> list[Slice]:
         """A slice a row group, with the bytes of the columns' uncompressed values."""
@@ -145,15 +148,51 @@ class ParquetReader:
         with _Parquet(file, self.columns) as table:
             if table.metadata.num_rows == 0:
                 raise Faulty(Fault(file.uri, "is empty"))
-            row = 0
+            row, named = 0, self._classes(table, file.uri)
             for number in range(table.num_row_groups):
                 after = row + table.metadata.row_group(number).num_rows
                 if after > piece.start and row < stop:
                     for at, values, whole in _values(table, number, self.columns, row, file.uri, self.keep):
                         if piece.start <= at < stop:
-                            found = document(values, f"{file.uri}, row {at + 1}", self.columns, file.reach)
-                            yield from with_row(found, partial(dict, whole), self.keep)
+                            place = f"{file.uri}, row {at + 1}"
+                            try:
+                                values = tuple(map(_named, values, named, repeat(place)))
+                            except Faulty as faulty:
+                                yield faulty.fault
+                                continue
+                            found = document(values, place, self.columns, file.reach)
+                            yield from with_row(found, partial(self._row, whole, values, named), self.keep)
                 row = after
+
+    def _classes(self, table: Any, uri: str) -> list[Sequence[str]]:
+        """The names of each column's classes; none where they are not asked for, or the file has none. Raises Faulty."""
+        keys = find_columns(uri, self.columns, table.schema_arrow.names, nested=True)
+        features = _features(table.schema_arrow.metadata or {}) if self.class_names else {}
+        found = [inner(features.get(name), field) for name, field in keys]
+        return [(isinstance(each, dict) and each.get("_type") == "ClassLabel" and each.get("names")) or () for each in found]
+
+    def _row(self, whole: dict[str, Any], values: tuple[Any, ...], named: list[Sequence[str]]) -> dict[str, Any]:
+        """A whole row, in which classes that are columns of their own have their names."""
+        names = [column.name for column in self.columns]
+        return whole | {key: value for key, value, some in zip(names, values, named, strict=True) if some and key in whole}
+
+
+def _features(metadata: dict[bytes, bytes]) -> dict[str, Any]:
+    """What the library `datasets` writes of columns into a schema."""
+    try:
+        found = json.loads(metadata.get(b"huggingface", b"{}"))["info"]["features"]
+    except (ValueError, KeyError, TypeError):
+        return {}  # it is a remark: the rows can be read without
+    return found if isinstance(found, dict) else {}
+
+
+def _named(value: Any, names: Sequence[str], place: str) -> Any:
+    """The name of a class by its number, of which -1 is none. Raises Faulty where it has no name."""
+    if not names or not isinstance(value, int):
+        return value
+    if not -1 <= value < len(names):
+        raise Faulty(Fault(place, f"has class {value}, but the file's metadata names {len(names)}"))
+    return None if value == -1 else names[value]
 
 
 def _values(

@@ -22,11 +22,12 @@ from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.fields import Columns
 from raystride.pipelines.sources.hub import HuggingFaceReader, saved_dataset
 from raystride.pipelines.sources.lines import JsonReader, LabelledReader, LineReader, ParallelReader
-from raystride.pipelines.sources.listing import list_files, place_exists
+from raystride.pipelines.sources.listing import list_files, list_packed, place_exists, unpacked
 from raystride.pipelines.sources.pieces import COMPRESSIONS, File, Reader
 from raystride.pipelines.sources.registry import open_registered, registered_sources
 from raystride.pipelines.sources.rows import CsvReader, ParquetReader
 from raystride.pipelines.sources.text import IMAGES, FolderReader, TextReader
+from raystride.pipelines.sources.webdataset import WebDatasetReader, holds_documents, is_shard
 
 _ENDINGS = {
     ".jsonl": "json", ".ndjson": "json", ".json": "json",
@@ -39,8 +40,8 @@ _GIVES = {"text": ["text"], "python": ["text"], "lines": ["text"], "parallel": [
           "labelled": ["label", "text"], "image": ["image"]}  # fmt: skip
 """What sources without names of columns have: kinds of columns."""
 _READERS: dict[str, Callable[[Columns], Reader]] = {
-    "json": JsonReader, "parquet": ParquetReader,
-    "lines": LineReader, "labelled": LabelledReader, "folders": FolderReader,
+    "json": JsonReader,
+    "lines": LineReader, "labelled": LabelledReader, "folders": FolderReader, "webdataset": WebDatasetReader,
 }  # fmt: skip
 
 
@@ -90,7 +91,12 @@ def open_source(data: Data, name: str, columns: Columns, *, whole: bool = False)
         place = absolute(place) if place_exists(place) else place
         hub = HuggingFaceReader(place, split or data.split, columns, image_root)
         return Source(kind, (hub.file(),), hub)
-    files = [replace(file, image_root=image_root) for file in list_files(name, data.encoding)]
+    listed = list_packed(name, data.encoding)
+    if kind == "webdataset" or (
+        kind == "files" and all(is_shard(file.name) for file in listed) and holds_documents(listed[0])
+    ):
+        return Source("webdataset", _tars(name, listed), WebDatasetReader(columns))
+    files = [replace(file, image_root=image_root) for file in unpacked(listed)]
     if kind == "files":
         kind = _kind_of_files(name, files, columns)
     elif kind in ("json", "csv", "parquet") and len(files) > 1:
@@ -106,7 +112,19 @@ def _reader(kind: str, data: Data, columns: Columns, whole: bool) -> Reader:
         return TextReader(data.on_error == "skip", whole)
     if kind == "csv":
         return CsvReader(columns, Form(data.header, data.delimiter, data.columns))
+    if kind == "parquet":
+        return ParquetReader(columns, class_names=data.class_names)
     return _READERS[kind](columns)
+
+
+def _tars(name: str, files: list[File]) -> tuple[File, ...]:
+    """The tar shards among some files, beside which indexes and statistics may lie."""
+    if not (found := tuple(file for file in files if is_shard(file.name))):
+        raise DataError(
+            f"data.kind is 'webdataset', but data.source {name!r} holds no .tar: name a folder or a glob of tar files, "
+            "which may end on .tar.gz, .tar.bz2 or .tar.zst"
+        )
+    return found
 
 
 def _parallel(data: Data, name: str, columns: Columns) -> Source:

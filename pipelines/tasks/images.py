@@ -1,7 +1,8 @@
 """Classification of images by a convolutional network.
 
 An example is the label's number and the pixels, uint8, channel by channel, row by row. All images have the size that
-`data.image_size` gives, or else the one that they all have already.
+`data.image_size` gives, or else the one that they all have already; those of `data.image_shorter_side` are larger, begin
+with their height and width, and are cropped as they are fed.
 
     task = Images(config, {"labels": ["0", "1"], "image": [1, 8, 8]})
     (images,), labels = task.collate(rows, None)             # images (B, 1, 8, 8) uint8, labels (B) int64
@@ -11,12 +12,14 @@ import base64
 import io
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from raystride.model.shape import convnet_flops
 from raystride.pipelines.config import SettingError
+from raystride.pipelines.tasks.crops import Crop, pixels_of, shrunk, with_size
 from raystride.pipelines.tasks.labels import Labelling
 from raystride.pipelines.tasks.task import Column, Document, Facts, Inputs, Rows
 
@@ -79,7 +82,9 @@ class Images(Labelling):
 
     def shaped_by(self) -> dict[str, Any]:
         """What shapes examples besides: the size of images."""
-        return {"image_size": self.config.data.image_size}
+        data = self.config.data
+        larger = {"image_shorter_side": data.image_shorter_side} if data.image_shorter_side else {}
+        return {"image_size": data.image_size, **larger}
 
     def encode(self, document: Document) -> tuple[np.ndarray, None]:
         """The label's number, 0 for a question, and the pixels. Raises ValueError for what is no image of the right size."""
@@ -87,16 +92,41 @@ class Images(Labelling):
         picture, (channels, height, width) = _open(document[0]), self.image
         if not self.config.data.image_size and _size(picture) != self.image:
             raise ValueError(f"is an image of {_size(picture)} (channels, height, width), the others have {self.image}")
-        picture = picture.convert(MODES[channels]).resize((width, height))
-        pixels = np.asarray(picture).reshape(height, width, channels).transpose(2, 0, 1)
-        return np.concatenate(([np.uint32(label)], pixels.reshape(-1))), None
+        shorter, picture = self.config.data.image_shorter_side, picture.convert(MODES[channels])
+        picture = shrunk(picture, shorter) if shorter else picture.resize((width, height))
+        pixels = np.asarray(picture).reshape(picture.height, picture.width, channels).transpose(2, 0, 1)
+        return np.concatenate(([np.uint32(label)], with_size(pixels) if shorter else pixels.reshape(-1))), None
 
     def collate(self, rows: Rows, masks: Rows | None) -> "tuple[Inputs, torch.Tensor]":
         """Images (B, channels, height, width) uint8, labels (B)."""
         import torch
 
+        if self.config.data.image_shorter_side:
+            return (torch.from_numpy(self._crop(self.image).middle(self._pictures(rows))),), self.targets(rows, masks)
         pixels = np.stack([row[1:] for row in rows]).astype(np.uint8, copy=False)
         return (torch.from_numpy(pixels).view(len(rows), *self.image),), self.targets(rows, masks)
+
+    @property
+    def draws(self) -> int:
+        """As many numbers as the crop and the flip of an image take."""
+        return self._crop(self.image).draws
+
+    def collate_drawn(self, rows: Rows, masks: Rows | None, draws: np.ndarray) -> "tuple[Inputs, torch.Tensor]":
+        """As `collate`, of crops that the draws choose."""
+        import torch
+
+        cropped = self._crop(self.image).drawn(self._pictures(rows), draws)
+        return (torch.from_numpy(cropped),), self.targets(rows, masks)
+
+    def _pictures(self, rows: Rows) -> list[np.ndarray]:
+        """The pixels of some examples, each (channels, height, width)."""
+        if self.config.data.image_shorter_side:
+            return [pixels_of(row[1:], self.image[0]) for row in rows]
+        return [row[1:].astype(np.uint8, copy=False).reshape(self.image) for row in rows]
+
+    def _crop(self, size: tuple[int, int, int]) -> Crop:
+        data = self.config.data
+        return Crop(size, data.image_crop, data.image_padding, data.image_scale, data.image_flip)
 
     def tokens_of(self, numbers: float) -> float:
         """One: an image counts as one token."""
@@ -108,10 +138,12 @@ class Images(Labelling):
         return convnet_flops(self.image, len(self.labels), channels=shape.channels, hidden=shape.hidden)
 
     def build_model(self) -> "ConvNet":
-        """A freshly initialised convolutional network."""
+        """A freshly initialised convolutional network. Raises SettingError where `data.image_mean` has other channels."""
         from raystride.model.convnet import ConvNet
 
-        model, objective = self.config.model, self.config.objective
+        model, objective, data = self.config.model, self.config.objective, self.config.data
+        if data.image_mean and len(data.image_mean) != self.image[0]:
+            raise data.error("image_mean", f"must have a number for each of the images' {self.image[0]} channels")
         return ConvNet(
             self.image,
             len(self.labels),
@@ -120,15 +152,17 @@ class Images(Labelling):
             loss=objective.loss,
             label_smoothing=objective.label_smoothing,
             linear=model.linear,
+            mean=data.image_mean,
+            deviation=data.image_std,
         )
 
 
 def _open(uri: str) -> Any:
-    """The picture in a data URI. Raises ValueError where there is none."""
+    """The picture in a data URI, upright. Raises ValueError where there is none."""
     import struct
     import zlib
 
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     # Of broken files, and of those that would fill the memory, Pillow's readers raise more than its manual says.
     broken = (ValueError, OSError, SyntaxError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
@@ -137,6 +171,8 @@ def _open(uri: str) -> Any:
         picture.load()
     except broken as error:
         raise ValueError(f"is no image that can be read: {error}") from error
+    with suppress(*broken, KeyError, TypeError):  # a remark that cannot be read turns no picture
+        ImageOps.exif_transpose(picture, in_place=True)  # how the camera was held
     return picture
 
 

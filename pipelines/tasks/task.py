@@ -184,6 +184,15 @@ class Task:
         """
         raise NotImplementedError
 
+    @property
+    def draws(self) -> int:
+        """Numbers that are drawn for each sample that is trained on, for `collate_drawn`; 0: samples never vary."""
+        return 0
+
+    def collate_drawn(self, rows: Rows, masks: Rows | None, draws: np.ndarray) -> "tuple[Inputs, torch.Tensor]":
+        """As `collate`, of samples that vary by draws from [0, 1), (n, `draws`): by seed, epoch and sample alone."""
+        return self.collate(rows, masks)
+
     def unpack(self, inputs: Inputs) -> Inputs:
         """What is still to be done to inputs on the device, ahead of the loop."""
         return inputs

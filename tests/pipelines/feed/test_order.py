@@ -4,10 +4,10 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystride.pipelines.feed.order import Order, digest, permute
+from raystride.pipelines.feed.order import Order, digest, permute, uniform
 
 SHUFFLES = st.sampled_from(["full", "blocks", "none"])
 
@@ -77,3 +77,20 @@ def test_digest_ignores_order_and_grouping_but_not_content(pairs: list[tuple[int
 def test_impossible_sizes_are_refused(samples: int) -> None:
     with pytest.raises(ValueError, match="between 1 and"):
         Order(samples)
+
+
+@given(seed=st.integers(0, 2**64 - 1), count=st.integers(1, 20))
+@settings(max_examples=20, deadline=None)
+def test_draws_follow_from_seed_epoch_and_sample_alone(seed: int, count: int) -> None:
+    samples = np.arange(400, dtype=np.int64)
+    found = uniform(seed, samples % 3, samples, count)
+    assert found.shape == (400, count)
+    assert found.min() >= 0
+    assert found.max() < 1
+    assert len(np.unique(found)) == found.size
+    # Six standard deviations of the mean of so many numbers, whose variance is 1/12.
+    assert abs(found.mean() - 0.5) < 6 / np.sqrt(12 * found.size)
+    some = np.array([7, 3, 200])
+    assert np.array_equal(uniform(seed, some % 3, some, count), found[some])
+    assert not np.intersect1d(uniform(seed, samples % 3 + 3, samples, count), found).size
+    assert not np.intersect1d(uniform(seed ^ 1, samples % 3, samples, count), found).size

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pyarrow import compress
 
 from raystride.pipelines.config import Data
 from raystride.pipelines.sources import archives
@@ -33,16 +34,19 @@ def zipped(path: Path, members: Members) -> Path:
 
 
 def tarred(path: Path, members: Members) -> Path:
-    with tarfile.open(path, "w:gz" if path.name.endswith("gz") else "w") as archive:
+    plain = io.BytesIO()
+    with tarfile.open(fileobj=plain, mode="w:gz" if path.name.endswith("gz") else "w") as archive:
         for name, content in members.items():
             info = tarfile.TarInfo(name)
             info.size = len(content)
             archive.addfile(info, io.BytesIO(content))
+    content = plain.getvalue()
+    path.write_bytes(compress(content, "zstd", asbytes=True) if path.name.endswith(".zst") else content)
     return path
 
 
 WAYS: list[tuple[str, Callable[[Path, Members], Path]]] = [
-    ("a.zip", zipped), ("a.tar", tarred), ("a.tar.gz", tarred), ("a.tgz", tarred),
+    ("a.zip", zipped), ("a.tar", tarred), ("a.tar.gz", tarred), ("a.tgz", tarred), ("a.tar.zst", tarred),
 ]  # fmt: skip
 
 

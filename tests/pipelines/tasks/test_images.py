@@ -4,6 +4,9 @@ import base64
 import io
 import struct
 import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +16,18 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from raystride.pipelines.config import Config, Data, Model, SettingError
+from raystride.pipelines.feed.cache import NodeCache
+from raystride.pipelines.feed.loader import Loader
+from raystride.pipelines.feed.order import Order
+from raystride.pipelines.feed.plan import Plan
+from raystride.pipelines.feed.samples import open_samples
+from raystride.pipelines.feed.stream import TokenStream
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.prepare import prepare
 from raystride.pipelines.sources.fields import data_uri
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tasks.images import Images
+from tests.tiny import tiny
 
 
 def _uri(pixels: np.ndarray, kind: str = "PNG") -> str:
@@ -90,3 +102,128 @@ def test_a_broken_png_is_an_image_that_cannot_be_read(uri: str) -> None:
 def test_what_is_no_image_is_named(uri: str) -> None:
     with pytest.raises(ValueError, match="is no image that can be read"):
         _task().encode((uri, "0"))
+
+
+def _photo(height: int, width: int, turned: int = 0) -> str:
+    """A picture, left half dark and right half bright, as a camera stores it that was turned."""
+    pixels = np.zeros((height, width, 3), np.uint8)
+    pixels[:, width // 2 :] = 255
+    picture, exif, stream = Image.fromarray(pixels), Image.Exif(), io.BytesIO()
+    if turned == 6:
+        picture, exif[0x0112] = picture.transpose(Image.Transpose.ROTATE_90), 6
+    picture.save(stream, "PNG", exif=exif)
+    return data_uri(stream.getvalue())
+
+
+def test_pictures_are_upright_and_keep_their_aspect() -> None:
+    task = _task([3, 8, 8], image_size=(3, 8, 8), image_shorter_side=10)
+    rows = [task.encode((_photo(20, 40, turned), "1"))[0] for turned in (0, 6)]
+    assert [len(row) for row in rows] == [1 + 4 + 3 * 10 * 20] * 2
+    assert np.array_equal(*rows)
+    (images,), _ = task.collate(rows, None)
+    assert images.shape == (2, 3, 8, 8)
+    assert (images[..., :3] == 0).all()
+    assert (images[..., 5:] == 255).all()
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "CMYK"])
+def test_every_kind_of_picture_is_taken(kind: str, mode: str) -> None:
+    stream = io.BytesIO()
+    picture = Image.new("RGB", (30, 20), (204, 204, 204)).convert(mode)
+    picture = picture if kind != "JPEG" or mode not in ("RGBA", "P") else picture.convert("RGB")
+    picture = picture if kind == "JPEG" or mode != "CMYK" else picture.convert("RGB")
+    picture.save(stream, kind)
+    task = _task([3, 8, 8], image_size=(3, 8, 8), image_shorter_side=8)
+    (images,), _ = task.collate([task.encode((data_uri(stream.getvalue()), "0"))[0]], None)
+    assert ((images.int() - 204).abs() <= 3).all()
+
+
+VARIED = {"image_crop": "random", "image_padding": 2, "image_flip": 0.5}
+SCALED = {"image_crop": "scaled", "image_shorter_side": 12, "image_flip": 0.5}
+
+
+def _fed(folder: Path, **data: object) -> "tuple[Callable[..., dict[int, bytes]], int]":
+    """A function that gives the pictures that a loader feeds, by their positions; and how many samples an epoch has."""
+    random = np.random.default_rng(7)
+    for number in range(80):
+        (folder / "data" / str(number % 2)).mkdir(parents=True, exist_ok=True)
+        pixels = random.integers(0, 256, (10, 12), np.uint8)
+        Image.fromarray(pixels).save(folder / "data" / str(number % 2) / f"{number}.png")
+    own = Data(source=str(folder / "data"), image_size=(1, 8, 8), **data)  # type: ignore[arg-type]
+    config = replace(tiny(folder, data=own), task="images", model=Model(channels=(4,), hidden=(8,)))
+    made = prepare(config, Folder.at(str(folder)), build_task(config), on_ray=False, echo=lambda _: None)
+    task = build_task(config, made.manifest.facts)
+    samples = open_samples(config, task, TokenStream(made.folder, made.manifest, "train", NodeCache(folder, 1 << 30)))
+    plan = Plan(Order(samples.count, 5), slots=6, slot_size=3, epochs=2)
+
+    def fed(world: int = 1, first: int = 0, group: int = 1) -> dict[int, bytes]:
+        found = {}
+        for rank in range(world):
+            loader = Loader(plan, samples, rank, world, micro_batch_slots=group)
+            for step in map(loader.read_step, range(first, int(plan.steps))):
+                for batch in step.micro_batches:
+                    for at, image in enumerate(batch.inputs[0], step.position + batch.slot * plan.slot_size):
+                        found[at] = image.numpy().tobytes()
+        return found
+
+    return fed, samples.count
+
+
+@pytest.mark.parametrize("data", [VARIED, SCALED], ids=["random", "scaled"])
+def test_pictures_vary_by_seed_epoch_and_sample_alone(tmp_path: Path, data: dict[str, object]) -> None:
+    fed, count = _fed(tmp_path, **data)
+    alone = fed()
+    assert len(alone) == 2 * count
+    assert all(fed(world, group=group) == alone for world, group in [(2, 1), (3, 2), (1, 6)])
+    assert fed(first=3) == {at: picture for at, picture in alone.items() if at >= 3 * 18}
+    plain = set(_fed(tmp_path, image_shorter_side=data.get("image_shorter_side"))[0]().values())
+    assert sum(picture not in plain for picture in alone.values()) > 0.7 * len(alone)
+    first, second = ({alone[at] for at in range(start, start + count)} for start in (0, count))
+    assert len(first & second) < 0.3 * count
+
+
+@pytest.mark.parametrize("side", [None, 12])
+def test_pictures_do_not_vary_unless_that_is_asked_for(tmp_path: Path, side: int | None) -> None:
+    fed, count = _fed(tmp_path, image_shorter_side=side)
+    alone = fed()
+    first, second = ({alone[at] for at in range(start, start + count)} for start in (0, count))
+    assert first == second
+    assert len(first) == count
+    assert _task(image_size=(1, 8, 8)).shaped_by() == {"image_size": (1, 8, 8)}
+
+
+def test_pixels_are_normalised_by_the_network() -> None:
+    task = _task([3, 4, 4], image_mean=(0.1, 0.2, 0.3), image_std=(0.5, 1.0, 2.0))
+    torch.manual_seed(0)
+    model = task.build_model()
+    torch.manual_seed(0)
+    plain = _task([3, 4, 4]).build_model()
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    images = torch.randint(0, 256, (5, 3, 4, 4), dtype=torch.uint8)
+    mean, deviation = torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1), torch.tensor([0.5, 1.0, 2.0]).view(3, 1, 1)
+    # What the plain network makes of pixels p is what it makes of (p - 1/2) / (1/2).
+    wanted = plain.logits((images / 255.0 - mean) / deviation / 2 + 0.5)
+    assert torch.allclose(model.logits(images), wanted, atol=1e-5)
+    with pytest.raises(SettingError, match=r"data.image_mean"):
+        _task([1, 4, 4], image_mean=(0.1, 0.2, 0.3), image_std=(0.5, 1.0, 2.0)).build_model()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"image_shorter_side": 9}, "data.image_shorter_side is 9: it needs data.image_size"),
+        ({"image_shorter_side": 9, "image_size": (3, 8, 10)}, "data.image_shorter_side is 9"),
+        ({"image_crop": "random"}, "data.image_crop is 'random': it needs data.image_padding"),
+        ({"image_padding": 3}, "data.image_padding is 3: it needs data.image_crop random"),
+        ({"image_crop": "scaled", "image_scale": (0.9, 0.2)}, "data.image_scale"),
+        ({"image_crop": "scaled", "image_scale": (0.0, 0.2)}, "data.image_scale"),
+        ({"image_flip": 1.5}, "data.image_flip is 1.5"),
+        ({"image_mean": (0.5,)}, "data.image_std"),
+        ({"image_mean": (0.5,), "image_std": (0.0,)}, "data.image_std"),
+        ({"image_mean": (0.5,), "image_std": (0.5,), "image_size": (3, 8, 8)}, "data.image_mean"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(data: dict[str, object], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        Data(**data)  # type: ignore[arg-type]
