@@ -23,10 +23,13 @@ def prepare_examples(config: Config, folder: Path, count: int) -> Folder:
     heads, length, learned = {
         "classification": (draw.integers(len(LABELS), size=count), context, {"labels": LABELS, "shares": [0.1] * 10}),
         "translation": (np.full(count, context), 2 * context - 1, _of_targets(config)),
+        "preference": (np.full(count, context + 1), 3 + 2 * (context + 1), {}),  # without a reference
         "images": (draw.integers(len(LABELS), size=count), int(np.prod(IMAGE)), {"labels": LABELS, "image": list(IMAGE)}),
     }[config.task]
     rest = draw.integers(1, 256 if config.task == "images" else words, (count, length))
     rows = np.concatenate((heads[:, None], rest), 1).astype("<u2")
+    if config.task == "preference":
+        rows[:, 1:4] = context + 1, 1, 0
     splits: dict[str, Shards] = {}
     for split in ("train", "validation"):
         (folder / split).mkdir(parents=True)

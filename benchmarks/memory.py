@@ -60,6 +60,8 @@ TASKS = {
     "translation": "--task=translation --model.flavour=original",
     "translation, dropout 0.1": "--task=translation --model.dropout=0.1 --tokenizer.shared=false",
     "translation, bundles": "--task=translation --train.slot_tokens=512 --model.encoder_layers=2",
+    "preference": "--task=preference --objective.reference_free=true --model.flavour=llama",
+    "preference, bundles": "--task=preference --objective.reference_free=true --train.slot_tokens=520",
     "images": "--task=images --train.slot_size=16",
     "images, wide": "--task=images --model.channels=[32,64] --model.hidden=[256] --train.activation_checkpointing=full",
 }

@@ -29,7 +29,7 @@ SCRIPT = "__main__"
 
 Documents = Callable[..., Iterator[Any]]
 """What yields texts, tuples in the order of a task's columns, or mappings by the names of columns; it may take the split."""
-OWN_TASKS = ("language_model", "completion", "classification", "translation", "images")
+OWN_TASKS = ("language_model", "completion", "preference", "classification", "translation", "images")
 """The names of those of `pipelines.tasks`, which imports this module and not the other way round."""
 TASKS: dict[str, Any] = {}
 """Subclasses of Task by name, besides those of `pipelines.tasks`."""

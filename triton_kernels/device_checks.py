@@ -25,6 +25,10 @@ from raystride.triton_kernels.attention_packed import attention_packed, attentio
 from raystride.triton_kernels.gelu import gelu, gelu_reference
 from raystride.triton_kernels.layer_norm import layer_norm, layer_norm_reference
 from raystride.triton_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from raystride.triton_kernels.linear_log_probabilities import (
+    linear_log_probabilities,
+    linear_log_probabilities_reference,
+)
 from raystride.triton_kernels.mse import mse, mse_reference
 from raystride.triton_kernels.relu import relu, relu_reference
 from raystride.triton_kernels.rms_norm import rms_norm, rms_norm_reference
@@ -85,6 +89,12 @@ def _calls(device: torch.device) -> Iterator[Call]:
         "linear_cross_entropy",
         lambda x, w: linear_cross_entropy(x, w, targets)[0],
         lambda x, w: linear_cross_entropy_reference(x, w, targets)[0],
+        [(3000, 256), (1000, 256)],
+    )
+    yield (
+        "linear_log_probabilities",
+        lambda x, w: linear_log_probabilities(x, w, targets),
+        lambda x, w: linear_log_probabilities_reference(x, w, targets),
         [(3000, 256), (1000, 256)],
     )
     angles = torch.rand(1, 1, 333, 32, device=device).repeat(1, 1, 1, 2)

@@ -112,6 +112,32 @@ def rows_of_a_chunk(rows: int) -> int:
     return min(rows, max(_SMALLEST_CHUNK, cdiv(rows, _CHUNKS))) if rows else 1
 
 
+def logits_buffer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Where a chunk's logits go, (n, V rounded up), for x (N, C) and weight (V, C)."""
+    rows = len(x)
+    # Zeros, since PyTorch's bf16 product on CPUs lets NaN through from what its result overwrites.
+    return x.new_zeros(min(rows_of_a_chunk(rows), rows), cdiv(weight.shape[0], _ALIGNMENT) * _ALIGNMENT)
+
+
+def softmax_losses(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    losses: torch.Tensor,
+    *,
+    ignore_index: int,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    gradient: bool,
+) -> None:
+    """Writes the loss of each row of logits (n, V) into `losses` (n), fp32; with `gradient`, dloss/dz in place of z."""
+    words = logits.shape[1]
+    launch(
+        _softmax_gradient_kernel, (logits.shape[0],), logits, logits.stride(0), targets, losses, words,
+        ignore_index, label_smoothing, z_loss,
+        GRADIENT=gradient, BLOCK=min(_BLOCK, next_power_of_2(words)), num_warps=8,
+    )  # fmt: skip
+
+
 @operation("raystride::linear_cross_entropy")
 def _linear_cross_entropy(
     x: torch.Tensor,
@@ -130,16 +156,14 @@ def _linear_cross_entropy(
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if for_x else x.new_empty(0)
     size = rows_of_a_chunk(rows)
     chunks = range(0, rows, size)
-    grad_weight = _Sum(weight, one=len(chunks) == 1)
-    # Zeros, since PyTorch's bf16 product on CPUs lets NaN through from what its result overwrites.
-    buffer = x.new_zeros(min(size, rows), cdiv(words, _ALIGNMENT) * _ALIGNMENT)
+    grad_weight = ChunkSum(weight, one=len(chunks) == 1)
+    buffer = logits_buffer(x, weight)
     for start in chunks:
         part = slice(start, min(start + size, rows))
         logits = torch.mm(x[part], weight.t(), out=buffer[: part.stop - start, :words])
-        launch(
-            _softmax_gradient_kernel, (logits.shape[0],), logits, logits.stride(0), targets[part], losses[part], words,
-            ignore_index, label_smoothing, z_loss,
-            GRADIENT=for_x or for_weight, BLOCK=min(_BLOCK, next_power_of_2(words)), num_warps=8,
+        softmax_losses(
+            logits, targets[part], losses[part],
+            ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, gradient=for_x or for_weight,
         )  # fmt: skip
         if for_x:
             torch.mm(logits, weight, out=grad_x[part])
@@ -149,14 +173,15 @@ def _linear_cross_entropy(
     return losses.sum(), counted, grad_x, grad_weight.result() if for_weight else weight.new_empty(0)
 
 
-class _Sum:
-    """A sum of tensors like `like`, in fp32; a single one is kept as it is."""
+class ChunkSum:
+    """A sum over chunks of tensors like `like`, in fp32; a single one is kept as it is."""
 
     def __init__(self, like: torch.Tensor, one: bool) -> None:
         self._like, self._one = like, one
         self._total: torch.Tensor | None = None
 
     def add(self, part: torch.Tensor) -> None:
+        """Adds a chunk's."""
         if self._total is None:
             # A single chunk's product is rounded already, so fp32 would hold the same numbers.
             self._total = part if self._one else part.float()
@@ -164,6 +189,7 @@ class _Sum:
             self._total += part
 
     def result(self) -> torch.Tensor:
+        """The sum in the type of `like`; zeros where nothing was added."""
         return torch.zeros_like(self._like) if self._total is None else self._total.to(self._like.dtype)
 
 

@@ -14,8 +14,12 @@ from raystride.pipelines.config.train import Checkpoint, Guard, Objective, Train
 SHARDED = ("fsdp", "deepspeed")
 """Strategies whose micro-batches communicate, so that all workers must run equally many."""
 
-DECODERS = ("language_model", "completion")
+DECODERS = ("language_model", "completion", "preference")
 """Tasks that train a decoder."""
+MESHLESS = ("images", "preference")
+"""Our tasks whose networks are not cut over a mesh."""
+MESHED_DECODERS = tuple(task for task in DECODERS if task not in MESHLESS)
+"""Tasks that train a decoder that can be."""
 OTHERS = ("classification", "translation", "images")
 """Our tasks that do not; of a task of one's own nothing is known here."""
 
@@ -61,7 +65,8 @@ def refuse_with_task(task: str, model: Model, objective: Objective, train: Train
         raise objective.error("loss", f"must be `cross_entropy` but with task `images`, not `{task}`")
     if objective.class_weights == "balanced" and task != "classification":
         raise objective.error("class_weights", f"must be `none` but with task `classification`, not `{task}`")
-    if objective.label_smoothing and task in DECODERS:
+    _refuse_with_preference(task, objective)
+    if objective.label_smoothing and task in DECODERS and task != "preference":
         raise objective.error("label_smoothing", f"must be 0 with task `{task}`, whose network does not smooth")
     if model.pooling == "windows" and task != "classification":
         raise model.error("pooling", f"must be another but with task `classification`, not `{task}`")
@@ -72,6 +77,19 @@ def refuse_with_task(task: str, model: Model, objective: Objective, train: Train
             raise model.error(name, f"must be {getattr(Model, name)} with task `{task}`: only decoders have it")
     if train.slot_tokens and task == "images":  # windows are refused by the task itself
         raise train.error("slot_tokens", f"must be 0 with task `{task}`, whose samples are equally long")
+
+
+def _refuse_with_preference(task: str, objective: Objective) -> None:
+    """What only pairs of answers take, and what of it does not go together."""
+    if task != "preference":
+        for name in ("preference", "beta", "reference_free"):
+            if getattr(objective, name) != getattr(Objective, name):
+                raise objective.error(name, f"must be {getattr(Objective, name)} but with task `preference`, not `{task}`")
+        return
+    if objective.label_smoothing and objective.preference == "ipo":
+        raise objective.error("label_smoothing", "must be 0 with objective.preference `ipo`, which does not smooth")
+    if objective.label_smoothing >= 0.5:
+        raise objective.error("label_smoothing", "must be below 0.5 with task `preference`: at half, pairs say nothing")
 
 
 def refuse_early_start(data: Data, train: Train) -> None:
@@ -133,9 +151,9 @@ def refuse_mesh_of_model(task: str, model: Model, scaling: Scaling) -> None:
     """Raises SettingError for a mesh over which this model cannot be cut, with the nearest that can."""
     if scaling.group == 1:
         return
-    if task == "images":
+    if task in MESHLESS:
         raise scaling.error(
-            "tensor", "and scaling.pipeline and scaling.context must be 1 with task `images`: use `ddp` or `fsdp`"
+            "tensor", f"and scaling.pipeline and scaling.context must be 1 with task `{task}`: use `ddp` or `fsdp`"
         )
     if task in OTHERS and scaling.pipeline * scaling.context > 1:
         name = "pipeline" if scaling.pipeline > 1 else "context"

@@ -46,6 +46,13 @@ class Data(Section):
     them (`ClassLabel`). In Hugging Face data sets they do in any case."""
     target_column: str = setting("target", fixed=True)
     """The column that holds what the text becomes, for tasks that read one: its translation, an answer, a summary."""
+    prompt_column: str | None = setting("prompt", fixed=True, since="0.3")
+    """For tasks on pairs of answers, the column that holds what both answer: a text, or a list of messages (`role` and
+    `content`). None: `chosen` and `rejected` are lists of messages, and the first ones that they share are the prompt."""
+    chosen_column: str = setting("chosen", fixed=True, since="0.3")
+    """The column that holds the answer that is preferred: a text, or messages."""
+    rejected_column: str = setting("rejected", fixed=True, since="0.3")
+    """The column that holds the other answer: a text, or messages."""
     image_column: str = setting("image", fixed=True)
     """The column that holds the image, for tasks that read one: a file's bytes, its path or a data URI."""
     image_size: tuple[int, int, int] | None = setting(None, at_least=1, fixed=True)
@@ -171,8 +178,9 @@ class Tokenizer(Section):
     end_token: str | None = setting(None, fixed=True)
     """The token of that file which ends a document; None looks for a usual one (`<|endoftext|>`, `</s>`, ...)."""
     chat_template: str = setting("auto", fixed=True)
-    """How the task `completion` writes prompt and completion as a chat: `auto`, by the template beside `tokenizer.file`, if
-    there is one (`chat_template.jinja` or in `tokenizer_config.json`); a file with one; `none`, one after the other."""
+    """How the tasks `completion` and `preference` write prompts and answers as a chat: `auto`, by the template beside
+    `tokenizer.file`, if there is one (`chat_template.jinja` or in `tokenizer_config.json`); a file with one; `none`, one
+    after the other."""
     shared: bool = setting(True, fixed=True)
     """In translation, one vocabulary for both languages; else each has its own."""
     training_mib: float = setting(64.0, above=0, fixed=True)

@@ -133,7 +133,15 @@ class Objective(Section):
     name: ClassVar[str] = "objective"
 
     label_smoothing: float = setting(0.0, at_least=0, below=1, fixed=True)
-    """Share of a target's weight that is spread over all classes or tokens (Szegedy et al., 2016, section 7)."""
+    """Share of a target's weight that is spread over all classes or tokens (Szegedy et al., 2016, section 7). With task
+    `preference`, how likely a pair is taken to stand the wrong way round (cDPO: Mitchell, 2023), below 0.5."""
+    preference: Literal["dpo", "ipo"] = setting("dpo", fixed=True, since="0.3")
+    """Loss of the task `preference`: DPO (Rafailov et al., 2023), or IPO (Azar et al., 2023), of means over ids."""
+    beta: float = setting(0.1, above=0, fixed=True, since="0.3")
+    """With task `preference`, how strongly the model is held to the reference; IPO's tau."""
+    reference_free: bool = setting(False, fixed=True, since="0.3")
+    """With task `preference`, take all answers to be equally likely to the reference, which is then not computed; else it is
+    the model of `model.init_from` as it was."""
     class_weights: Literal["none", "balanced"] = setting("none", fixed=True)
     """`balanced`: in classification, examples count in inverse proportion to how often their label occurs."""
     loss: Literal["cross_entropy", "mse"] = setting("cross_entropy", fixed=True)

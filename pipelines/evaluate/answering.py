@@ -130,11 +130,10 @@ class Answerer:
                 return self._continue(examples, self.sample)
             masks = [np.ones(len(each.ids), bool) if each.mask is None else each.mask for each in examples]
             masked = any(each.mask is not None for each in examples)
-            rows: Any = [example.ids for example in examples]
+            rows: Any = self.task.complete([example.ids for example in examples])
             inputs, targets = self.task.collate(np.stack(rows) if self.task.window else rows, masks if masked else None)
             inputs = self.task.unpack(tuple(each.to(self.device) for each in inputs))
-            written = isinstance(self.model, Decoder)  # whose answer is a text, and here the document has it
-            answers = [{} for _ in examples] if written else self.task.answer(self.model, inputs)
+            answers = self.task.answer(self.model, inputs) or [{} for _ in examples]
             if not self.graded:
                 return answers
             losses, counts = self.task.losses(self.model, inputs, targets.to(self.device))

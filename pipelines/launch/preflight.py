@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 from raystride.pipelines.cluster.resources import Resources, Share
 from raystride.pipelines.config import Config
-from raystride.pipelines.config.combinations import DECODERS, SHARDED
+from raystride.pipelines.config.combinations import MESHED_DECODERS, MESHLESS, SHARDED
 from raystride.pipelines.files import Folder
 from raystride.pipelines.memory.estimate import FRAMEWORK_BYTES, MemoryEstimate, estimate
 from raystride.pipelines.memory.networks import expected
@@ -120,7 +120,7 @@ def _less_memory(config: Config, share: Share, need: MemoryEstimate) -> str:
     for_activations = [f"lower {smaller}"]
     if train.activation_checkpointing != "full":
         for_activations.append("set train.activation_checkpointing full (or selective)")
-    if config.task in DECODERS and not config.model.context % (4 * scaling.context):
+    if config.task in MESHED_DECODERS and not config.model.context % (4 * scaling.context):
         for_activations.append(f"set scaling.context {2 * scaling.context} on more workers")
     for_states = []
     if scaling.strategy not in SHARDED and share.workers > 1 and not train.exact:
@@ -129,7 +129,7 @@ def _less_memory(config: Config, share: Share, need: MemoryEstimate) -> str:
         for_states.append("set scaling.offload true")
     if train.precision != "pure_bf16":
         for_states.append("set train.precision pure_bf16" + (" or bf16" if share.device == "cuda" else ""))
-    if config.task != "images" and not config.model.heads % (2 * scaling.tensor):
+    if config.task not in MESHLESS and not config.model.heads % (2 * scaling.tensor):
         for_states.append(f"set scaling.tensor {2 * scaling.tensor} on more workers")
     for_states.append("lower the model's size")
     ordered = [*for_states, *for_activations] if states > need.activations else [*for_activations, *for_states]

@@ -50,7 +50,7 @@ def network_of(
 
 
 def decoder(config: Config, facts: Facts, slots: int, arithmetic: Arithmetic, part: NetworkPart = WHOLE) -> Network:
-    """The network of language modelling and of completion, with so many slots in a micro-batch."""
+    """The network of language modelling, of completion and of preference, with so many slots in a micro-batch."""
     shape, words = config.model, int(facts["vocabulary_size"])
     saved = Saved(shape, arithmetic, _tokens(config, slots) // part.context, shared=part.tensor)
     head = words * shape.width
@@ -178,7 +178,7 @@ def _layer_of_images(
 
 def _tokens(config: Config, slots: int, sides: int = 1) -> int:
     """Most tokens of a micro-batch on each of so many sides; a sample that fills more than a bundle has one of its own."""
-    longest = config.model.context
+    longest = config.model.context * (2 if config.task == "preference" else 1)  # a pair has two sequences
     if config.train.slot_tokens:
         return slots * max(longest, config.train.slot_tokens // sides)
     return slots * config.train.slot_size * longest
@@ -246,6 +246,7 @@ def _loss_of_spread_words(saved: Saved, words: int, *, tied: bool) -> list[Momen
 NETWORKS: dict[str, Callable[[Config, Facts, int, Arithmetic, NetworkPart], Network | None]] = {
     "language_model": decoder,
     "completion": decoder,
+    "preference": decoder,
     "classification": classifier,
     "translation": translator,
     "images": convnet,

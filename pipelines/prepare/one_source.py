@@ -204,7 +204,8 @@ def manifest_of(config: Config, digest: str, source: Source, task: Task, records
         end_id=learned.pop("end_id", 0),
         splits=shards,
         source={"kind": source.kind, "name": masked(config.data.source), "files": len(source.files)}
-        | {"bytes": sum(file.size for file in source.files)},
+        | {"bytes": sum(file.size for file in source.files)}
+        | ({"cut": cut} if (cut := sum(record.get("cut", 0) for record in records)) else {}),
         skipped=skipped,
         learned=learned,
     )
@@ -238,6 +239,8 @@ def _report(
         first = manifest.skipped[0]
         named = f"the first {first['place']}: {first['reason']}"
         echo(f"data: {count} files or documents skipped, {named}; listed in {folder / FILE}")
+    if cut := manifest.source.get("cut"):
+        echo(f"data: {cut:,} examples are longer than model.context allows and were cut")
     echo(f"data: {_counts(manifest, task)}, prepared in {seconds:.1f} s ({folder})")
 
 

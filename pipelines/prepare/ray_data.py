@@ -64,11 +64,18 @@ class _Shards(Datasink[dict[str, Any]]):  # type: ignore[misc]
 
 def run_parts(job: Preparation, parts: list[Part]) -> list[dict[str, Any]]:
     """Prepares the parts on the cluster; their records. Raises DataError as a stage raised it."""
+    if job.task.wants_gpu and ray.cluster_resources().get("GPU"):
+        # Plain tasks: Ray Data lets no operator that maps whole blocks ask for a GPU.
+        return run_each(_prepare_part, job, parts, gpus=1)
     sink = _Shards(job)
     with quiet_context(), _unwrapped():
         texts = ray.data.read_datasource(_Parts(job, parts), override_num_blocks=len(parts))
         texts.map_batches(_Tokenise(job), batch_size=None, batch_format="pyarrow", zero_copy_batch=True).write_datasink(sink)
     return sink.records
+
+
+def _prepare_part(job: Preparation, part: Part) -> dict[str, Any]:
+    return write_part(job, (tokenise(job, table) for table in read_part(job, part)))
 
 
 class _Tokenise:
@@ -82,9 +89,11 @@ class _Tokenise:
         return tokenise(self._job, table)
 
 
-def run_each(function: Callable[[Preparation, Part], Result], job: Preparation, parts: Iterable[Part]) -> list[Result]:
-    """The function's results, a task a part, in their order. Raises DataError as it does."""
-    remote, shared = ray.remote(function).options(max_retries=1), ray.put(job)
+def run_each(
+    function: Callable[[Preparation, Part], Result], job: Preparation, parts: Iterable[Part], *, gpus: int = 0
+) -> list[Result]:
+    """The function's results, a task a part with so many GPUs, in their order. Raises DataError as it does."""
+    remote, shared = ray.remote(function).options(max_retries=1, num_gpus=gpus), ray.put(job)
     with _unwrapped():
         results: list[Result] = ray.get([remote.remote(shared, part) for part in parts])
         return results

@@ -2,7 +2,7 @@
 
 read_part      part → (part, document, begins, ends, validation, text, place, fault), some MiB a table; a fault is the reason
                why there is no document, and the fields of a document that has several are a JSON array in `text`
-tokenise       the same with ids (large_list of the id type) and loss_mask (large_list<uint8> or null) for text
+tokenise       the same with ids (large_list of the id type), loss_mask (large_list<uint8> or null) and cut (bool) for text
 write_part     a part's tables → its shards and, last, parts/00003.json
 survey_part    a part → what the task is to know of its documents, where it has to know them all before it encodes
 
@@ -138,6 +138,10 @@ def tokenise(job: Preparation, table: pa.Table) -> pa.Table:
                 faults[row] = str(error)
         ids.append(example)
         masks.append(mask)
+    found = [row for row, example in enumerate(ids) if len(example)]
+    for row, example in zip(found, job.task.complete([ids[row] for row in found]), strict=True):
+        ids[row] = example
+    cut = pa.array([len(example) > 0 and job.task.is_cut(example) for example in ids], pa.bool_())
     if faults:
         table = _with_faults(job, table, faults)
     kind = id_type(job.task)
@@ -148,7 +152,8 @@ def tokenise(job: Preparation, table: pa.Table) -> pa.Table:
     offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
     lists = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values.astype(kind.to_pandas_dtype()), kind))
     mask_column = pa.array(masks, pa.large_list(pa.uint8()))
-    return table.drop_columns(["text"]).append_column("ids", lists).append_column("loss_mask", mask_column)
+    encoded = table.drop_columns(["text"]).append_column("ids", lists).append_column("loss_mask", mask_column)
+    return encoded.append_column("cut", cut)
 
 
 _NOTHING = np.empty(0, np.uint32)
@@ -185,13 +190,14 @@ def id_type(task: Task) -> pa.DataType:
 
 
 def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
-    """Writes a part's shards, then its record, which is returned: part, shards by split, faults, and how many there were.
+    """Writes a part's shards, then its record, which is returned: part, shards by split, faults, and how many there were, as
+    well as of how many documents something was cut off (`Task.is_cut`).
 
     Raises RuntimeError where the row that ends a part is missing, OSError where a shard reads otherwise than it was written.
     """
     writers: dict[str, ShardWriter] = {}
     faults: list[dict[str, str]] = []
-    skipped, number, whole = 0, -1, False
+    skipped, cut, number, whole = 0, 0, -1, False
     for table in tables:
         number = table["part"][0].as_py()
         for split, chosen in zip(SPLITS, (pc.invert(table["validation"]), table["validation"]), strict=True):
@@ -201,6 +207,7 @@ def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
                 writer.add(rows)
         faulty = table.filter(pc.is_valid(table["fault"]))
         skipped += faulty.num_rows
+        cut += pc.sum(table["cut"]).as_py() or 0
         pairs = zip(faulty["place"].to_pylist(), faulty["fault"].to_pylist(), strict=True)
         faults += [{"place": place, "reason": reason} for place, reason in pairs][: _FAULTS_NAMED - len(faults)]
         last = table.slice(table.num_rows - 1)
@@ -209,6 +216,6 @@ def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
         raise RuntimeError(f"part {number} ended before its last row: this is a defect of Raystride, please report it")
     shards = {split: writer.finish(job.folder, f"{split}/{number:05d}.arrow") for split, writer in writers.items()}
     written = {split: asdict(shard) if (shard := shards.get(split)) else None for split in SPLITS}
-    record = {"part": number, "shards": written, "faults": faults, "skipped": skipped}
+    record = {"part": number, "shards": written, "faults": faults, "skipped": skipped, "cut": cut}
     (job.folder / "parts").put_json(f"{number:05d}.json", record)
     return record

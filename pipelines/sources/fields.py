@@ -16,10 +16,12 @@ from raystride.pipelines.credentials import masked
 from raystride.pipelines.sources.faults import OTHER_ENCODING, REMEDY, Fault, Faulty
 from raystride.pipelines.sources.image_files import MOST_BYTES, NOWHERE, Reach, read_image
 from raystride.pipelines.sources.pieces import Piece
+from raystride.pipelines.tasks.messages import pack_messages
 from raystride.pipelines.tasks.task import Column
 
 Columns = tuple[Column, ...]
 
+_WANTED = {"text": "text", "messages": "text or a list of messages"}
 _SIGNATURES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"BM": "bmp", b"RIFF": "webp"}
 
 
@@ -94,8 +96,10 @@ def _field(value: Any, place: str, column: Column, reach: Reach) -> str:
         value = _image(value, place, column, reach)
     elif column.kind == "label":
         value = _label(value)
+    elif column.kind == "messages" and isinstance(value, list):
+        value = _messages(value, place, column)
     if not isinstance(value, str):
-        what = "text" if column.kind == "text" else f"a usable {column.kind}"
+        what = _WANTED.get(column.kind, f"a usable {column.kind}")
         reason = f"column {column.name!r} holds a {type(value).__name__}, not {what}"
         raise Faulty(Fault(place, reason, f"choose another with --{column.setting}"))
     try:
@@ -106,6 +110,13 @@ def _field(value: Any, place: str, column: Column, reach: Reach) -> str:
         other = 0xDC80 <= ord(value[error.start]) <= 0xDCFF
         raise Faulty(Fault(place, f"column {column.name!r} {what}", OTHER_ENCODING if other else REMEDY)) from error
     return value
+
+
+def _messages(value: list[Any], place: str, column: Column) -> str:
+    try:
+        return pack_messages(value)
+    except ValueError as error:
+        raise Faulty(Fault(place, f"column {column.name!r} holds {error}")) from error
 
 
 def _label(value: Any) -> Any:

@@ -9,6 +9,7 @@ from raystride.pipelines.tasks.task import Encoders, Facts, Task
 TASKS = {
     "language_model": "LanguageModel",
     "completion": "Completion",
+    "preference": "Preference",
     "classification": "Classification",
     "translation": "Translation",
     "images": "Images",

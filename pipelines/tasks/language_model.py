@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class LanguageModel(Task):
     """The task of a decoder: cross-entropy of the next token."""
 
-    metrics = ("val_loss", "val_perplexity")
+    metrics: tuple[str, ...] = ("val_loss", "val_perplexity")
     packs = True
 
     @property
@@ -75,6 +75,10 @@ class LanguageModel(Task):
 
         kind = PackedDecoder if self.packed else Decoder
         return kind(self.config.model, int(self.facts["vocabulary_size"]))
+
+    def answer(self, model: "nn.Module", inputs: Inputs) -> list[dict[str, Any]]:
+        """None: what a decoder answers is a text, and of what it is graded on the document has one."""
+        return []
 
     def losses(self, model: "nn.Module", inputs: Inputs, targets: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
         """The loss sum of each sample in nats, and its targets that count, both (B)."""

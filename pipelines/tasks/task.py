@@ -19,6 +19,7 @@ import numpy as np
 
 from raystride.model.shape import IGNORED as IGNORED
 from raystride.pipelines.config import Config
+from raystride.pipelines.tasks.messages import Turns
 
 if TYPE_CHECKING:
     import torch
@@ -37,11 +38,11 @@ Inputs = tuple["torch.Tensor", ...]
 class ChatTemplate(Protocol):
     """How a tokenizer writes turns of a chat; see `raystride.pipelines.tokenizers.chat`."""
 
-    def question(self, prompt: str) -> np.ndarray:
+    def question(self, prompt: Turns) -> np.ndarray:
         """Ids up to where the answer begins."""
         ...
 
-    def answer(self, prompt: str, completion: str) -> np.ndarray:
+    def answer(self, prompt: Turns, completion: Turns) -> np.ndarray:
         """Ids of the answer and of what ends it."""
         ...
 
@@ -78,8 +79,9 @@ class Column:
     """The setting that names it, for errors: `data.column`."""
     name: str
     """What the data calls it."""
-    kind: Literal["text", "label", "image"] = "text"
-    """Text; a label (text, number or truth value, taken as text); an image file's bytes."""
+    kind: Literal["text", "label", "image", "messages"] = "text"
+    """Text; a label (text, number or truth value, taken as text); an image file's bytes; text or messages, which become
+    their JSON (`tasks.messages`)."""
     answer: bool = False
     """Whether it is what the model is to give: a document without it, as the last of several, is a question."""
 
@@ -169,6 +171,22 @@ class Task:
         """
         raise NotImplementedError
 
+    def complete(self, examples: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+        """The examples of `encode` with what is found of many at once; preparation and evaluation give it some of them.
+
+        What an example gets depends on that one alone, but for rounding.
+        """
+        return examples
+
+    @property
+    def wants_gpu(self) -> bool:
+        """Whether `complete` is faster where there is a GPU; preparation on Ray then takes one a task, if there is any."""
+        return False
+
+    def is_cut(self, example: np.ndarray) -> bool:
+        """Whether something of the document did not fit into this example; preparation counts those of which it is known."""
+        return False
+
     def prompt(self, text: str) -> np.ndarray:
         """The ids (n) after which a decoder writes on; where there are none, it starts as a new document does."""
         return self.encoders[self.tokenizers[0]].encode(text)
@@ -213,6 +231,14 @@ class Task:
         """
         loss_sum, counted = model(*inputs, targets)
         return loss_sum, counted
+
+    def take_sums(self, model: "nn.Module") -> "torch.Tensor | None":
+        """Sums (k) over this worker's samples since the last call, for `train_scores`; None of a task that has none."""
+        return None
+
+    def train_scores(self, sums: Sequence[float]) -> dict[str, float]:
+        """Metrics by name, `train_` before it, from such sums over all workers."""
+        return {}
 
     def score(self, loss_sum: float, targets: float, counts: np.ndarray) -> dict[str, float]:
         """Metrics by name, `val_loss` among them, from the sums over all validation samples."""

@@ -7,10 +7,12 @@ ids; what people write in between is encoded as any text, so nobody can forge a 
     chat = load_chat(folder, encoder)                        # None: there is no template
     question = chat.question("Who are you?")                 # ids up to where the answer begins
     answer = chat.answer("Who are you?", "A model.")         # ids of the answer, with the token that ends a turn
+    chat.question([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}])
 """
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -25,6 +27,9 @@ FILE = "chat.json"
 """In a tokenizer's folder: the template, and the tokens that it knows by name."""
 SPOKEN = "\ue000"
 """Stands for what somebody says, to see what the template writes around it: a character that no text has."""
+Message = Mapping[str, Any]
+Turns = str | Sequence[Message]
+"""What a side says: a text, or messages of several; see `raystride.pipelines.tasks.messages`."""
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -45,39 +50,40 @@ class Chat:
         names = sorted(specials, key=len, reverse=True)
         self._cut = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
 
-    def question(self, prompt: str) -> np.ndarray:
-        """Ids (uint32) of a first turn and of what leads in the answer. Raises ValueError where the template refuses it."""
-        return self._ids(self._written(prompt), self._written(SPOKEN))
+    def question(self, prompt: Turns) -> np.ndarray:
+        """Ids (uint32) of the first turns and of what leads in the answer. Raises ValueError where the template refuses."""
+        turns = _turns(prompt, "user")
+        return self._ids(self._written(turns), self._written(_hidden(turns)), turns)
 
-    def answer(self, prompt: str, completion: str) -> np.ndarray:
+    def answer(self, prompt: Turns, completion: Turns) -> np.ndarray:
         """Ids (uint32) of an answer to that, and of what ends its turn. Raises ValueError as above."""
-        return self._ids(self._behind(prompt, completion), self._behind(SPOKEN, SPOKEN))
+        asked, said = _turns(prompt, "user"), _turns(completion, "assistant")
+        return self._ids(self._behind(asked, said), self._behind(_hidden(asked), _hidden(said)), said)
 
-    def _behind(self, prompt: str, completion: str) -> str:
+    def _behind(self, prompt: list[Message], completion: list[Message]) -> str:
         """What a completion adds to its question."""
-        before, whole = self._written(prompt), self._written(prompt, completion)
+        before, whole = self._written(prompt), self._written([*prompt, *completion], answered=True)
         if not whole.startswith(before):
             raise ValueError("is another text for the chat template once it is answered: set tokenizer.chat_template none")
         return whole[len(before) :]
 
-    def _written(self, prompt: str, completion: str | None = None) -> str:
+    def _written(self, messages: list[Message], *, answered: bool = False) -> str:
         from jinja2 import TemplateError
 
-        messages = [{"role": "user", "content": prompt}]
-        if completion is not None:
-            messages.append({"role": "assistant", "content": completion})
         try:
-            return self._template.render(messages=messages, add_generation_prompt=completion is None, **self._tokens)
+            return self._template.render(messages=messages, add_generation_prompt=not answered, **self._tokens)
         except TemplateError as error:
             raise ValueError(f"is refused by the chat template: {error}") from error
 
-    def _ids(self, text: str, pattern: str) -> np.ndarray:
+    def _ids(self, text: str, pattern: str, turns: list[Message]) -> np.ndarray:
         """Special tokens become their ids, but not in what was said: it stands where SPOKEN does in the pattern."""
-        before, found, after = pattern.partition(SPOKEN)
-        fits = found and text.startswith(before) and text[len(before) :].endswith(after)
-        spoken = text[len(before) : len(text) - len(after)] if fits else ""
-        around = (before, after) if fits else (text, "")  # a template that looks at what is said, for instance
-        parts = [*self._marked(around[0]), *([self._encoder.encode(spoken)] if spoken else []), *self._marked(around[1])]
+        around = pattern.split(SPOKEN)
+        said = _said(text, around, [turn["content"] for turn in turns])
+        if said is None:  # a template that looks at what is said, for instance
+            around, said = [text], []
+        parts = [*self._marked(around[0])]
+        for spoken, after in zip(said, around[1:], strict=True):
+            parts += [*([self._encoder.encode(spoken)] if spoken else []), *self._marked(after)]
         return np.concatenate([*parts, np.empty(0, np.uint32)])
 
     def _marked(self, text: str) -> list[np.ndarray]:
@@ -87,6 +93,33 @@ class Chat:
             for piece in pieces
             if piece
         ]
+
+
+def _turns(said: Turns, role: str) -> list[Message]:
+    """Messages; a text is one of this role."""
+    return [{"role": role, "content": said}] if isinstance(said, str) else list(said)
+
+
+def _hidden(turns: list[Message]) -> list[Message]:
+    return [{**turn, "content": SPOKEN} for turn in turns]
+
+
+def _said(text: str, around: list[str], contents: list[str]) -> list[str] | None:
+    """What a text has between these pieces: the contents, or what a template leaves of them. None: it has other pieces."""
+    if len(around) == 2:  # whatever becomes of it
+        before, after = around
+        fits = len(text) >= len(before) + len(after) and text.startswith(before) and text.endswith(after)
+        return [text[len(before) : len(text) - len(after)]] if fits else None
+    if len(around) != len(contents) + 1 or not text.startswith(around[0]):
+        return None
+    at, said = len(around[0]), []
+    for content, after in zip(contents, around[1:], strict=True):
+        left = (each for each in (content, content.strip()) if text.startswith(each + after, at))
+        if (found := next(left, None)) is None:
+            return None
+        said.append(found)
+        at += len(found) + len(after)
+    return said if at == len(text) else None
 
 
 def load_chat(folder: Folder, encoder: TextEncoder) -> Chat | None:

@@ -50,12 +50,12 @@ class Tokenizers(Mapping[str, AnyEncoder]):
     """
 
     def __init__(self, place: Folder, names: Sequence[str]) -> None:
-        self._place, self._names = place, tuple(names)
+        self.place, self._names = place, tuple(names)
 
     def __getitem__(self, name: str) -> AnyEncoder:
         if name not in self._names:
             raise KeyError(name)
-        return _loaded(self._place / name)
+        return _loaded(self.place / name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

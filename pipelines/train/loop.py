@@ -244,6 +244,9 @@ class Training:
         measured |= self.loader.plan.order.progress(self.state.position)
         if loss is not None:
             measured["train_loss"] = loss
+        task = self.loader.samples.task
+        if (sums := task.take_sums(self.model)) is not None:
+            measured |= task.train_scores(self.strategy.sum(sums).tolist())
         if self.rules.scale:
             measured["loss_scale"] = float(self.rules.scale.value)
         if self.state.dropped or self.state.left_out:

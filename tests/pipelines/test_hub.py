@@ -18,8 +18,8 @@ from raystride.pipelines.config.parse import to_yaml
 from raystride.pipelines.files import Folder
 from raystride.pipelines.hub import INDEX, WEIGHTS, fetched, is_hub_name, push, read_description
 from raystride.pipelines.launch.finished import push_run
+from raystride.pipelines.pretrained import start_from
 from raystride.pipelines.tokenizers import train_tokenizer
-from raystride.pipelines.train.pretrained import start_from
 from tests.hub_server import HubServer, hub_server
 
 SHAPE = Model(flavour="llama", layers=1, heads=2, width=8, context=4)

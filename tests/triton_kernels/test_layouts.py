@@ -25,6 +25,10 @@ from raystride.triton_kernels.layer_norm import (
     layer_norm_reference,
 )
 from raystride.triton_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from raystride.triton_kernels.linear_log_probabilities import (
+    linear_log_probabilities,
+    linear_log_probabilities_reference,
+)
 from raystride.triton_kernels.mse import mse, mse_reference
 from raystride.triton_kernels.relu import relu, relu_reference
 from raystride.triton_kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
@@ -136,6 +140,7 @@ OPERATIONS = {
     ),
     "attention_packed": Operation(_flat(attention_packed), _flat(attention_packed_reference), _packed, fixed=(3, 4)),
     "linear_cross_entropy": Operation(linear_cross_entropy, linear_cross_entropy_reference, _words),
+    "linear_log_probabilities": Operation(linear_log_probabilities, linear_log_probabilities_reference, _words),
     "rms_norm": Operation(rms_norm, rms_norm_reference, _norm(1)),
     "add_rms_norm": Operation(add_rms_norm, add_rms_norm_reference, _norm(1, 2)),
     "layer_norm": Operation(layer_norm, layer_norm_reference, _norm(2), atol=EXPANDED_ROW),

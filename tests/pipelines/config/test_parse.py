@@ -116,6 +116,7 @@ NAMES = {
     "lm_characters": "lm_characters-852f1dcd",
     "lm_python": "lm_python-d30d9970",
     "lm_shakespeare_cpu": "lm_shakespeare_cpu-c3695e2d",
+    "preference_pairs": "preference_pairs-6d1c0984",
     "sweep_scaling": "sweep_scaling-2b463b99",
     "translate_base": "translate_base-90cab3e2",
     "translate_docstrings": "translate_docstrings-17d8491c",

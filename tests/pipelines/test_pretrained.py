@@ -16,8 +16,8 @@ from raystride.pipelines.config import Model, SettingError, Tokenizer
 from raystride.pipelines.config.parse import parse
 from raystride.pipelines.files import Folder
 from raystride.pipelines.hub import INDEX, WEIGHTS
+from raystride.pipelines.pretrained import start_from
 from raystride.pipelines.tokenizers import train_tokenizer
-from raystride.pipelines.train.pretrained import start_from
 
 SHAPE = Model(flavour="llama", layers=2, heads=2, width=8, context=4)
 

@@ -1,0 +1,107 @@
+"""A decoder trained on pairs of answers, of which one is preferred, against what a reference thinks of them.
+
+    r_c, r_r = log pi(c | x) - log ref(c | x), likewise of the rejected answer;  h = r_c - r_r
+    dpo  -(1 - s) log sigmoid(b h) - s log sigmoid(-b h)      Rafailov et al. (2023), equation 7; s: Mitchell (2023), cDPO
+    ipo  (r_c / |c| - r_r / |r| - 1 / (2 b))^2                Azar et al. (2023), equation 17, as means over ids
+
+Shapes: ids and words (2B, T), the chosen answers' rows before the rejected ones', each behind its prompt; reference (B, 2);
+targets (B), 0 where a pair counts, else -100.
+
+    model = PreferenceDecoder(shape, vocabulary_size=4096, rule=PairRule(beta=0.1))
+    loss_sum, counted = model(ids, words, reference, targets)
+"""
+
+from functools import partial
+from typing import Literal, NamedTuple
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from raystride.model.linear import linear
+from raystride.model.shape import IGNORED, DecoderShape
+from raystride.model.transformer import Decoder
+from raystride.triton_kernels.linear_log_probabilities import linear_log_probabilities
+
+FIGURES = ("pairs", "accuracy", "margin", "chosen_reward", "rejected_reward", "kl")
+"""What is added up over pairs, in this order; see `pair_figures`."""
+
+
+class PairRule(NamedTuple):
+    """What is minimised."""
+
+    kind: Literal["dpo", "ipo"] = "dpo"
+    beta: float = 0.1
+    """Strength of the pull towards the reference; IPO's tau."""
+    label_smoothing: float = 0.0
+    """How likely a pair is taken to stand the wrong way round; of `dpo`."""
+
+
+def pair_losses(ratios: torch.Tensor, lengths: torch.Tensor, rule: PairRule) -> torch.Tensor:
+    """The loss of each pair (B) from its answers' log-ratios and numbers of ids, both (B, 2), the chosen one first."""
+    if rule.kind == "ipo":
+        chosen, rejected = (ratios / lengths.clamp(min=1)).unbind(1)
+        return (chosen - rejected - 1 / (2 * rule.beta)).square()
+    margins = rule.beta * (ratios[:, 0] - ratios[:, 1])
+    losses = -logsigmoid(margins)
+    if rule.label_smoothing:
+        # -log sigmoid(-h) = h - log sigmoid(h)
+        losses = losses + rule.label_smoothing * margins
+    return losses
+
+
+def pair_figures(ratios: torch.Tensor, counts: torch.Tensor, beta: float) -> torch.Tensor:
+    """FIGURES of each pair, (B, 6) in fp64, from log-ratios (B, 2); zeros where a pair does not count (counts (B), bool).
+
+    A reward is beta times a log-ratio, the margin their difference; accuracy says whether it is above 0. `kl` is how much
+    less likely the two answers are to the model than to the reference, on average: Schulman's first estimator (k1 in
+    "Approximating KL Divergence", 2020) of KL(reference || model), right on average where the reference wrote the answers.
+    """
+    ratios = ratios.detach().double()
+    chosen, rejected = (beta * ratios).unbind(1)
+    margins = chosen - rejected
+    figures = torch.stack((torch.ones_like(margins), (margins > 0).double(), margins, chosen, rejected, -ratios.mean(1)), 1)
+    return figures.where(counts[:, None], 0.0)
+
+
+class PreferenceDecoder(Decoder):
+    """The same network as `Decoder`, whose loss is of pairs. In training it adds up FIGURES until `take_figures`."""
+
+    def __init__(self, shape: DecoderShape, vocabulary_size: int, rule: PairRule) -> None:
+        super().__init__(shape, vocabulary_size)
+        self.rule = rule
+        self._figures: torch.Tensor | None = None
+
+    def forward(  # type: ignore[override]
+        self, ids: torch.Tensor, words: torch.Tensor, reference: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of the losses of pairs that count, and how many these are."""
+        ratios, counts = self.log_ratios(ids, words, reference), targets != IGNORED
+        losses = pair_losses(ratios, answer_lengths(words), self.rule)
+        if self.training:
+            self._add_figures(ratios, counts)
+        return losses.where(counts, 0.0).sum(), counts.sum()
+
+    def log_ratios(self, ids: torch.Tensor, words: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+        """How much likelier each answer is to the model than to the reference, in nats, (B, 2)."""
+        return self.log_probabilities(ids, words).view(2, -1).t() - reference
+
+    def log_probabilities(self, ids: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        """The log-probability in nats of each row's words, (rows) of (rows, T); those that are IGNORED do not count."""
+        product = partial(linear, products=self.products)
+        found = linear_log_probabilities(self.hidden(ids), self._head(), words, ignore_index=IGNORED, product=product)
+        return found.sum(1)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _add_figures(self, ratios: torch.Tensor, counts: torch.Tensor) -> None:
+        found = pair_figures(ratios, counts, self.rule.beta).sum(0)
+        self._figures = found if self._figures is None else self._figures + found
+
+    def take_figures(self) -> torch.Tensor | None:
+        """FIGURES (6) in fp64 of the pairs trained on since the last call; None: there were none."""
+        found, self._figures = self._figures, None
+        return found
+
+
+def answer_lengths(words: torch.Tensor) -> torch.Tensor:
+    """The ids of each answer, (B, 2), of words (2B, T)."""
+    return (words != IGNORED).sum(1).view(2, -1).t()
