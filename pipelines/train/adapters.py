@@ -20,7 +20,6 @@ from raystride.model.lora import attach, hold_base, start_adapters, take_out
 from raystride.model.side_by_side import over_same_base
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.files import Folder
-from raystride.pipelines.pretrained import start_from
 from raystride.pipelines.tasks import Task
 from raystride.pipelines.train.base_run import start_with
 from raystride.pipelines.train.checkpoint import Checkpoints, Found

@@ -52,7 +52,7 @@ def check_run(config: Config, folder: Folder) -> None:
 
 def start_with(model: "nn.Module", place: str, tokenizer: Folder, log: Callable[[str], None]) -> None:
     """Gives a fresh network the weights of a run, of a folder or of a name on the hub. Raises SettingError."""
-    from raystride.pipelines.train.pretrained import start_from
+    from raystride.pipelines.pretrained import start_from
 
     if is_run(place):
         start_from_run(model, Folder(place), tokenizer, log)

@@ -30,7 +30,6 @@ from raystride.pipelines.observers.throughput import FirstStep, PhaseShares, Thr
 from raystride.pipelines.observers.tracker import Tracker
 from raystride.pipelines.plugins import OBSERVERS, load_plugins
 from raystride.pipelines.prepare.manifest import Manifest
-from raystride.pipelines.pretrained import start_from
 from raystride.pipelines.profiling.profile import Profiled
 from raystride.pipelines.profiling.stalls import StallWatch
 from raystride.pipelines.record.entry import new_entry
