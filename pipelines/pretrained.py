@@ -22,9 +22,7 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.hub import INDEX, WEIGHTS, fetched, named_files, read_description
 from raystride.pipelines.tokenizers import load_tokenizer
 from raystride.pipelines.tokenizers.chat import parse_tokenizer
-
-PROBE = "The quick brown fox, at 12:30: naïve café!\n\tdef square(x): return x * x  # 平方\n"
-"""A text to which two tokenizers that are not the same hardly give the same ids."""
+from raystride.pipelines.tokenizers.loading import PROBE
 
 
 def start_from(model: nn.Module, place: str, tokenizer: Folder, log: Callable[[str], None]) -> None:

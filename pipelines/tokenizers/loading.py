@@ -21,6 +21,8 @@ from raystride.pipelines.tokenizers.ready import ReadyEncoder, size
 KIND_FILE = "tokenizer_kind.json"
 READY_FILE = "tokenizer.json"
 FORMAT = 1
+PROBE = "The quick brown fox, at 12:30: naïve café!\n\tdef square(x): return x * x  # 平方\n"
+"""A text to which two tokenizers that are not the same hardly give the same ids."""
 
 AnyEncoder = ByteEncoder | CharacterEncoder | BytePairEncoder | ReadyEncoder
 

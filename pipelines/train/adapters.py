@@ -21,7 +21,7 @@ from raystride.model.side_by_side import over_same_base
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.files import Folder
 from raystride.pipelines.tasks import Task
-from raystride.pipelines.train.base_run import start_from_base
+from raystride.pipelines.train.base_run import start_with
 from raystride.pipelines.train.checkpoint import Checkpoints, Found
 from raystride.pipelines.train.fingerprint import base_sha256
 from raystride.pipelines.train.peft import read_adapter
@@ -44,7 +44,7 @@ class MakeAdapted:
     def __call__(self) -> nn.Module:
         """The network. Raises SettingError for targets that it lacks, or a base that is no such."""
         model = self._attached(self.make())
-        start_from_base(model, self.config.model.init_from or "", self.tokenizer, self.log)
+        start_with(model, self.config.model.init_from or "", self.tokenizer, self.log)
         if self.config.lora.base_precision == "bf16":
             hold_base(model, torch.bfloat16)
         return model

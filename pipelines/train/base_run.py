@@ -2,7 +2,7 @@
 
 if is_run(place):
     check_run(config, folder)                             # in the driver, before anything starts
-    start_from_base(model, place, tokenizer=job.prepared / "tokenizer", log=print)
+    start_from_run(model, folder, tokenizer=job.prepared / "tokenizer", log=print)
 """
 
 import shlex
@@ -15,6 +15,7 @@ from raystride.pipelines.config.parse import from_yaml
 from raystride.pipelines.files import Folder
 from raystride.pipelines.hub import is_hub_name
 from raystride.pipelines.tokenizers import load_tokenizer
+from raystride.pipelines.tokenizers.loading import PROBE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,18 +50,14 @@ def check_run(config: Config, folder: Folder) -> None:
         raise _error(folder, f"its network is not the one that the settings describe: give {' '.join(flags)}")
 
 
-def start_from_base(model: "nn.Module", place: str, tokenizer: Folder, log: Callable[[str], None]) -> None:
-    """Gives a fresh network the weights of `model.init_from`: a run of ours, or what `pretrained` reads.
-
-    `tokenizer` is that of the run's data. Raises SettingError where it cannot be read, or is another model or has another
-    tokenizer.
-    """
-    if is_run(place):
-        start_from_run(model, Folder(place), tokenizer, log)
-        return
+def start_with(model: "nn.Module", place: str, tokenizer: Folder, log: Callable[[str], None]) -> None:
+    """Gives a fresh network the weights of a run, of a folder or of a name on the hub. Raises SettingError."""
     from raystride.pipelines.pretrained import start_from
 
-    start_from(model, place, tokenizer, log)
+    if is_run(place):
+        start_from_run(model, Folder(place), tokenizer, log)
+    else:
+        start_from(model, place, tokenizer, log)
 
 
 def start_from_run(model: "nn.Module", folder: Folder, tokenizer: Folder, log: Callable[[str], None]) -> None:
@@ -68,7 +65,6 @@ def start_from_run(model: "nn.Module", folder: Folder, tokenizer: Folder, log: C
 
     Raises SettingError where it has none, or another network or tokenizer.
     """
-    from raystride.pipelines.pretrained import PROBE
     from raystride.pipelines.train.checkpoint import Checkpoints
 
     checkpoints = Checkpoints(folder / "checkpoints", attempt="", keep=1, log=log)

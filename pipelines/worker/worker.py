@@ -43,7 +43,7 @@ from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tokenizers import Tokenizers
 from raystride.pipelines.train.adapters import HEADER, begin_adapters, check_base, network_maker, settle_base
 from raystride.pipelines.train.attention_choice import choose_attention
-from raystride.pipelines.train.base_run import start_from_base
+from raystride.pipelines.train.base_run import start_with
 from raystride.pipelines.train.checkpoint import Checkpoints, Found
 from raystride.pipelines.train.fingerprint import parameters_sha256
 from raystride.pipelines.train.loop import Ending, Training
@@ -149,7 +149,7 @@ def build_training(
     if config.lora.rank:
         begin_adapters(model, config, found, checkpoints)
     elif config.model.init_from and not found:  # a run that is resumed needs that folder no more
-        start_from_base(model, config.model.init_from, job.prepared / "tokenizer", log)
+        start_with(model, config.model.init_from, job.prepared / "tokenizer", log)
     base = settle_base(model) if config.lora.rank and spread_of(model) is None else ""
     precision.convert(model, sharded=strategy.sharded)
     make_optimizer = partial(build_optimizer, config.optimizer, stochastic=config.train.stochastic_rounding)

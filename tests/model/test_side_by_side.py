@@ -51,11 +51,11 @@ def test_each_has_the_loss_and_the_gradient_that_it_has_alone(loras: list[Lora],
     for network, own, aims in zip(networks, inputs, targets, strict=True):
         loss, counted = network(*own, aims)
         loss.backward()
-        alone.append((float(loss), int(counted), _gradients(network)))
+        alone.append((float(loss.detach()), int(counted), _gradients(network)))
     together = SideBySide(networks).losses([0, 1, 2], inputs, targets)
     torch.stack([loss for loss, _ in together]).sum().backward()
     for network, (loss, counted), (expected, aims_counted, gradients) in zip(networks, together, alone, strict=True):
-        assert abs(float(loss) - expected) < 1e-4
+        assert abs(float(loss.detach()) - expected) < 1e-4
         assert int(counted) == aims_counted
         found = _gradients(network)
         assert found.keys() == gradients.keys()
@@ -68,7 +68,7 @@ def test_some_of_them_and_rows_of_other_lengths_are_computed_as_well() -> None:
     ids = [torch.randint(0, 50, (2, 8)), torch.randint(0, 50, (1, 5))]
     found = SideBySide(networks).losses([2, 0], [(each,) for each in ids], ids)
     for (loss, _), network, own in zip(found, (networks[2], networks[0]), ids, strict=True):
-        assert abs(float(loss) - float(network(own, own)[0])) < 1e-4
+        assert abs(float(loss.detach()) - float(network(own, own)[0].detach())) < 1e-4
 
 
 def test_all_have_one_base_in_memory() -> None:
