@@ -6,7 +6,7 @@ refuse_with_task(config.task, config.model, config.objective, config.train)     
 What depends on the device, which settings alone do not know, is refused by `cluster.resources.resolve`.
 """
 
-from raystride.pipelines.config.data import Data
+from raystride.pipelines.config.data import Data, Tokenizer
 from raystride.pipelines.config.model import DECODERS_ONLY, Model
 from raystride.pipelines.config.run import Scaling
 from raystride.pipelines.config.train import Checkpoint, Guard, Objective, Train
@@ -74,6 +74,18 @@ def refuse_with_task(task: str, model: Model, objective: Objective, train: Train
             raise model.error(name, f"must be {getattr(Model, name)} with task `{task}`: only decoders have it")
     if train.slot_tokens and task == "images":  # windows are refused by the task itself
         raise train.error("slot_tokens", f"must be 0 with task `{task}`, whose samples are equally long")
+
+
+def refuse_chats(task: str, data: Data, tokenizer: Tokenizer) -> None:
+    """Raises SettingError for chats that nothing would write."""
+    if data.messages_column is None or task not in (*DECODERS, *OTHERS):
+        return
+    if task != "completion":
+        raise data.error("messages_column", f"must be None but with task `completion`, not `{task}`")
+    if tokenizer.kind != "file" or tokenizer.chat_template == "none":
+        raise data.error(
+            "messages_column", "needs a tokenizer with a chat template: tokenizer.kind `file`, and tokenizer.chat_template"
+        )
 
 
 def _refuse_with_preference(task: str, objective: Objective) -> None:

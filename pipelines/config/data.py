@@ -41,6 +41,13 @@ class Data(Section):
     """The column that holds the label, for tasks that read one: text, whole numbers or truth values."""
     target_column: str = setting("target", fixed=True)
     """The column that holds what the text becomes, for tasks that read one: its translation, an answer, a summary."""
+    messages_column: str | None = setting(None, fixed=True, since="0.3")
+    """For the task `completion`, the column that holds a chat: a list of messages (`role`, `content`, `tool_calls`), or its
+    JSON. The tokenizer's template writes it, and what the assistant says is learned. None: pairs of `column` and
+    `target_column`."""
+    tools_column: str | None = setting(None, fixed=True, since="0.3")
+    """The column that holds the tools that a chat's assistant may call: a list of objects, as templates know them, or its
+    JSON; a row may have none."""
     prompt_column: str | None = setting("prompt", fixed=True, since="0.3")
     """For tasks on pairs of answers, the column that holds what both answer: a text, or a list of messages (`role` and
     `content`). None: `chosen` and `rejected` are lists of messages, and the first ones that they share are the prompt."""
@@ -119,6 +126,8 @@ class Data(Section):
             raise self.error("delimiter", f"must be one of {', '.join(DELIMITERS)}, or one character that is no quote")
         if len(set(self.columns)) < len(self.columns):
             raise self.error("columns", "must be names that differ from each other")
+        if self.tools_column and not self.messages_column:
+            raise self.error("tools_column", "needs data.messages_column, which names the chats that use the tools")
         if self.target_source and self.kind not in ("auto", "text", "lines"):
             raise self.error("target_source", f"needs text files, while data.kind is {self.kind!r}: use --data.kind lines")
 

@@ -25,7 +25,7 @@ from raystride.pipelines.prepare.parts import part_items
 from raystride.pipelines.prepare.shards import ShardWriter
 from raystride.pipelines.sources.faults import Fault
 from raystride.pipelines.sources.pieces import Part, Piece, Reader
-from raystride.pipelines.tasks.task import Document, Facts, Task
+from raystride.pipelines.tasks.task import Document, Encoded, Facts, Task
 
 SPLITS = ("train", "validation")
 
@@ -127,21 +127,22 @@ def tokenise(job: Preparation, table: pa.Table) -> pa.Table:
     """
     ids: list[np.ndarray] = []
     masks: list[np.ndarray | None] = []
+    cuts: list[bool] = []
     faults: dict[int, str] = {}
     fields = len(job.task.columns)
     for row, (text, ends) in enumerate(zip(table["text"].to_pylist(), table["ends"].to_pylist(), strict=True)):
-        example, mask = _NOTHING, None
+        example, mask, cut = _NOTHING
         if text is not None:
             try:
-                example, mask = _encode(job.task, _unpack(text, fields), ends)
+                example, mask, cut = _encode(job.task, _unpack(text, fields), ends)
             except ValueError as error:
                 faults[row] = str(error)
         ids.append(example)
         masks.append(mask)
+        cuts.append(cut)
     found = [row for row, example in enumerate(ids) if len(example)]
     for row, example in zip(found, job.task.complete([ids[row] for row in found]), strict=True):
         ids[row] = example
-    cut = pa.array([len(example) > 0 and job.task.is_cut(example) for example in ids], pa.bool_())
     if faults:
         table = _with_faults(job, table, faults)
     kind = id_type(job.task)
@@ -153,19 +154,19 @@ def tokenise(job: Preparation, table: pa.Table) -> pa.Table:
     lists = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values.astype(kind.to_pandas_dtype()), kind))
     mask_column = pa.array(masks, pa.large_list(pa.uint8()))
     encoded = table.drop_columns(["text"]).append_column("ids", lists).append_column("loss_mask", mask_column)
-    return encoded.append_column("cut", cut)
+    return encoded.append_column("cut", pa.array(cuts, pa.bool_()))
 
 
-_NOTHING = np.empty(0, np.uint32)
+_NOTHING = Encoded(np.empty(0, np.uint32), None)
 
 
-def _encode(task: Task, document: Document, ends: bool) -> tuple[np.ndarray, np.ndarray | None]:
-    ids, mask = task.encode(document)
+def _encode(task: Task, document: Document, ends: bool) -> Encoded:
+    ids, mask, cut = task.example(document)
     if task.window is None and not len(ids):
         raise ValueError("has nothing in it that the task could learn from")
     if not ends and len(ids) and ids[-1] == task.facts["end_id"]:
-        return ids[:-1], None if mask is None else mask[:-1]
-    return ids, None if mask is None else mask.astype(np.uint8)
+        return Encoded(ids[:-1], None if mask is None else mask[:-1], cut)
+    return Encoded(ids, None if mask is None else mask.astype(np.uint8), cut)
 
 
 def _with_faults(job: Preparation, table: pa.Table, faults: dict[int, str]) -> pa.Table:
@@ -191,7 +192,7 @@ def id_type(task: Task) -> pa.DataType:
 
 def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
     """Writes a part's shards, then its record, which is returned: part, shards by split, faults, and how many there were, as
-    well as of how many documents something was cut off (`Task.is_cut`).
+    well as of how many documents something was cut off (`Encoded.cut`).
 
     Raises RuntimeError where the row that ends a part is missing, OSError where a shard reads otherwise than it was written.
     """
