@@ -111,6 +111,8 @@ def refuse_early_start(data: Data, train: Train) -> None:
         raise data.error(
             "follow", "must be false with data.validation `tail`: what grows has no end; use `hash` or `source`"
         )
+    if data.near_duplicates:
+        raise data.error("start_after_mib", "must be 0 with data.near_duplicates, for which all documents are read first")
     if data.sources:
         raise data.error("start_after_mib", "must be 0 with data.sources, whose sizes are asked for first")
     if train.slot_tokens:

@@ -132,7 +132,7 @@ def test_chats_that_nothing_would_write_are_refused(base: Path, tmp_path: Path) 
     ):
         with pytest.raises(SettingError, match=match):
             Config(task=task, data=data, tokenizer=tokenizer)
-    with pytest.raises(SettingError, match="data.tools_column"):
+    with pytest.raises(SettingError, match=r"data.tools_column"):
         Data(tools_column="tools")
     (tmp_path / "tokenizer.json").write_text((base / "tokenizer.json").read_text())
     config = Config(task="completion", data=data, tokenizer=Tokenizer(kind="file", file=str(tmp_path / "tokenizer.json")))
