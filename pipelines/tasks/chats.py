@@ -1,6 +1,6 @@
 """Chats as samples: lists of messages of which the assistant's turns are learned, with the tools that it may call.
 
-chat = read_chat(('[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]',))
+chat = read_conversation(('[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]',))
 ids, mask, cut = encode_chat(template, chat, context + 1)    # up to the assistant's last turn that fits
 chat.question.messages                                   # all before its last turn
 """
@@ -20,21 +20,21 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
-class Chat:
+class Conversation:
     """What is said, and the tools that the assistant may call."""
 
     messages: Sequence[Message]
     tools: Sequence[Any] = ()
 
     @property
-    def learned(self) -> "Chat":
+    def learned(self) -> "Conversation":
         """Up to the assistant's last turn, behind which there is nothing to learn. Raises ValueError where it has none."""
         if not (turns := [at for at, message in enumerate(self.messages) if message["role"] == "assistant"]):
             raise ValueError("has no turn of the assistant, of which alone a chat is learned")
         return replace(self, messages=self.messages[: turns[-1] + 1])
 
     @property
-    def question(self) -> "Chat":
+    def question(self) -> "Conversation":
         """What the assistant is to answer: all, or where it has spoken last, all before that."""
         answered = self.messages[-1]["role"] == "assistant"
         return replace(self, messages=self.messages[:-1]) if answered else self
@@ -47,7 +47,7 @@ class Chat:
         return sum(len(text.encode()) for text in (*calls, *(message.get("content") or "" for message in said)))
 
 
-def read_chat(document: Document) -> Chat:
+def read_conversation(document: Document) -> Conversation:
     """The chat of a document: its messages as JSON, and those of two fields its tools; a mere text is what a user says.
 
     Raises ValueError where somebody speaks whose role is unknown, or where tools are no list.
@@ -60,7 +60,7 @@ def read_chat(document: Document) -> Chat:
     for number, message in enumerate(messages, 1):
         if message["role"] not in ROLES:
             raise ValueError(f"has the role {message['role']!r} in message {number}, which is none of {', '.join(ROLES)}")
-    return Chat(messages, _tools(document[1]) if len(document) > 1 else ())
+    return Conversation(messages, _tools(document[1]) if len(document) > 1 else ())
 
 
 def _tools(text: str) -> Sequence[Any]:
@@ -73,7 +73,7 @@ def _tools(text: str) -> Sequence[Any]:
     return found
 
 
-def encode_chat(template: ChatTemplate, chat: Chat, room: int) -> Encoded:
+def encode_chat(template: ChatTemplate, chat: Conversation, room: int) -> Encoded:
     """The chat in at most `room` ids: without the turns at its end that do not fit. Where not even the assistant's first
     does, the beginning of what is before it goes first, but for one id, then its own end. Raises ValueError."""
     ids, mask = template.conversation(chat.learned.messages, chat.tools)

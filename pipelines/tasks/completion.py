@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raystride.pipelines.tasks.chats import encode_chat, read_chat
+from raystride.pipelines.tasks.chats import encode_chat, read_conversation
 from raystride.pipelines.tasks.language_model import LanguageModel
 from raystride.pipelines.tasks.messages import texts_of, unpack_messages
 from raystride.pipelines.tasks.padding import pad
 from raystride.pipelines.tasks.row_losses import row_losses
 from raystride.pipelines.tasks.task import IGNORED, ChatTemplate, Column, Document, Encoded, Inputs, Rows
 from raystride.pipelines.tokenizers.chat import check_conversations
-from raystride.pipelines.tokenizers.training import read_chat as read_chat_template
+from raystride.pipelines.tokenizers.training import read_chat
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +60,7 @@ class Completion(LanguageModel):
         Raises SettingError where chats have no template, or one that does not tell which turns are the assistant's.
         """
         tokenizer = self.config.tokenizer
-        template = read_chat_template(tokenizer) if tokenizer.kind == "file" else None
+        template = read_chat(tokenizer) if tokenizer.kind == "file" else None
         shape = {"context": self.config.model.context, "chat": template}
         if not self.chats:
             return shape
@@ -85,7 +85,7 @@ class Completion(LanguageModel):
         Raises ValueError where a chat is none, or its template refuses it.
         """
         if self.chats:
-            return encode_chat(self._template, read_chat(document), self.config.model.context + 1)
+            return encode_chat(self._template, read_conversation(document), self.config.model.context + 1)
         prompt = self.prompt(document[0])
         if len(document) == 1:
             return Encoded(prompt, np.zeros(len(prompt), bool))
@@ -108,12 +108,12 @@ class Completion(LanguageModel):
         """Ids of the prompt; of a chat all before the assistant's last turn. Raises ValueError where a chat is none."""
         if not self.chats:
             return self.prompt(document[0])
-        asked = read_chat(document).question
+        asked = read_conversation(document).question
         return self._template.opening(asked.messages, asked.tools)
 
     def answer_bytes(self, document: Document) -> int:
         """Bytes of the completion, or of all that the assistant says. Raises ValueError where a chat is none."""
-        return read_chat(document).answer_bytes if self.chats else super().answer_bytes(document)
+        return read_conversation(document).answer_bytes if self.chats else super().answer_bytes(document)
 
     def prompt(self, text: str) -> np.ndarray:
         """Ids of a prompt, with what leads in its answer in a chat; of an empty one an end token.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from raystride.pipelines.files import Folder, parent_and_name
-from raystride.pipelines.tokenizers.conversation import BEGIN, END, Hidden, check_turns, marks_answers, stretches
+from raystride.pipelines.tokenizers.conversation import BEGIN, END, SpecialTokens, check_turns, marks_answers, stretches
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -49,7 +49,7 @@ class Chat:
         """`content` is that of the chat file. Raises ValueError where the template is none."""
         self._template, self._tokens = _compile(content["template"]), content["tokens"]
         self._specials, self._encoder = specials, encoder
-        self._marks, self._hidden = marks_answers(content["template"]), Hidden(list(specials))
+        self._marks, self._hidden = marks_answers(content["template"]), SpecialTokens(list(specials))
         # The longest first: one special token may be the beginning of another.
         names = sorted(specials, key=len, reverse=True)
         self._cut = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
@@ -106,7 +106,7 @@ class Chat:
             parts += [*([self._encoder.encode(spoken)] if spoken else []), *self._marked(after)]
         return np.concatenate([*parts, np.empty(0, np.uint32)])
 
-    def _marked(self, text: str, hidden: Hidden | None = None) -> list[np.ndarray]:
+    def _marked(self, text: str, hidden: SpecialTokens | None = None) -> list[np.ndarray]:
         pieces = self._cut.split(text) if self._cut else [text]
         return [
             np.array([self._specials[piece]], np.uint32)

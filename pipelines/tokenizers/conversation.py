@@ -5,7 +5,7 @@ template. Special tokens in what people, tools and the assistant say are hidden 
 stand in what it wrote are its own.
 
     stretches(render, messages, marked=False)                # [Stretch("<|im_start|>user\\nHi", said=False), ...]
-    hidden = Hidden(["<|im_end|>"])
+    hidden = SpecialTokens(["<|im_end|>"])
     hidden.restore(hidden.hide(messages)[0]["content"])      # as it was
 """
 
@@ -20,7 +20,7 @@ _PRIVATE = 0xF0000
 _TAG = re.compile(r"\{%-?\+?\s*generation\b")
 _PROBE = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, "abcd", strict=True)]
 
-Chat = Sequence[Mapping[str, Any]]
+Messages = Sequence[Mapping[str, Any]]
 
 
 class Stretch(NamedTuple):
@@ -34,7 +34,7 @@ class Stretch(NamedTuple):
 class Render(Protocol):
     """What writes a chat, and with `asks` what leads in the next answer. Raises ValueError where the template refuses."""
 
-    def __call__(self, messages: Chat, *, asks: bool) -> str: ...
+    def __call__(self, messages: Messages, *, asks: bool) -> str: ...
 
 
 def marks_answers(template: str) -> bool:
@@ -42,7 +42,7 @@ def marks_answers(template: str) -> bool:
     return _TAG.search(template) is not None
 
 
-def stretches(render: Render, messages: Chat, *, marked: bool, asks: bool = False) -> list[Stretch]:
+def stretches(render: Render, messages: Messages, *, marked: bool, asks: bool = False) -> list[Stretch]:
     """The chat in order. Raises ValueError where the template writes a turn otherwise once others follow it."""
     whole = render(messages, asks=asks)
     return _between_marks(whole) if marked else _between_turns(render, messages, whole)
@@ -57,7 +57,7 @@ def _between_marks(whole: str) -> list[Stretch]:
     return found
 
 
-def _between_turns(render: Render, messages: Chat, whole: str) -> list[Stretch]:
+def _between_turns(render: Render, messages: Messages, whole: str) -> list[Stretch]:
     found: list[Stretch] = []
     at = 0
     for number, message in enumerate(messages):
@@ -82,7 +82,7 @@ def check_turns(render: Render, *, marked: bool) -> None:
         raise ValueError("has turns of the assistant that the chat template does not mark as what is learned")
 
 
-class Hidden:
+class SpecialTokens:
     """Special tokens of a tokenizer, for which other characters stand in what is said while a template writes."""
 
     def __init__(self, specials: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from raystride.pipelines.config import Config, Data, Model, SettingError, Tokenizer, Train
 from raystride.pipelines.files import Folder
 from raystride.pipelines.tasks import build_task
-from raystride.pipelines.tasks.chats import encode_chat, read_chat
+from raystride.pipelines.tasks.chats import encode_chat, read_conversation
 from raystride.pipelines.tasks.completion import Completion
 from raystride.pipelines.tasks.task import IGNORED
 from raystride.pipelines.tokenizers import load_tokenizer, train_tokenizer
@@ -74,7 +74,7 @@ def test_what_is_no_chat_to_learn_from_says_why(base: Path, encoder: Any, docume
 @given(turns=st.integers(1, 4), room=st.integers(4, 90))
 @settings(deadline=None, max_examples=60)
 def test_what_is_too_long_ends_behind_a_turn_of_the_assistant(encoder: Any, turns: int, room: int) -> None:
-    chat = read_chat(_chat("system", *("user", "assistant") * turns))
+    chat = read_conversation(_chat("system", *("user", "assistant") * turns))
     whole, said, _ = encode_chat(encoder.chat, chat, 10_000)
     ids, mask, cut = encode_chat(encoder.chat, chat, room)
     assert mask is not None

@@ -12,7 +12,7 @@ from raystride.pipelines.config import Tokenizer
 from raystride.pipelines.files import Folder
 from raystride.pipelines.tokenizers import load_tokenizer, train_tokenizer
 from raystride.pipelines.tokenizers.chat import Chat, check_conversations
-from raystride.pipelines.tokenizers.conversation import Hidden, marks_answers
+from raystride.pipelines.tokenizers.conversation import SpecialTokens, marks_answers
 from tests.preferences import CHATML, write_base
 
 TOOLS = (
@@ -149,7 +149,7 @@ def test_nobody_forges_a_turn(contents: list[str], template: str) -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.recursive(st.text("<|im_end|>ab"), lambda each: st.lists(each) | st.dictionaries(st.text("ab"), each)))
 def test_what_is_hidden_comes_back(value: Any) -> None:
-    hidden = Hidden(["<|im_end|>", "<|im_end", "a"])
+    hidden = SpecialTokens(["<|im_end|>", "<|im_end", "a"])
     written = json.dumps(hidden.hide(value), ensure_ascii=False)
     assert "<|im_end" not in written
     assert "a" not in written
