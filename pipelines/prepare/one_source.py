@@ -269,8 +269,8 @@ def _report(
         echo(f"data: {count} files or documents skipped, {named}; listed in {folder / FILE}")
     if dropped := manifest.source.get("dropped"):
         # The name of a step is an import path.
-        named = (f"{count:,} {'by ' * ('.' in why)}{why}" for why, count in dropped.items())
-        echo(f"data: left out {', '.join(named)}")
+        counts = (f"{count:,} {'by ' * ('.' in why)}{why}" for why, count in dropped.items())
+        echo(f"data: left out {', '.join(counts)}")
     if cut := manifest.source.get("cut"):
         echo(f"data: {cut:,} examples are longer than model.context allows and were cut")
     echo(f"data: {_counts(manifest, task)}, prepared in {seconds:.1f} s ({folder})")
