@@ -6,7 +6,7 @@ refuse_with_task(config.task, config.model, config.objective, config.train)     
 What depends on the device, which settings alone do not know, is refused by `cluster.resources.resolve`.
 """
 
-from raystride.pipelines.config.data import Data
+from raystride.pipelines.config.data import Data, Tokenizer
 from raystride.pipelines.config.model import DECODERS_ONLY, Model
 from raystride.pipelines.config.run import Scaling
 from raystride.pipelines.config.train import Checkpoint, Guard, Objective, Train
@@ -79,6 +79,18 @@ def refuse_with_task(task: str, model: Model, objective: Objective, train: Train
         raise train.error("slot_tokens", f"must be 0 with task `{task}`, whose samples are equally long")
 
 
+def refuse_chats(task: str, data: Data, tokenizer: Tokenizer) -> None:
+    """Raises SettingError for chats that nothing would write."""
+    if data.messages_column is None or task not in (*DECODERS, *OTHERS):
+        return
+    if task != "completion":
+        raise data.error("messages_column", f"must be None but with task `completion`, not `{task}`")
+    if tokenizer.kind != "file" or tokenizer.chat_template == "none":
+        raise data.error(
+            "messages_column", "needs a tokenizer with a chat template: tokenizer.kind `file`, and tokenizer.chat_template"
+        )
+
+
 def _refuse_with_preference(task: str, objective: Objective) -> None:
     """What only pairs of answers take, and what of it does not go together."""
     if task != "preference":
@@ -102,6 +114,8 @@ def refuse_early_start(data: Data, train: Train) -> None:
         raise data.error(
             "follow", "must be false with data.validation `tail`: what grows has no end; use `hash` or `source`"
         )
+    if data.near_duplicates:
+        raise data.error("start_after_mib", "must be 0 with data.near_duplicates, for which all documents are read first")
     if data.sources:
         raise data.error("start_after_mib", "must be 0 with data.sources, whose sizes are asked for first")
     if train.slot_tokens:

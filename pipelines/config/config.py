@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
 from raystride.pipelines.config.combinations import (
+    refuse_chats,
     refuse_combinations,
     refuse_early_start,
     refuse_mesh_of_model,
@@ -87,6 +88,7 @@ class Config(Section):
         refuse_combinations(self.train, self.scaling, self.guard, self.checkpoint, frozen=self.lora.rank > 0)
         refuse_with_lora(self.lora, self.model, self.train, self.scaling)
         refuse_with_task(self.task, self.model, self.objective, self.train)
+        refuse_chats(self.task, self.data, self.tokenizer)
         refuse_mesh_of_model(self.task, self.model, self.scaling)
         refuse_mixture(self.data, self.train.epochs)
         refuse_early_start(self.data, self.train)

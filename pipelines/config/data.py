@@ -46,6 +46,13 @@ class Data(Section):
     them (`ClassLabel`). In Hugging Face data sets they do in any case."""
     target_column: str = setting("target", fixed=True)
     """The column that holds what the text becomes, for tasks that read one: its translation, an answer, a summary."""
+    messages_column: str | None = setting(None, fixed=True, since="0.3")
+    """For the task `completion`, the column that holds a chat: a list of messages (`role`, `content`, `tool_calls`), or its
+    JSON. The tokenizer's template writes it, and what the assistant says is learned. None: pairs of `column` and
+    `target_column`."""
+    tools_column: str | None = setting(None, fixed=True, since="0.3")
+    """The column that holds the tools that a chat's assistant may call: a list of objects, as templates know them, or its
+    JSON; a row may have none."""
     prompt_column: str | None = setting("prompt", fixed=True, since="0.3")
     """For tasks on pairs of answers, the column that holds what both answer: a text, or a list of messages (`role` and
     `content`). None: `chosen` and `rejected` are lists of messages, and the first ones that they share are the prompt."""
@@ -102,6 +109,19 @@ class Data(Section):
     """A source that is neither trained on nor validates: evaluation scores the finished model on it."""
     on_error: Literal["raise", "skip"] = setting("raise", fixed=True)
     """At an unreadable or empty file, or a document that is not UTF-8: end with an error, or skip and count it."""
+    steps: tuple[str, ...] = setting((), fixed=True, since="0.3")
+    """Functions by their import paths (`my_project.clean`) through which documents go before they are tokenised: from an
+    Arrow table with the columns that the task reads to one with fewer rows, or others. Prepared again when their code
+    changes."""
+    least_characters: int = setting(0, at_least=0, fixed=True, since="0.3")
+    """Characters that a document has at least; shorter ones are left out, and counted."""
+    most_characters: int = setting(0, at_least=0, fixed=True, since="0.3")
+    """Characters that a document has at most; longer ones are left out. 0: any number."""
+    languages: tuple[str, ...] = setting((), fixed=True, since="0.3")
+    """Languages (`[en, de]`) that documents are in, as py3langid tells them (the extra `languages`); others are left out."""
+    near_duplicates: float = setting(0.0, at_least=0, at_most=1, fixed=True, since="0.3")
+    """Share of words in a row that a document may have in common with an earlier one, 0.8 for instance; with as many or more
+    it is left out (MinHash by datasketch, the extra `dedup`). 0: all documents stay."""
     shard_mib: float = setting(32.0, above=0, at_most=4096, fixed=True)
     """Text that one shard is made from, in MiB; small sources are cut finer, so that every worker has work."""
     shuffle: Literal["auto", "full", "blocks", "none"] = setting("full", fixed=True)
@@ -141,6 +161,14 @@ class Data(Section):
             raise self.error("delimiter", f"must be one of {', '.join(DELIMITERS)}, or one character that is no quote")
         if len(set(self.columns)) < len(self.columns):
             raise self.error("columns", "must be names that differ from each other")
+        if self.tools_column and not self.messages_column:
+            raise self.error("tools_column", "needs data.messages_column, which names the chats that use the tools")
+        if self.most_characters and self.most_characters < self.least_characters:
+            raise self.error("most_characters", f"must be at least data.least_characters, {self.least_characters}")
+        if bad := [name for name in self.steps if not all(part.isidentifier() for part in f".{name}".split(".")[1:])]:
+            raise self.error("steps", f"must be import paths of functions, as my_project.clean is; not {bad[0]!r}")
+        if bad := [name for name in self.steps if "." not in name]:
+            raise self.error("steps", f"must name the module as well, as my_project.clean does; not {bad[0]!r}")
         if self.target_source and self.kind not in ("auto", "text", "lines"):
             raise self.error("target_source", f"needs text files, while data.kind is {self.kind!r}: use --data.kind lines")
 

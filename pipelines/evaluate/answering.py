@@ -72,12 +72,12 @@ class Answerer:
             column.name: piece.place or value if column.kind == "image" else value for column, value in values
         }
         if self.sample:
-            return [Example(fields, self.task.prompt(piece.document[0]), row=piece.row)]
+            return [Example(fields, self.task.question(piece.document), row=piece.row)]
         ids, mask = self.task.encode(piece.document)
         if self.task.window:
             return list(self._windows(piece, ids))
         if self.graded and isinstance(self.model, Decoder):
-            fields[self.task.given("bytes")] = len(piece.document[-1].encode())
+            fields[self.task.given("bytes")] = self.task.answer_bytes(piece.document)
         return [Example(fields, ids.astype(self._type, copy=False), mask, piece.row)]
 
     def _windows(self, piece: Piece, ids: np.ndarray) -> Iterator[Example]:

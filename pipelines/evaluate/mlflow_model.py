@@ -29,6 +29,8 @@ CODE = Path(raystride.__file__).parent
 REQUIREMENTS = ("mlflow", "torch", "numpy", "pandas", "pyarrow", "PyYAML", "safetensors", "tokenizers", "tiktoken", "Pillow")
 PIXEL = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
 """An image for the example that a model of images is described with."""
+EXAMPLES = {"image": PIXEL, "tools": "[]"}
+"""Of kinds of columns that take not any text."""
 
 
 def write_mlflow_model(opened: Opened, folder: Folder, sample: Sample) -> Folder:
@@ -77,7 +79,7 @@ def _described(opened: Opened, sample: Sample) -> Iterator[dict[str, Any]]:
         served = Served()
         served.open(place)
         columns = opened.task.asked
-        example = pd.DataFrame({each.name: [PIXEL if each.kind == "image" else "an example"] for each in columns})
+        example = pd.DataFrame({each.name: [EXAMPLES.get(each.kind, "an example")] for each in columns})
         yield {
             "python_model": str(CODE / "pipelines" / "evaluate" / "served.py"),
             "artifacts": {"run": place},

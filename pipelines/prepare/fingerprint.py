@@ -15,6 +15,7 @@ from typing import Any
 
 from raystride.pipelines.config import Config, Tokenizer
 from raystride.pipelines.credentials import stripped
+from raystride.pipelines.prepare.cleaning import cleaning_of, told_apart
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.source import Source, open_source
 from raystride.pipelines.tasks.task import Task
@@ -31,7 +32,9 @@ def open_sources(config: Config, task: Task) -> tuple[Source, Source | None]:
         raise DataError(
             f"data.target_source is {data.target_source!r}, but task `{config.task}` has no targets: leave it out"
         )
-    opened = partial(open_source, data, columns=task.columns, whole=task.window is None)
+    # What goes through steps, and what is measured, are whole documents.
+    whole = task.window is None or cleaning_of(config, task) is not None
+    opened = partial(open_source, data, columns=task.columns, whole=whole)
     own = data.validation_source if data.validation == "source" else None
     return opened(data.source), opened(own) if own else None
 
@@ -112,6 +115,8 @@ def fingerprint_of(config: Config, task: Task, source: Source, validation: Sourc
         content["class_names"] = True
     if data.image_root and data.on_error == "skip":  # what lies elsewhere is left out
         content["image_root"] = data.image_root
+    if cleaned := told_apart(config):
+        content["cleaning"] = cleaned
     if shape := task.shaped_by():
         content["shape"] = shape
     if validation is not None:

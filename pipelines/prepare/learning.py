@@ -111,7 +111,7 @@ def _train(settings: Tokenizer, sampled: list[tuple[Preparation, list[Slice], in
     texts = (
         text
         for job, slices, size in sampled
-        for document in sample(job.readers["train"], slices, size)
+        for document in job.cleaned(sample(job.readers["train"], slices, size))
         for text in job.task.texts(document, name)
     )
     train_tokenizer(settings, texts, folder / name, lines.append)

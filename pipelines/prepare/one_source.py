@@ -8,7 +8,8 @@ A finished preparation is reused at once; an interrupted one goes on at its next
 """
 
 import time
-from collections.abc import Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,10 +18,12 @@ from typing import Any
 from raystride.pipelines.config import Config
 from raystride.pipelines.credentials import masked
 from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.cleaning import cleaning_of
 from raystride.pipelines.prepare.fingerprint import Identity, fingerprint_of, open_sources
 from raystride.pipelines.prepare.generations import Describe, Publisher, Records, in_order
 from raystride.pipelines.prepare.learning import FACTS, Echo, Learned, Studied, learn_facts, make_tokenizers
 from raystride.pipelines.prepare.manifest import FILE, Manifest, Shard, Shards
+from raystride.pipelines.prepare.near_duplicates import FOUND, SIGNATURES, find_duplicates
 from raystride.pipelines.prepare.parts import divide
 from raystride.pipelines.prepare.progress import Meter, shown
 from raystride.pipelines.prepare.shards import same_file
@@ -84,6 +87,8 @@ def prepare_source(
     # Only an interrupted preparation needs what goes here, and the manifest ends that.
     folder.remove("parts")
     folder.remove(FACTS)
+    folder.remove(SIGNATURES)
+    folder.remove(FOUND)
     folder.remove_temporary(before=started)
     _report(manifest, task, records, folder, time.time() - started, echo)
     return Prepared(folder, manifest, reused=False)
@@ -104,16 +109,30 @@ def job_of(
     """What all parts have in common, once tokenizers are made and facts are learned. Raises DataError, SettingError."""
     source, data = divided.source, config.data
     readers = {"train": source.reader, "validation": (divided.validation or source).reader}
-    job = Preparation(folder, readers, task, data.validation_fraction, data.on_error == "skip")
+    cleaning = cleaning_of(config, task)
+    job = Preparation(folder, readers, task, data.validation_fraction, data.on_error == "skip", cleaning)
     studied = Studied(job, divided.parts, data.validation == "tail")
     if learned:
         learned.copy_tokenizers(folder, task)
     else:
         make_tokenizers(config, [studied], folder, task, on_ray, echo)
+    if job.finds_duplicates:
+        echo("data: a first pass over all documents, for those that are near-duplicates of an earlier one")
+        find_duplicates(job, divided.parts, _each_on_ray if on_ray else _each_here)
     encoders = Tokenizers(folder, task.tokenizers)
     job = replace(job, task=task.knowing({}, encoders))
     facts = learned.facts(job.task) if learned else learn_facts([replace(studied, job=job)], folder, on_ray, echo)
     return replace(job, task=task.knowing(facts, encoders))
+
+
+def _each_here(function: Callable[[Preparation, Part], Any], job: Preparation, parts: Sequence[Part]) -> list[Any]:
+    return [function(job, part) for part in parts]
+
+
+def _each_on_ray(function: Callable[[Preparation, Part], Any], job: Preparation, parts: Sequence[Part]) -> list[Any]:
+    from raystride.pipelines.prepare.ray_data import run_each
+
+    return run_each(function, job, parts)
 
 
 def look_at(config: Config, source: Source, validation: Source | None) -> None:
@@ -205,10 +224,19 @@ def manifest_of(config: Config, digest: str, source: Source, task: Task, records
         splits=shards,
         source={"kind": source.kind, "name": masked(config.data.source), "files": len(source.files)}
         | {"bytes": sum(file.size for file in source.files)}
-        | ({"cut": cut} if (cut := sum(record.get("cut", 0) for record in records)) else {}),
+        | ({"cut": cut} if (cut := sum(record.get("cut", 0) for record in records)) else {})
+        | ({"dropped": dropped} if (dropped := _dropped(records)) else {}),
         skipped=skipped,
         learned=learned,
     )
+
+
+def _dropped(records: Records) -> dict[str, int]:
+    """How many documents were left out, by reason; a step that added some counts below zero in a part."""
+    total: Counter[str] = Counter()
+    for record in records:
+        total.update(record.get("dropped", {}))
+    return dict(total)
 
 
 def _check(config: Config, manifest: Manifest) -> None:
@@ -239,6 +267,10 @@ def _report(
         first = manifest.skipped[0]
         named = f"the first {first['place']}: {first['reason']}"
         echo(f"data: {count} files or documents skipped, {named}; listed in {folder / FILE}")
+    if dropped := manifest.source.get("dropped"):
+        # The name of a step is an import path.
+        counts = (f"{count:,} {'by ' * ('.' in why)}{why}" for why, count in dropped.items())
+        echo(f"data: left out {', '.join(counts)}")
     if cut := manifest.source.get("cut"):
         echo(f"data: {cut:,} examples are longer than model.context allows and were cut")
     echo(f"data: {_counts(manifest, task)}, prepared in {seconds:.1f} s ({folder})")

@@ -8,9 +8,11 @@ made from texts, and facts that a task learns of all documents, are learned from
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.cleaning import cleaning_of
 from raystride.pipelines.prepare.fingerprint import Identity, identity, learning_sources, open_sources
 from raystride.pipelines.prepare.following import follow_source
 from raystride.pipelines.prepare.learning import Echo, Learned, Studied, learn
@@ -72,7 +74,10 @@ def _learned(
         source, validation = open_sources(own, task.under(own))
         readers = {"train": source.reader, "validation": (validation or source).reader}
         skip = own.data.on_error == "skip"
-        job = Preparation(folder, readers, task.under(own), own.data.validation_fraction, skip)
+        cleaning = cleaning_of(own, task.under(own))
+        # What is learned of several sources is learned of their near-duplicates, too, for which they are not yet searched.
+        cleaning = cleaning and replace(cleaning, data=replace(own.data, near_duplicates=0.0))
+        job = Preparation(folder, readers, task.under(own), own.data.validation_fraction, skip, cleaning)
         studied.append(Studied(job, divide(source, validation, own.data), own.data.validation == "tail"))
     return learn(config, studied, folder, known.learned, task, on_ray, echo)
 

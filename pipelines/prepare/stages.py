@@ -11,6 +11,7 @@ record["shards"]                                          # {"train": {...}, "va
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -21,11 +22,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.cleaning import Cleaning
+from raystride.pipelines.prepare.near_duplicates import duplicates_of
 from raystride.pipelines.prepare.parts import part_items
 from raystride.pipelines.prepare.shards import ShardWriter
 from raystride.pipelines.sources.faults import Fault
 from raystride.pipelines.sources.pieces import Part, Piece, Reader
-from raystride.pipelines.tasks.task import Document, Facts, Task
+from raystride.pipelines.tasks.task import Document, Encoded, Facts, Task
 
 SPLITS = ("train", "validation")
 
@@ -59,6 +62,28 @@ class Preparation:
     validation_fraction: float
     skip: bool
     """Whether faults are counted instead of raised."""
+    cleaning: Cleaning | None = None
+    """What is done with documents once they are read."""
+
+    @property
+    def finds_duplicates(self) -> bool:
+        """Whether near-duplicates are left out."""
+        return self.cleaning is not None and self.cleaning.data.near_duplicates > 0
+
+    def cleaned(self, documents: Iterable[Document]) -> Iterable[Document]:
+        """Some documents as steps and filters leave them, near-duplicates among them. Raises DataError for a bad step."""
+        if self.cleaning is None:
+            return documents
+        items = self.cleaning.items((Piece(document) for document in documents), "a sample", Counter())
+        return (item.document for item in items if isinstance(item, Piece))
+
+    def items(self, part: Part, dropped: Counter[str]) -> Iterator[Piece | Fault]:
+        """What a part gives, in order; `dropped` counts what was left out, by reason. Raises DataError for a bad step."""
+        items = part_items(self.readers[part.split or "train"], part)
+        if self.cleaning is None:
+            return items
+        duplicates = duplicates_of(self.folder, part.number) if self.finds_duplicates else frozenset()
+        return self.cleaning.items(items, f"part {part.number}", dropped, duplicates)
 
 
 def validates(identity: str, fraction: float) -> bool:
@@ -68,10 +93,14 @@ def validates(identity: str, fraction: float) -> bool:
 
 
 def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
-    """The part's pieces in order, then an empty row to say that it is whole. Raises DataError unless faults are skipped."""
+    """The part's pieces in order, then an empty row to say that it is whole, whose place has what was dropped as JSON.
+
+    Raises DataError unless faults are skipped.
+    """
+    dropped: Counter[str] = Counter()
     rows: list[tuple[Any, ...]] = []
     size, document, ended = 0, -1, True
-    for item in part_items(job.readers[part.split or "train"], part):
+    for item in job.items(part, dropped):
         if isinstance(item, Fault):
             if not job.skip:
                 raise item.error()
@@ -89,7 +118,7 @@ def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
         if size >= _TABLE_BYTES or len(rows) >= _TABLE_ROWS:
             yield _table(rows)
             rows, size = [], 0
-    rows.append((part.number, None, None, None, None, None, None, None))
+    rows.append((part.number, None, None, None, None, None, json.dumps({**+dropped}), None))
     yield _table(rows)
 
 
@@ -99,7 +128,7 @@ def survey_part(job: Preparation, part: Part) -> Facts:
 
 
 def _documents(job: Preparation, part: Part) -> Iterator[Document]:
-    for item in part_items(job.readers[part.split or "train"], part):
+    for item in job.items(part, Counter()):
         if isinstance(item, Piece):
             yield item.document
         elif not job.skip:
@@ -127,21 +156,22 @@ def tokenise(job: Preparation, table: pa.Table) -> pa.Table:
     """
     ids: list[np.ndarray] = []
     masks: list[np.ndarray | None] = []
+    cuts: list[bool] = []
     faults: dict[int, str] = {}
     fields = len(job.task.columns)
     for row, (text, ends) in enumerate(zip(table["text"].to_pylist(), table["ends"].to_pylist(), strict=True)):
-        example, mask = _NOTHING, None
+        example, mask, cut = _NOTHING
         if text is not None:
             try:
-                example, mask = _encode(job.task, _unpack(text, fields), ends)
+                example, mask, cut = _encode(job.task, _unpack(text, fields), ends)
             except ValueError as error:
                 faults[row] = str(error)
         ids.append(example)
         masks.append(mask)
+        cuts.append(cut)
     found = [row for row, example in enumerate(ids) if len(example)]
     for row, example in zip(found, job.task.complete([ids[row] for row in found]), strict=True):
         ids[row] = example
-    cut = pa.array([len(example) > 0 and job.task.is_cut(example) for example in ids], pa.bool_())
     if faults:
         table = _with_faults(job, table, faults)
     kind = id_type(job.task)
@@ -153,19 +183,19 @@ def tokenise(job: Preparation, table: pa.Table) -> pa.Table:
     lists = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values.astype(kind.to_pandas_dtype()), kind))
     mask_column = pa.array(masks, pa.large_list(pa.uint8()))
     encoded = table.drop_columns(["text"]).append_column("ids", lists).append_column("loss_mask", mask_column)
-    return encoded.append_column("cut", cut)
+    return encoded.append_column("cut", pa.array(cuts, pa.bool_()))
 
 
-_NOTHING = np.empty(0, np.uint32)
+_NOTHING = Encoded(np.empty(0, np.uint32), None)
 
 
-def _encode(task: Task, document: Document, ends: bool) -> tuple[np.ndarray, np.ndarray | None]:
-    ids, mask = task.encode(document)
+def _encode(task: Task, document: Document, ends: bool) -> Encoded:
+    ids, mask, cut = task.example(document)
     if task.window is None and not len(ids):
         raise ValueError("has nothing in it that the task could learn from")
     if not ends and len(ids) and ids[-1] == task.facts["end_id"]:
-        return ids[:-1], None if mask is None else mask[:-1]
-    return ids, None if mask is None else mask.astype(np.uint8)
+        return Encoded(ids[:-1], None if mask is None else mask[:-1], cut)
+    return Encoded(ids, None if mask is None else mask.astype(np.uint8), cut)
 
 
 def _with_faults(job: Preparation, table: pa.Table, faults: dict[int, str]) -> pa.Table:
@@ -191,13 +221,14 @@ def id_type(task: Task) -> pa.DataType:
 
 def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
     """Writes a part's shards, then its record, which is returned: part, shards by split, faults, and how many there were, as
-    well as of how many documents something was cut off (`Task.is_cut`).
+    well as of how many documents something was cut off (`Encoded.cut`), and how many were dropped, by reason.
 
     Raises RuntimeError where the row that ends a part is missing, OSError where a shard reads otherwise than it was written.
     """
     writers: dict[str, ShardWriter] = {}
     faults: list[dict[str, str]] = []
     skipped, cut, number, whole = 0, 0, -1, False
+    dropped: dict[str, int] = {}
     for table in tables:
         number = table["part"][0].as_py()
         for split, chosen in zip(SPLITS, (pc.invert(table["validation"]), table["validation"]), strict=True):
@@ -212,10 +243,12 @@ def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
         faults += [{"place": place, "reason": reason} for place, reason in pairs][: _FAULTS_NAMED - len(faults)]
         last = table.slice(table.num_rows - 1)
         whole = not (last["document"][0].is_valid or last["fault"][0].is_valid)
+        if whole:
+            dropped = json.loads(last["place"][0].as_py())
     if not whole:
         raise RuntimeError(f"part {number} ended before its last row: this is a defect of Raystride, please report it")
     shards = {split: writer.finish(job.folder, f"{split}/{number:05d}.arrow") for split, writer in writers.items()}
     written = {split: asdict(shard) if (shard := shards.get(split)) else None for split in SPLITS}
-    record = {"part": number, "shards": written, "faults": faults, "skipped": skipped, "cut": cut}
+    record = {"part": number, "shards": written, "faults": faults, "skipped": skipped, "cut": cut, "dropped": dropped}
     (job.folder / "parts").put_json(f"{number:05d}.json", record)
     return record

@@ -7,6 +7,7 @@ which the row may lead) a data URI (RFC 2397).
         piece.document                                        # ("free money", "1")
 """
 
+import json
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from raystride.pipelines.credentials import masked
 from raystride.pipelines.sources.faults import OTHER_ENCODING, REMEDY, Fault, Faulty
 from raystride.pipelines.sources.image_files import MOST_BYTES, NOWHERE, Reach, read_image
 from raystride.pipelines.sources.pieces import Piece
-from raystride.pipelines.tasks.messages import pack_messages
+from raystride.pipelines.tasks.messages import pack_messages, without_none
 from raystride.pipelines.tasks.task import Column
 
 Columns = tuple[Column, ...]
@@ -33,7 +34,9 @@ def document(values: Sequence[Any], place: str, columns: Columns, reach: Reach =
         yield faulty.fault
         return
     if all(fields):
-        yield Piece(fields, place=masked(place))
+        # Chats begin alike where all have one system prompt: the whole of it says whether it validates.
+        head = fields[0] if columns[0].kind == "messages" else None
+        yield Piece(fields, place=masked(place), head=head)
     elif any(fields):
         empty = columns[fields.index("")]
         remedy = f"fill it, name another column with --{empty.setting}, or leave such rows out with --data.on_error skip"
@@ -91,11 +94,15 @@ def data_uri(content: bytes) -> str:
 
 def _field(value: Any, place: str, column: Column, reach: Reach) -> str:
     if value is None:
-        return ""
+        return "[]" if column.kind == "tools" else ""
     if column.kind == "image":
         value = _image(value, place, column, reach)
     elif column.kind == "label":
         value = _label(value)
+    elif column.kind == "tools" and isinstance(value, list):
+        value = json.dumps(without_none(value), ensure_ascii=False)
+    elif column.kind == "tools" and not value:
+        value = "[]"
     elif column.kind == "messages" and isinstance(value, list):
         value = _messages(value, place, column)
     if not isinstance(value, str):

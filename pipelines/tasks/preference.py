@@ -19,7 +19,19 @@ from raystride.pipelines.tasks.completion import Completion
 from raystride.pipelines.tasks.messages import Turns, shared_prompt, texts_of, unpack_messages
 from raystride.pipelines.tasks.padding import pad
 from raystride.pipelines.tasks.reference import Reference, as_ids, from_ids, weights_sha256
-from raystride.pipelines.tasks.task import IGNORED, ChatTemplate, Column, Document, Encoders, Facts, Inputs, Rows, Task, mean
+from raystride.pipelines.tasks.task import (
+    IGNORED,
+    ChatTemplate,
+    Column,
+    Document,
+    Encoded,
+    Encoders,
+    Facts,
+    Inputs,
+    Rows,
+    Task,
+    mean,
+)
 from raystride.pipelines.tokenizers import Tokenizers
 
 if TYPE_CHECKING:
@@ -98,6 +110,10 @@ class Preference(Completion):
         chosen, rejected = (np.concatenate((asked, each))[:room] for each in said)
         head = (max(len(chosen), len(rejected)), len(chosen), len(asked), whole > room)
         return np.concatenate((np.array(head, np.uint32), chosen, rejected, np.zeros(self._tail, np.uint32))), None
+
+    def example(self, document: Document) -> Encoded:
+        """The pair of `encode`, and whether something was cut off. Raises as `encode` does."""
+        return Task.example(self, document)
 
     @property
     def _tail(self) -> int:

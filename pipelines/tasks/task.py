@@ -13,13 +13,13 @@ PyTorch is imported only where it is used: the driver and the workers that prepa
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 
 from raystride.model.shape import IGNORED as IGNORED
 from raystride.pipelines.config import Config
-from raystride.pipelines.tasks.messages import Turns
+from raystride.pipelines.tasks.messages import Message, Turns
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +45,25 @@ class ChatTemplate(Protocol):
     def answer(self, prompt: Turns, completion: Turns) -> np.ndarray:
         """Ids of the answer and of what ends it."""
         ...
+
+    def conversation(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of a whole chat, and which of them the assistant says."""
+        ...
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> np.ndarray:
+        """Ids of a chat up to where the next answer begins."""
+        ...
+
+
+class Encoded(NamedTuple):
+    """An example as it is prepared."""
+
+    ids: np.ndarray
+    """Its numbers (n)."""
+    mask: np.ndarray | None
+    """Which of them count in the loss (n); None: all."""
+    cut: bool = False
+    """Whether something of the document did not fit into it."""
 
 
 class Encoder(Protocol):
@@ -79,9 +98,9 @@ class Column:
     """The setting that names it, for errors: `data.column`."""
     name: str
     """What the data calls it."""
-    kind: Literal["text", "label", "image", "messages"] = "text"
+    kind: Literal["text", "label", "image", "messages", "tools"] = "text"
     """Text; a label (text, number or truth value, taken as text); an image file's bytes; text or messages, which become
-    their JSON (`tasks.messages`)."""
+    their JSON (`tasks.messages`); tools, whose JSON is a list, and which a row may lack."""
     answer: bool = False
     """Whether it is what the model is to give: a document without it, as the last of several, is a question."""
 
@@ -171,6 +190,11 @@ class Task:
         """
         raise NotImplementedError
 
+    def example(self, document: Document) -> Encoded:
+        """The example of `encode`, and whether something was cut off, as `is_cut` says. Raises as `encode` does."""
+        ids, mask = self.encode(document)
+        return Encoded(ids, mask, len(ids) > 0 and self.is_cut(ids))
+
     def complete(self, examples: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         """The examples of `encode` with what is found of many at once; preparation and evaluation give it some of them.
 
@@ -190,6 +214,14 @@ class Task:
     def prompt(self, text: str) -> np.ndarray:
         """The ids (n) after which a decoder writes on; where there are none, it starts as a new document does."""
         return self.encoders[self.tokenizers[0]].encode(text)
+
+    def question(self, document: Document) -> np.ndarray:
+        """The ids (n) after which a decoder answers a document, whose last field may be missing."""
+        return self.prompt(document[0])
+
+    def answer_bytes(self, document: Document) -> int:
+        """Bytes of what a decoder is graded on in a document."""
+        return len(document[-1].encode())
 
     def sizes(self, firsts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """What examples are padded by, (n, k): the lengths of their k sequences, from their first numbers and lengths."""

@@ -8,16 +8,19 @@ ids; what people write in between is encoded as any text, so nobody can forge a 
     question = chat.question("Who are you?")                 # ids up to where the answer begins
     answer = chat.answer("Who are you?", "A model.")         # ids of the answer, with the token that ends a turn
     chat.question([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}])
+    ids, mask = chat.conversation(messages, tools)           # a whole chat, of which the assistant's turns are learned
 """
 
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from raystride.pipelines.files import Folder, parent_and_name
+from raystride.pipelines.tokenizers.conversation import BEGIN, END, SpecialTokens, check_turns, marks_answers, stretches
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -46,6 +49,7 @@ class Chat:
         """`content` is that of the chat file. Raises ValueError where the template is none."""
         self._template, self._tokens = _compile(content["template"]), content["tokens"]
         self._specials, self._encoder = specials, encoder
+        self._marks, self._hidden = marks_answers(content["template"]), SpecialTokens(list(specials))
         # The longest first: one special token may be the beginning of another.
         names = sorted(specials, key=len, reverse=True)
         self._cut = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
@@ -60,6 +64,26 @@ class Chat:
         asked, said = _turns(prompt, "user"), _turns(completion, "assistant")
         return self._ids(self._behind(asked, said), self._behind(_hidden(asked), _hidden(said)), said)
 
+    def conversation(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> tuple[np.ndarray, np.ndarray]:
+        """Ids (uint32) of a whole chat, and which of them (bool) the assistant says, with what ends its turns.
+
+        Raises ValueError where the template refuses it, or does not tell where turns begin and end.
+        """
+        return self._stretched(messages, tools, asks=False)
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> np.ndarray:
+        """Ids (uint32) of a chat and of what leads in the next answer, as `conversation` has them. Raises as that does."""
+        return self._stretched(messages, tools, asks=True)[0]
+
+    def _stretched(self, messages: Sequence[Message], tools: Sequence[Any], *, asks: bool) -> tuple[np.ndarray, np.ndarray]:
+        render = partial(_render, self._template, self._tokens, self._hidden.hide(list(tools)))
+        parts, masks = [np.empty(0, np.uint32)], [np.empty(0, bool)]
+        for stretch in stretches(render, self._hidden.hide(messages), marked=self._marks, asks=asks):
+            found = self._marked(stretch.text, self._hidden)
+            parts += found
+            masks.append(np.full(sum(map(len, found)), stretch.said))
+        return np.concatenate(parts), np.concatenate(masks)
+
     def _behind(self, prompt: list[Message], completion: list[Message]) -> str:
         """What a completion adds to its question."""
         before, whole = self._written(prompt), self._written([*prompt, *completion], answered=True)
@@ -68,12 +92,8 @@ class Chat:
         return whole[len(before) :]
 
     def _written(self, messages: list[Message], *, answered: bool = False) -> str:
-        from jinja2 import TemplateError
-
-        try:
-            return self._template.render(messages=messages, add_generation_prompt=not answered, **self._tokens)
-        except TemplateError as error:
-            raise ValueError(f"is refused by the chat template: {error}") from error
+        text = _render(self._template, self._tokens, [], messages, asks=not answered)
+        return text.replace(BEGIN, "").replace(END, "") if self._marks else text
 
     def _ids(self, text: str, pattern: str, turns: list[Message]) -> np.ndarray:
         """Special tokens become their ids, but not in what was said: it stands where SPOKEN does in the pattern."""
@@ -86,10 +106,12 @@ class Chat:
             parts += [*([self._encoder.encode(spoken)] if spoken else []), *self._marked(after)]
         return np.concatenate([*parts, np.empty(0, np.uint32)])
 
-    def _marked(self, text: str) -> list[np.ndarray]:
+    def _marked(self, text: str, hidden: SpecialTokens | None = None) -> list[np.ndarray]:
         pieces = self._cut.split(text) if self._cut else [text]
         return [
-            np.array([self._specials[piece]], np.uint32) if piece in self._specials else self._encoder.encode(piece)
+            np.array([self._specials[piece]], np.uint32)
+            if piece in self._specials
+            else self._encoder.encode(hidden.restore(piece) if hidden else piece)
             for piece in pieces
             if piece
         ]
@@ -169,13 +191,32 @@ def find_chat(place: Folder, chosen: str) -> dict[str, Any] | None:
     return {"template": template, "tokens": tokens}
 
 
+def check_conversations(content: Mapping[str, Any]) -> None:
+    """Raises ValueError where the template of a chat file does not tell where the assistant's turns begin and end."""
+    template = content["template"]
+    check_turns(partial(_render, _compile(template), content["tokens"], []), marked=marks_answers(template))
+
+
+def _render(
+    template: "Template", tokens: Mapping[str, str], tools: Sequence[Any], messages: Sequence[Message], *, asks: bool
+) -> str:
+    from jinja2 import TemplateError
+
+    try:
+        return template.render(messages=messages, tools=tools or None, add_generation_prompt=asks, **tokens)
+    except (TemplateError, TypeError) as error:
+        raise ValueError(f"is refused by the chat template: {error}") from error
+
+
 def _compile(template: str) -> "Template":
     """The template, with what Hugging Face gives to templates besides Jinja's own."""
     from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    from raystride.pipelines.tokenizers.generation_tag import Generation
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     try:

@@ -1,0 +1,154 @@
+"""Steps and filters change and leave out documents, are counted, and name what goes wrong."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+
+from raystride.pipelines.config import Config, Data, SettingError
+from raystride.pipelines.prepare.cleaning import cleaning_of
+from raystride.pipelines.prepare.fingerprint import fingerprint
+from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.tasks import build_task
+from tests.pipelines.conftest import documents, prepared, settings
+
+HERE = "tests.pipelines.prepare.test_cleaning"
+
+
+def lower(table: pa.Table) -> pa.Table:
+    """Writes in lower case."""
+    return table.set_column(0, "text", pc.utf8_lower(table["text"]))
+
+
+def without_spam(table: pa.Table) -> pa.Table:
+    """Leaves out what is spam."""
+    return table.filter(pc.invert(pc.match_substring(table["text"], "spam")))
+
+
+def broken(table: pa.Table) -> pa.Table:
+    """Fails."""
+    raise KeyError("no such word")
+
+
+def nothing(table: pa.Table) -> None:
+    """Forgets to return the table."""
+
+
+def another(table: pa.Table) -> pa.Table:
+    """Renames the column."""
+    return table.rename_columns(["words", "place"])
+
+
+def no_text(table: pa.Table) -> pa.Table:
+    """Empties the column."""
+    return pa.table({"text": pa.nulls(table.num_rows)})
+
+
+NO_FUNCTION = 3
+
+
+def _source(folder: Path, texts: list[str]) -> Path:
+    path = folder / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def _all(result: Any) -> list[str]:
+    return sorted(documents(result, "train") + documents(result, "validation"))
+
+
+def test_steps_change_and_leave_out_documents_in_their_order(tmp_path: Path) -> None:
+    texts = [f"Text {number}{' SPAM' if number % 3 == 0 else ''}" for number in range(60)]
+    said: list[str] = []
+    config = settings(_source(tmp_path, texts), steps=(f"{HERE}.lower", f"{HERE}.without_spam"), validation_fraction=0.3)
+    result = prepared(config, tmp_path / "storage", echo=said.append)
+    assert _all(result) == sorted(f"text {number}" for number in range(60) if number % 3)
+    assert result.manifest.source["dropped"] == {f"{HERE}.without_spam": 20}
+    assert any(f"left out 20 by {HERE}.without_spam" in line for line in said)
+
+
+def test_long_texts_go_through_steps_whole(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Word " * 600_000)
+    (tmp_path / "b.txt").write_text("other")
+    config = settings(tmp_path / "*.txt", steps=(f"{HERE}.lower",), validation="tail", validation_fraction=0.1)
+    config_of_one = prepared(config, tmp_path / "storage")
+    assert sum(map(len, _all(config_of_one))) == 600_000 * 5 + 5
+    assert not any(text.count("W") for text in _all(config_of_one))
+
+
+def test_filters_leave_out_what_is_short_long_or_in_another_language(tmp_path: Path) -> None:
+    english = [f"This is a short sentence about the weather, number {number}." for number in range(30)]
+    german = [f"Das ist ein kurzer Satz über das Wetter und den Hund, Nummer {number}." for number in range(10)]
+    texts = [*english, *german, *["hi"] * 5, "This sentence goes on and on. " * 20]
+    data = {"least_characters": 10, "most_characters": 200, "languages": ("en",), "validation_fraction": 0.3}
+    result = prepared(settings(_source(tmp_path, texts), **data), tmp_path / "storage")
+    assert _all(result) == sorted(english)
+    assert result.manifest.source["dropped"] == {"in other languages": 10, "too short": 5, "too long": 1}
+
+
+@pytest.mark.parametrize(
+    ("step", "match"),
+    [
+        ("broken", r"data.steps '.*broken' at part 0, .*line 1: raised KeyError: 'no such word'"),
+        ("nothing", r"data.steps '.*nothing' at part 0.*returned a NoneType"),
+        ("another", r"data.steps '.*another'.*returned no column 'text'"),
+        ("no_text", r"data.steps '.*no_text'.*not all text"),
+    ],
+)
+def test_a_step_that_fails_is_named_with_its_part_and_cause(tmp_path: Path, step: str, match: str) -> None:
+    config = settings(_source(tmp_path, ["a", "b"]), steps=(f"{HERE}.{step}",))
+    with pytest.raises(DataError, match=match):
+        prepared(config, tmp_path / "storage")
+
+
+@pytest.mark.parametrize(
+    ("step", "match"),
+    [
+        ("no_such_module.clean", "cannot be imported"),
+        (f"{HERE}.no_such_function", "cannot be imported"),
+        (f"{HERE}.NO_FUNCTION", "no function but a int"),
+    ],
+)
+def test_a_step_that_is_not_there_is_refused(step: str, match: str) -> None:
+    config = Config(data=Data(steps=(step,)))
+    with pytest.raises(SettingError, match=rf"data.steps .*{match}"):
+        cleaning_of(config, build_task(config))
+    with pytest.raises(SettingError, match=r"data\.steps"):
+        fingerprint(config, build_task(config))
+
+
+def test_names_that_are_no_import_paths_are_refused() -> None:
+    for name in ("clean", "my project.clean", "a..b", ""):
+        with pytest.raises(SettingError, match=r"data\.steps"):
+            Data(steps=(name,))
+    with pytest.raises(SettingError, match=r"data.most_characters"):
+        Data(least_characters=5, most_characters=4)
+    with pytest.raises(SettingError, match=r"data.near_duplicates .*with task `images`"):
+        cleaning_of(config := Config(task="images", data=Data(near_duplicates=0.8)), build_task(config))
+    with pytest.raises(SettingError, match=r"data.languages .*'xx'"):
+        cleaning_of(config := Config(data=Data(languages=("xx",))), build_task(config))
+
+
+def test_what_a_step_is_made_of_is_part_of_the_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, module = _source(tmp_path, ["a"]), tmp_path / "own_cleaning.py"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = []
+    for body in ("return table", "return table.slice(1)"):
+        module.write_text(f"def clean(table):\n    {body}\n")
+        import importlib
+        import linecache
+        import sys
+
+        sys.modules.pop("own_cleaning", None)
+        importlib.invalidate_caches()
+        linecache.clearcache()
+        sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
+        config = settings(source, steps=("own_cleaning.clean",))
+        found.append(fingerprint(config, build_task(config)))
+        sys.dont_write_bytecode = before
+    found += [fingerprint(each, build_task(each)) for each in (settings(source), settings(source, least_characters=1))]
+    assert len(set(found)) == 4
+    sys.modules.pop("own_cleaning", None)
