@@ -8,7 +8,8 @@
 
 By Linux's namespaces and a bridge between pairs of veth. Each is called 127.0.1.1 in its own /etc/hosts, as Debian has it,
 and no name server is asked. What they share: the kernel, the clock, processors and memory, and all of the disk that is not
-named above. The kernel can neither delay packets nor lose some (it has no netem).
+named above. The kernel can neither delay packets nor lose some (it has no netem); where `latency_ms` asks, a process of ours
+carries each frame so many milliseconds later, each way (`tests/cluster/latency.py`).
 """
 
 import contextlib
@@ -82,11 +83,14 @@ class Host:
 
 
 class Hosts(contextlib.AbstractContextManager["Hosts"]):
-    """So many hosts, `h1` and on, and a bridge that this machine is on, too; `bandwidth` of each both ways, as tc has it."""
+    """So many hosts, `h1` and on, and a bridge that this machine is on, too.
 
-    def __init__(self, shared: Path, count: int, bandwidth: str = "") -> None:
+    `bandwidth` of each is both ways, as tc has it, and `latency_ms` of each cable each way.
+    """
+
+    def __init__(self, shared: Path, count: int, bandwidth: str = "", latency_ms: float = 0.0) -> None:
         self._shared, self._count, self._running = shared, count, contextlib.ExitStack()
-        self._bandwidth = bandwidth
+        self._bandwidth, self._latency_ms = bandwidth, latency_ms
         self._parted: list[tuple[Host, Host]] = []
         # A process's number, so that two test processes at a time do not meet.
         process = os.getpid()
@@ -138,8 +142,11 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
         assert process.stdout.readline() == "ready\n"
         init = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
         host = Host(name, f"{self._network}.{number}", init, outer)
-        _ip("link", "add", outer, "type", "veth", "peer", "name", inner, "netns", str(init))
         self._running.callback(subprocess.run, ["ip", "link", "del", outer], stderr=subprocess.DEVNULL)
+        if self._latency_ms:
+            self._slow_cable(outer, inner, init)
+        else:
+            _ip("link", "add", outer, "type", "veth", "peer", "name", inner, "netns", str(init))
         _ip("link", "set", outer, "master", self._bridge, "up")
         commands = (f"addr add {host.address}/24 dev {inner}", f"link set {inner} up", "link set lo up")
         for command in (*commands, f"route add default via {self.here}"):
@@ -149,6 +156,15 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
             host.run("tc", "qdisc", "add", "dev", inner, *slowed)
             subprocess.run(["tc", "qdisc", "add", "dev", outer, *slowed], check=True, capture_output=True)
         return host
+
+    def _slow_cable(self, outer: str, inner: str, init: int) -> None:
+        """Two ends, and a process that carries frames between them, which ends with the host."""
+        command = [sys.executable, "-m", "tests.cluster.latency", outer, inner, str(init), str(self._latency_ms)]
+        cable = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        self._running.callback(cable.wait)
+        self._running.callback(cable.kill)
+        assert cable.stdout is not None
+        assert cable.stdout.readline() == "ready\n"
 
     def cut(self, number: int) -> None:
         """Pulls a host's cable; `heal` puts it back."""

@@ -36,13 +36,14 @@ class RayHosts(contextlib.AbstractContextManager["RayHosts"]):
         bandwidth: str = "",
         cpus: int = 1,
         *,
+        latency_ms: float = 0.0,
         lasting: bool = False,
         python: Path = PYTHON,
         own: Callable[[Host], dict[str, str]] = lambda host: {},
     ) -> None:
         self.folder, self.nodes, self._cpus, self._python = folder, nodes, cpus, python
         self._tables = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": "/tmp/tables"} if lasting else {}
-        self.hosts = Hosts(folder, nodes + others, bandwidth)
+        self.hosts = Hosts(folder, nodes + others, bandwidth, latency_ms)
         self._ask_own, self._own = own, dict[str, dict[str, str]]()
         token = folder / "token"
         token.write_text(secrets.token_hex(32))

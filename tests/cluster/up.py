@@ -1,6 +1,6 @@
 """A Ray cluster on hosts of this machine, and a shell on its head, to try things by hand; all is gone when the shell ends.
 
-python -m tests.cluster.up --hosts 4 --bandwidth 100mbit
+python -m tests.cluster.up --hosts 4 --bandwidth 100mbit --latency 10
 """
 
 import argparse
@@ -20,13 +20,14 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=4, help="how many have Ray, the first its head (default 4)")
     parser.add_argument("--others", type=int, default=1, help="how many have none, such as a user's machine (default 1)")
     parser.add_argument("--bandwidth", default="", help="of each, such as 100mbit (default: what memory gives)")
+    parser.add_argument("--latency", type=float, default=0.0, help="of each one's cable, milliseconds each way (default 0)")
     given = parser.parse_args()
     if why := unable(*(["tc"] if given.bandwidth else [])):
         print(f"no hosts here: {why}", file=sys.stderr)
         return 3
     with (
         tempfile.TemporaryDirectory(prefix="hosts-") as folder,
-        RayHosts(Path(folder), given.hosts, given.others, given.bandwidth) as cluster,
+        RayHosts(Path(folder), given.hosts, given.others, given.bandwidth, latency_ms=given.latency) as cluster,
     ):
         for number, host in enumerate(cluster.hosts.all):
             kind = "head" if number == 0 else "worker" if number < given.hosts else "without Ray"
