@@ -67,6 +67,8 @@ class FarShards(ShardFiles):
         self._shards, self._ends = shards, np.cumsum(counts)
         self._token_ends, self._row_ends = (np.cumsum(shards.column(name)) for name in ("tokens", "rows"))
         self._whole = ~listed
+        self.largest = max(self.piece_bytes, int(shards.column("bytes")[~listed].max(initial=0)))
+        """Bytes of the largest piece."""
 
     @property
     def size(self) -> int:

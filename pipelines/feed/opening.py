@@ -89,7 +89,7 @@ def _reading(some: Iterable[Samples], cache: NodeCache) -> Reading | None:
     if not far:
         return None
     shards = [each for samples in far for each in samples.far]
-    piece, size = max(each.piece_bytes for each in shards), sum(each.size for each in shards)
+    piece, size = max(each.largest for each in shards), sum(each.size for each in shards)
     return Reading(size, sum(samples.count for samples in far), piece, cache.most_bytes)
 
 

@@ -55,9 +55,8 @@ class ReadAhead:
     ) -> None:
         """`most_bytes` of pieces are fetched ahead; `epochs` is how far it is looked."""
         self._plan, self._samples, self._cache, self._rank, self._world = plan, samples, cache, rank, world
-        self._size = max(each.piece_bytes for each in samples.far)
         # Half of the cache: what was read and will be needed again has the rest, and other processes theirs.
-        self._most = max(1, min(most_bytes, cache.most_bytes // 2) // self._size)
+        self._most = max(1, min(most_bytes, cache.most_bytes // 2) // max(each.largest for each in samples.far))
         own = max(1, plan.batch // world)
         self._stride = max(1, SEGMENT // own)
         self._horizon = min(MOST_SAMPLES // own, int(epochs * samples.count / plan.batch) + 1)
