@@ -4,12 +4,11 @@ python -m benchmarks.peers.far_litdata write tokens.npy FOLDER CONTEXT SHARD_BYT
 """
 
 import os
-import sys
 from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.far_reading import ReadingJob, read, reading_job
+from benchmarks.peers.far_reading import ReadingJob, peer
 
 
 class Windows:
@@ -55,10 +54,4 @@ def batches(job: ReadingJob) -> Any:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "write":
-        write(sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))
-    else:
-        found = reading_job()
-        node = {"RANK": found.rank, "WORLD_SIZE": found.world, "LOCAL_RANK": found.rank, "NODE_RANK": 0}
-        os.environ.update({name: str(value) for name, value in node.items()})
-        read(found, batches(found))
+    peer(write, batches)

@@ -3,13 +3,11 @@
 python -m benchmarks.peers.far_mosaic write tokens.npy FOLDER CONTEXT SHARD_BYTES
 """
 
-import os
-import sys
 from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.far_reading import ReadingJob, read, reading_job
+from benchmarks.peers.far_reading import ReadingJob, peer
 
 
 def write(tokens: str, folder: str, context: int, shard_bytes: int) -> None:
@@ -43,10 +41,4 @@ def batches(job: ReadingJob) -> Any:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "write":
-        write(sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))
-    else:
-        found = reading_job()
-        node = {"RANK": found.rank, "WORLD_SIZE": found.world, "LOCAL_RANK": found.rank, "LOCAL_WORLD_SIZE": found.world}
-        os.environ.update({name: str(value) for name, value in node.items()})
-        read(found, batches(found))
+    peer(write, batches)

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,20 @@ class ReadingJob:
 def reading_job() -> ReadingJob:
     """The job on the command line."""
     return ReadingJob(**json.loads(sys.argv[1]))
+
+
+def peer(write: Callable[[str, str, int, int], None], batches: Callable[[ReadingJob], Iterable[Any]]) -> None:
+    """What a peer's module does as a program: writes its data where the first argument is `write`, and reads otherwise.
+
+    What launchers tell its processes stands in the environment.
+    """
+    if sys.argv[1] == "write":
+        write(sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))
+        return
+    job = reading_job()
+    told = {"RANK": job.rank, "WORLD_SIZE": job.world, "LOCAL_RANK": job.rank, "LOCAL_WORLD_SIZE": job.world, "NODE_RANK": 0}
+    os.environ.update({name: str(value) for name, value in told.items()})
+    read(job, batches(job))
 
 
 def read(job: ReadingJob, batches: Iterable[Any]) -> None:
