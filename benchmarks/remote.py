@@ -100,7 +100,9 @@ def write(bench: Bench, way: str) -> None:
         return
     file = bench.folder / "tokens.npy"
     if not file.exists():
-        np.save(file, np.random.default_rng(0).integers(0, 2**16, bench.tokens, dtype=np.uint16))
+        draw, values = np.random.default_rng(0), np.lib.format.open_memmap(file, "w+", np.uint16, (bench.tokens,))
+        for at in range(0, bench.tokens, SHARD_BYTES):  # it may be more than memory holds
+            values[at : at + SHARD_BYTES] = draw.integers(0, 2**16, len(values[at : at + SHARD_BYTES]), dtype=np.uint16)
     if way == "ours":
         far_ours.write(place, np.load(file, mmap_mode="r"), max(4, 2 * bench.tokens // SHARD_BYTES))
         return
