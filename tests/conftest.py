@@ -41,8 +41,9 @@ def ray_cluster() -> Iterator[None]:
     """A Ray cluster of two cores, started once."""
     import ray
 
-    # By name: without an address Ray would join a cluster that another test has started on this machine.
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    from raystride.pipelines.cluster.cluster import start_local
+
+    start_local(num_cpus=2, log_to_driver=False, logging_level=logging.ERROR)
     yield
     ray.shutdown()
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from raystride.pipelines.cluster.fallback import say
 from raystride.pipelines.cluster.internals import on_loopback
@@ -34,6 +34,8 @@ QUIET = {
     # Where `uv` is on the path, Ray would set up its environments in workers.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
+STARTS, TOO_SLOW = 3, "timed out during startup"
+"""Times that Ray is started on this machine where it says this: it waits half a minute for itself, and no longer."""
 
 
 class CannotRun(RuntimeError):
@@ -112,6 +114,24 @@ def _ray(settings: Launch, metadata: Mapping[str, str] | None) -> Iterator[str |
         ray.shutdown()
 
 
+def start_local(**options: Any) -> Any:
+    """What `ray.init` returns, which starts Ray on this machine with these options, again where a busy one was too slow.
+
+    Raises what it raises: ConnectionError, RuntimeError, ValueError, a bare Exception.
+    """
+    import ray
+
+    for number in range(1, STARTS + 1):
+        try:
+            # Without an address Ray would join a cluster that was started on this machine, if there is one.
+            return ray.init(address="local", include_dashboard=False, **options)
+        except Exception as error:  # a bare one is what Ray raises
+            if number == STARTS or TOO_SLOW not in str(error):
+                raise
+            ray.shutdown()
+    raise AssertionError("the last start returns or raises")
+
+
 def _init(settings: Launch, address: str | None, metadata: Mapping[str, str] | None) -> str | None:
     """Joins Ray at the address, or starts it; the address of its dashboard. Raises NoCluster."""
     import ray
@@ -128,8 +148,7 @@ def _init(settings: Launch, address: str | None, metadata: Mapping[str, str] | N
             # Ray's own is 15: on few cores everything that looks at a training would slow it.
             os.environ.setdefault("RAY_worker_niceness", "0")
             with on_loopback(), withheld():
-                # Without an address Ray would join a cluster that was started on this machine, if there is one.
-                context = ray.init(address="local", include_dashboard=False, runtime_env=None, **quiet)
+                context = start_local(runtime_env=None, **quiet)
     except Exception as error:  # ray.init raises ConnectionError, RuntimeError, ValueError, grpc's own, ...
         if line := ray_difference(str(error)):
             raise NoCluster(line) from None

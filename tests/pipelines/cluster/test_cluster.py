@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raystride.pipelines.cluster.cluster import keep_token_private, token_file
+from raystride.pipelines.cluster.cluster import keep_token_private, start_local, token_file
 
 
 @pytest.fixture(autouse=True)
@@ -73,3 +73,29 @@ def test_a_cluster_that_asks_for_none_is_said(
     (line,) = capsys.readouterr().err.splitlines()
     assert line == "warning: RAY_AUTH_MODE is disabled: whoever reaches Ray's ports on this machine can run code as you"
     assert not (home / ".ray").exists()
+
+
+def test_a_start_that_was_too_slow_is_made_again_and_another_failure_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    failures = [
+        Exception("The current node timed out during startup."),
+        Exception("The current node timed out during startup."),
+    ]
+    tried: list[dict[str, object]] = []
+
+    def init(**options: object) -> str:
+        tried.append(options)
+        if failures:
+            raise failures.pop()
+        return "there"
+
+    monkeypatch.setattr(ray, "init", init)
+    assert start_local(num_cpus=1) == "there"
+    assert len(tried) == 3
+    failures += [ValueError("no such option")]
+    with pytest.raises(ValueError, match="no such option"):
+        start_local()
+    failures += [Exception("timed out during startup")] * 3
+    with pytest.raises(Exception, match="timed out during startup"):
+        start_local()
