@@ -177,10 +177,14 @@ BESIDE = {
 """What one should know of a suggestion."""
 
 
+BARE = {"steps": "train.steps"}
+"""What is meant by a name that several sections have, where none is given."""
+
+
 def nearest(key: str, known: Collection[str]) -> str:
     """Which known setting was meant, as the end of an error's sentence."""
     last = key.rsplit(".", 1)[-1]
-    meant = ALIASES.get(last.lower().replace("-", "_"))
+    meant = BARE.get(key) or ALIASES.get(last.lower().replace("-", "_"))
     if meant in known:
         return f"; did you mean {meant}?" + (f" ({BESIDE[meant]})" if meant in BESIDE else "")
     same_name = [name for name in known if name.rsplit(".", 1)[-1] == last]
