@@ -3,6 +3,7 @@
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -31,9 +32,23 @@ settings.register_profile("raystride", deadline=None, max_examples=50)
 settings.load_profile("raystride")
 
 
+_BEGAN = time.monotonic()
+_LONG_MINUTES = float(os.environ.get("RAYSTRIDE_LONG_MINUTES", "inf"))
+"""Minutes after which no test of the mark `long` begins any more."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of whole trainings first, so that at the end both processes have short files left."""
-    items.sort(key=lambda item: not item.nodeid.startswith(("tests/end_to_end", "tests/faults", "tests/browser")))
+    """Files without long tests first, which then run however slow the machine is; then those of whole trainings and hosts."""
+    with_long = {item.path for item in items if item.get_closest_marker("long")}
+    heavy = ("tests/end_to_end", "tests/faults", "tests/browser", "tests/cluster", "tests/deploy")
+    items.sort(key=lambda item: (item.path in with_long, not item.nodeid.startswith(heavy)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leaves out long tests that a slow machine has no time for, before their fixtures are made."""
+    if item.get_closest_marker("long") and time.monotonic() - _BEGAN > 60 * _LONG_MINUTES:
+        pytest.skip(f"after {_LONG_MINUTES:g} minutes ($RAYSTRIDE_LONG_MINUTES) no long test begins")
 
 
 @pytest.fixture(scope="session")

@@ -78,7 +78,7 @@ def measure(
     sweep = plan.base.sweep
     chosen = sweep.search == "optuna" and not candidates
     trials = [{"settings": dict(each.settings), "round": each.round} for each in candidates]
-    together = 1 if sweep.isolated else sweep.concurrent
+    together = 1 if sweep.isolated else sweep.at_once
     alone = together == 1 and not joined(plan.base.launch)
     free_places_of_the_dead(alone)  # there are none yet: where Ray is another, it is said here, where people see it
     function = tune.with_parameters(_trial, plan=plan, alone=alone, surroundings=of_mlflow())
