@@ -141,6 +141,18 @@ def shift_clock(cluster: RayHosts, draw: random.Random) -> None:
     _lose(cluster, [number], draw, **clock)
 
 
+def lose_driver(cluster: RayHosts, draw: random.Random) -> None:
+    """The host with the job's driver loses its power, and comes back after a while."""
+    _lose(cluster, [DRIVER], draw)
+
+
+def part_driver(cluster: RayHosts, draw: random.Random) -> None:
+    """The host with the job's driver cannot reach the rest for a while, the head's tables neither."""
+    cluster.hosts.part([number for number in range(NODES + 1) if number != DRIVER], [DRIVER])
+    time.sleep(draw.uniform(1, 100))
+    cluster.hosts.heal()
+
+
 KINDS: Mapping[str, Fault] = {
     "worker": lose_worker,
     "host": lose_host,
@@ -152,7 +164,11 @@ KINDS: Mapping[str, Fault] = {
     "slow host": slow,
     "full disk": fill,
     "clock": shift_clock,
+    "driver's host": lose_driver,
+    "driver parted": part_driver,
 }
+DRIVER = 1
+"""The host on which the driver is with the last two kinds; with the others it is on the head."""
 
 
 class Soak:
@@ -180,7 +196,8 @@ class Soak:
         """One run, and what happened to it."""
         draw, run = random.Random(number), f"fault-{number}"
         cluster = self._whole_cluster()
-        job = cluster.start_job(cluster.hosts[NODES], "train", *self._flags(run), *ELASTIC)
+        driver = cluster.hosts[DRIVER] if kind.startswith("driver") else None
+        job = cluster.start_job(cluster.hosts[NODES], "train", *self._flags(run), *ELASTIC, driver=driver)
         checkpoints = self.storage / run / "checkpoints"
         _wait(lambda: checkpoints.is_dir() and any(checkpoints.glob("step-*/MANIFEST.json")), "no checkpoint")
         time.sleep(draw.uniform(0, 8))
@@ -189,7 +206,7 @@ class Soak:
         ended = _wait(lambda: self._summary(run).get("status") == "finished")
         summary = self._summary(run)
         lasted, audited = time.time() - began, _audited(checkpoints)
-        if not ended:
+        if not ended or kind == "clock":  # a host goes on with the wrong one
             self.close()
         job.kill()
         (self.folder / f"{run}.log").write_text(job.communicate()[0] or "")
@@ -249,14 +266,14 @@ def table(rows: list[Row]) -> str:
     by_kind: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         by_kind[row.kind].append(row)
-    lines = ["kind        faults  same bits  audit clean  standstill in s: median [range], most   aim"]
+    lines = [f"{'kind':<14} faults  same bits  audit clean  standstill in s: median [range], most   aim"]
     for kind, there in by_kind.items():
         spread = Spread.of([row.standstill_s for row in there])
         same, clean = sum(row.same_bits for row in there), sum(not row.audit for row in there)
         most = max(row.standstill_s for row in there)
         aim = f"{AIMS[kind]:g}" if kind in AIMS else ""
         still = f"{spread.text('.1f')}, {most:.1f}"
-        lines.append(f"{kind:<12}{len(there):<8}{same:<11}{clean:<13}{still:<41}{aim}")
+        lines.append(f"{kind:<15}{len(there):<8}{same:<11}{clean:<13}{still:<41}{aim}")
     lines.append(f"{len(rows)} faults: {sum(row.same_bits for row in rows)} ended with the right bits, ")
     lines[-1] += f"{sum(not row.audit for row in rows)} with no sample lost or repeated"
     return "\n".join(lines)
@@ -285,7 +302,8 @@ def main() -> None:
     given = parser.parse_args()
     if problem := unable("tc") or no_clock():
         parser.error(problem)
-    rows = [Row(**json.loads(line)) for line in given.rows.read_text().splitlines()] if given.resume else []
+    there = given.rows.read_text().splitlines() if given.resume and given.rows.exists() else []
+    rows = [Row(**json.loads(line)) for line in there]
     if not given.resume:
         given.rows.write_text("")
     print(machine_line(found := machine()), flush=True)

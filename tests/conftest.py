@@ -38,7 +38,7 @@ _LONG_MINUTES = float(os.environ.get("RAYSTRIDE_LONG_MINUTES", "inf"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files without long tests first, which then run however slow the machine is; then those of whole trainings and hosts."""
+    """Files without long tests first, so that these always run; then trainings and hosts, which take most."""
     with_long = {item.path for item in items if item.get_closest_marker("long")}
     heavy = ("tests/end_to_end", "tests/faults", "tests/browser", "tests/cluster", "tests/deploy")
     items.sort(key=lambda item: (item.path in with_long, not item.nodeid.startswith(heavy)))

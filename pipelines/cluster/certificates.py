@@ -139,10 +139,15 @@ def _make_host(
     _write_key(folder / KEY, key)
     (folder / CERTIFICATE).write_bytes(_pem(made))
     (folder / AUTHORITY).write_bytes(_pem(authority))
-    places = {"SERVER_CERT": CERTIFICATE, "SERVER_KEY": KEY, "CA_CERT": AUTHORITY}
-    lines = ["RAY_USE_TLS=1", *(f"RAY_TLS_{name}={quote(f'{at}/{file}')}" for name, file in places.items())]
-    (folder / VARIABLES).write_text("".join(f"export {line}\n" for line in lines))
+    lines = (f"export {name}={quote(value)}\n" for name, value in ray_variables(at).items())
+    (folder / VARIABLES).write_text("".join(lines))
     return folder
+
+
+def ray_variables(at: str) -> dict[str, str]:
+    """What has Ray use the certificate of this host, whose folder lies there."""
+    places = {"SERVER_CERT": CERTIFICATE, "SERVER_KEY": KEY, "CA_CERT": AUTHORITY}
+    return {"RAY_USE_TLS": "1", **{f"RAY_TLS_{name}": f"{at}/{file}" for name, file in places.items()}}
 
 
 def _builder(subject: x509.Name, key: ec.EllipticCurvePublicKey, days: int) -> x509.CertificateBuilder:

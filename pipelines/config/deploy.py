@@ -83,6 +83,8 @@ class SlurmPlace(Section):
     """More options of sbatch, such as `--constraint=h100`."""
     requeues: int = setting(100, at_least=0)
     """Times that the job queues again at its time limit."""
+    tls: bool = setting(False)
+    """Have Ray's processes on all nodes talk by TLS alone, with certificates that each start of the job makes for itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

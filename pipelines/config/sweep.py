@@ -97,8 +97,8 @@ class Sweep(Section):
     isolated: bool = setting(True)
     """One trial at a time: two that shared a node would measure each other."""
     at_once: int = setting(2, at_least=1, was="sweep.concurrent", renamed="0.3")
-    """Trials at a time when they are not isolated, as far as there are processors for: see scaling.threads. What a cluster has
-    beyond their places is left to others."""
+    """Trials at a time when they are not isolated, as far as there are processors for: see scaling.threads. What
+    a cluster has beyond their places is left to others."""
     retry: bool = setting(False)
     """When a sweep is started again, measure again what failed, hung or ran out of memory."""
     share: str = setting("", since="0.3")

@@ -27,6 +27,7 @@ from typing import Self
 import psutil
 
 from raystride.pipelines.cluster.cluster import QUIET, CannotRun
+from raystride.pipelines.deploy.own_tls import AUTHORITY_VARIABLE, certified
 
 MARK = "RAYSTRIDE_OWN_RAY"
 """Variable that names the folder of the Ray that a process belongs to."""
@@ -48,6 +49,8 @@ class OwnRay:
     """Its temporary folder, unique on this machine."""
     raylet: psutil.Process | None
     """The process that makes this machine a node; None where it ended at once."""
+    tls: dict[str, str]
+    """Variables without which it does not talk to a process; empty where it talks in the clear."""
 
     @classmethod
     @contextmanager
@@ -56,19 +59,22 @@ class OwnRay:
         port, dashboard, client = free_ports(3, host)
         options = [f"--head --node-ip-address={host} --port={port} --dashboard-host={host} --dashboard-port={dashboard}"]
         options += [f"--ray-client-server-port={client}"]
-        with cls._started(f"{host}:{port}", " ".join(options).split(), cpus, environment) as ray:
+        with cls._started(f"{host}:{port}", host, " ".join(options).split(), cpus, environment) as ray:
             yield ray
 
     @classmethod
     @contextmanager
     def joined(cls, address: str, host: str, *, cpus: int, environment: Mapping[str, str]) -> Iterator[Self]:
         """Has this machine join a cluster for the block. Raises CannotRun."""
-        with cls._started(address, [f"--address={address}", f"--node-ip-address={host}"], cpus, environment) as ray:
+        options = [f"--address={address}", f"--node-ip-address={host}"]
+        with cls._started(address, host, options, cpus, environment) as ray:
             yield ray
 
     @classmethod
     @contextmanager
-    def _started(cls, address: str, options: Sequence[str], cpus: int, environment: Mapping[str, str]) -> Iterator[Self]:
+    def _started(
+        cls, address: str, host: str, options: Sequence[str], cpus: int, environment: Mapping[str, str]
+    ) -> Iterator[Self]:
         where = socket.gethostname()
         try:
             # Short: the paths of Ray's sockets, which lie below it, have some hundred characters at most.
@@ -81,17 +87,20 @@ class OwnRay:
         variables = {**os.environ, **QUIET, **environment, MARK: str(folder)}
         # A file, and no pipe, which the processes that stay would hold open.
         try:
+            tls = certified(folder, host, variables)
+            variables = {name: value for name, value in variables.items() if name != AUTHORITY_VARIABLE} | tls
             with (folder / "start.log").open("w+") as log, signals_blocked():
                 done = subprocess.run(command, env=variables, stdout=log, stderr=log, timeout=START_S, check=False)
                 failed = f"ended with exit code {done.returncode}" if done.returncode else ""
         except subprocess.TimeoutExpired:
             failed = f"took more than {START_S:g} s"
         except OSError as error:
-            failed = f"could not be run: {error}"
+            failed, tls = f"could not be run: {error}", {}
         try:
             if failed:
                 raise CannotRun(f"`ray start` {failed} on {where}:\n{_said(folder)}")
-            yield cls(address, folder, next((each for each in _of(folder) if each.name() == "raylet"), None))
+            raylet = next((each for each in _of(folder) if each.name() == "raylet"), None)
+            yield cls(address, folder, raylet, tls)
         finally:
             end_all(folder)
             shutil.rmtree(folder, ignore_errors=True)

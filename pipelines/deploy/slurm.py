@@ -24,6 +24,7 @@ from types import FrameType
 from raystride.pipelines.cluster.cluster import CannotRun
 from raystride.pipelines.cluster.resources import usable_cores
 from raystride.pipelines.deploy.own_ray import OwnRay, address_towards, adopt_orphans, last_lines, signals_blocked
+from raystride.pipelines.deploy.own_tls import new_authority
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.exit_codes import CANNOT_RUN, INTERRUPTED, TERMINATED
 from raystride.pipelines.launch.resume import newest_step
@@ -117,7 +118,7 @@ class StopRequest:
             self._pass_on()
 
 
-def run_job(command: Sequence[str], *, wait_s: float, least_nodes: int, requeues: int, run_folder: str) -> int:
+def run_job(command: Sequence[str], *, wait_s: float, least_nodes: int, requeues: int, run_folder: str, tls: bool) -> int:
     """Runs a command of Raystride's on the job's nodes; the exit code, that of the command where it ran."""
     stop = StopRequest()
     with stop.heard():
@@ -125,7 +126,7 @@ def run_job(command: Sequence[str], *, wait_s: float, least_nodes: int, requeues
             allocation = Allocation.here(os.environ)
             _say(f"job {allocation.job} on {', '.join(allocation.nodes)}, start {allocation.restarts + 1}")
             step = _reached(run_folder)
-            code = _on_ray(allocation, command, stop, wait_s, least_nodes or len(allocation.nodes))
+            code = _on_ray(allocation, command, stop, wait_s, least_nodes or len(allocation.nodes), tls)
         except CannotRun as error:
             _say(f"error: {error}")
             return CANNOT_RUN
@@ -159,17 +160,18 @@ def _reached(run_folder: str) -> int | None:
     return newest_step(Folder.at(run_folder)) if run_folder else None
 
 
-def _on_ray(allocation: Allocation, command: Sequence[str], stop: StopRequest, wait_s: float, least: int) -> int:
+def _on_ray(allocation: Allocation, command: Sequence[str], stop: StopRequest, wait_s: float, least: int, tls: bool) -> int:
     others = allocation.nodes[1:]
     host = address_towards(allocation.towards)
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    authority = new_authority() if tls else {}
     with ExitStack() as stack:
-        ray = stack.enter_context(OwnRay.head(host, cpus=allocation.cpus, environment=environment))
+        ray = stack.enter_context(OwnRay.head(host, cpus=allocation.cpus, environment=environment | authority))
         _say(f"Ray's head is {ray.address}")
         if others:
-            nodes = stack.enter_context(_joining(others, ray.address, environment))
+            nodes = stack.enter_context(_joining(others, ray.address, environment | authority))
             nodes.wait(wait_s, least - 1, stop)
-        return TERMINATED if stop.reason else _run(command, ray.address, environment, stop)
+        return TERMINATED if stop.reason else _run(command, ray.address, environment | ray.tls, stop)
 
 
 def _run(command: Sequence[str], address: str, environment: Mapping[str, str], stop: StopRequest) -> int:
@@ -281,6 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--least-nodes", type=int, default=0, help="go on with so many after that; 0: all must join")
     parser.add_argument("--requeues", type=int, default=0, help="times that the job queues again at its time limit")
     parser.add_argument("--run-folder", default="", help="where the run lies, to see whether it comes further")
+    parser.add_argument("--tls", action="store_true", help="nodes talk by TLS, with certificates of this job's own")
     parser.add_argument("command", nargs="*", help="after --: train --config settings.yaml")
     given = parser.parse_args(arguments)
     if "SLURM_JOB_ID" in os.environ:
@@ -293,6 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         least_nodes=given.least_nodes,
         requeues=given.requeues,
         run_folder=given.run_folder,
+        tls=given.tls,
     )
 
 

@@ -1,4 +1,4 @@
-"""A Ray cluster on hosts of this machine, see `hosts`, with a token, as its users start one.
+"""A Ray cluster on hosts of this machine, see `hosts`, with a token, by the commands of docs/cluster.md.
 
 with RayHosts(tmp_path, 4, others=1) as cluster:          # h1 is the head, h5 has no Ray: a user's machine
     done = cluster.submit("train", "--run", "tiny", on=cluster.hosts[4])
@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import secrets
+import shlex
 import subprocess
 import sys
 import time
@@ -19,6 +20,13 @@ from tests.cluster.hosts import ROOT, Host, Hosts
 
 PORT, DASHBOARD = 6379, 8265
 PYTHON = Path(sys.prefix) / "bin" / "python"
+
+
+def of_page(begins: str, head: str) -> list[str]:
+    """The first command of docs/cluster.md that begins so, as its users paste it, with their head's address."""
+    lines = (ROOT / "docs" / "cluster.md").read_text().splitlines()
+    command = next(line for line in lines if line.startswith(begins))
+    return shlex.split(command.replace("HEAD", head), comments=True)
 
 
 class RayHosts(contextlib.AbstractContextManager["RayHosts"]):
@@ -97,10 +105,10 @@ class RayHosts(contextlib.AbstractContextManager["RayHosts"]):
         self.wait_for(self.nodes)
 
     def _start(self, host: Host) -> list[str]:
-        place = ["--head", f"--port={PORT}", "--dashboard-host=0.0.0.0"] if host is self.head else []
-        place = place or [f"--address={self.head.address}:{PORT}"]
+        begins = "ray start --head --dashboard-host" if host is self.head else "ray start --address"
+        _, *command = of_page(begins, self.head.address)
         limits = [f"--num-cpus={self._cpus}", "--object-store-memory=100000000", "--disable-usage-stats"]
-        return [str(self._python), "-m", "ray.scripts.scripts", "start", *place, *limits]
+        return [str(self._python), "-m", "ray.scripts.scripts", *command, *limits]
 
     def _popen(self, host: Host, command: list[str], **variables: str) -> "subprocess.Popen[str]":
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
@@ -120,11 +128,13 @@ class RayHosts(contextlib.AbstractContextManager["RayHosts"]):
         said = process.communicate(timeout=limit_s)[0]
         return process.returncode, said
 
-    def start_job(self, on: Host, job: str, *arguments: str) -> "subprocess.Popen[str]":
-        """Submits one of our jobs from a host, and does not wait for its end."""
-        ray = str(PYTHON.with_name("ray"))
-        script = [str(PYTHON), str(ROOT / "ray_jobs" / f"{job}.py"), *arguments]
-        return self._popen(on, [ray, "job", "submit", f"--address={self.address}", "--", *script])
+    def start_job(self, on: Host, job: str, *arguments: str, driver: Host | None = None) -> "subprocess.Popen[str]":
+        """Submits one of our jobs from a host, and does not wait for its end; its `driver` is on the head, or there."""
+        command = of_page("ray job submit --address", self.head.address)
+        submit = [str(PYTHON.with_name("ray")), *command[1 : command.index("--")]]
+        if driver:
+            submit += ["--entrypoint-resources", json.dumps({f"node:{driver.address}": 0.001})]
+        return self._popen(on, [*submit, "--", "raystride", job, *arguments])
 
     def drain(self, address: str, seconds: int) -> None:
         """Tells Ray what a cloud tells it: that a node will be taken away in so many seconds."""

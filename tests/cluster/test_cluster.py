@@ -1,11 +1,14 @@
-"""A cluster of hosts, by the README's commands: looked at, trained on, stopped and gone on with, from a machine without Ray.
+"""A cluster of hosts by the commands of docs/cluster.md: looked at, trained on, stopped and gone on with.
 
 Each host is called 127.0.1.1 by itself, as Debian has it, so whoever goes by names talks to himself.
 """
 
 import json
+import sqlite3
+import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -27,12 +30,12 @@ WAITS_S = 120.0
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHosts]:
-    """Three hosts with Ray, and one from which jobs are submitted."""
+    """Four hosts with Ray, and one from which jobs are submitted."""
     folder = tmp_path_factory.mktemp("cluster")
     write_text(folder)
     (folder / "runs").mkdir()
-    with RayHosts(folder, 3, others=1) as running:
-        running.wait_for(3)
+    with RayHosts(folder, 4, others=1) as running:
+        running.wait_for(4)
         yield running
 
 
@@ -46,17 +49,17 @@ def _summary(cluster: RayHosts, run: str) -> dict[str, object]:
 
 
 def _user(cluster: RayHosts) -> Host:
-    return cluster.hosts[3]
+    return cluster.hosts[4]
 
 
 def test_every_host_is_looked_at(cluster: RayHosts) -> None:
-    code, said = cluster.submit(_user(cluster), "check", *_flags(cluster, "looked", "--scaling.workers", "3"))
+    code, said = cluster.submit(_user(cluster), "check", *_flags(cluster, "looked", "--scaling.workers", "4"))
     assert code == 0, said
-    rows = {line.split()[0]: line.split() for line in said.splitlines() if line.startswith(("h1 ", "h2 ", "h3 "))}
-    assert [rows[f"h{number}"][1] for number in (1, 2, 3)] == [host.address for host in cluster.hosts.all[:3]]
+    rows = {line.split()[0]: line.split() for line in said.splitlines() if line.startswith(("h1 ", "h2 ", "h3 ", "h4 "))}
+    assert [rows[f"h{number}"][1] for number in (1, 2, 3, 4)] == [host.address for host in cluster.hosts.all[:4]]
     assert {row[2] for row in rows.values()} == {"eth0"}
     assert all(float(row[4]) > 0 for row in rows.values())
-    assert {row[5] for row in rows.values()} == {"h1", "h2", "h3"}
+    assert {row[5] for row in rows.values()} == {"h1", "h2", "h3", "h4"}
 
 
 def test_what_one_host_lacks_is_told_by_its_name(cluster: RayHosts) -> None:
@@ -67,7 +70,7 @@ def test_what_one_host_lacks_is_told_by_its_name(cluster: RayHosts) -> None:
         code, said = cluster.submit(_user(cluster), job, *flags)
         assert code == 1, said  # as Ray's command says of any job that fails; the job's own is 3
         assert "entrypoint command failed with exit code 3" in said
-        for number, host in enumerate(cluster.hosts.all[1:3], 2):
+        for number, host in enumerate(cluster.hosts.all[1:4], 2):
             assert f"h{number} ({host.address}): " in said
         assert "h1 (" not in said
         assert "/tmp/mine.txt" in said
@@ -80,13 +83,18 @@ def test_what_one_host_lacks_is_told_by_its_name(cluster: RayHosts) -> None:
     assert f"h2 ({cluster.hosts[1].address}): h3: {cluster.hosts[2].address}" in said
 
 
-def test_they_train_together_although_each_is_called_loopback(cluster: RayHosts) -> None:
-    exact = ["--train.exact", "true", "--train.steps", "20", "--record.mlflow", "false"]
-    flags = _flags(cluster, "together", *exact, "--scaling.workers", "3")
-    code, said = cluster.submit(_user(cluster), "train", *flags)
-    assert code == 0, said
+def test_they_train_together_although_each_is_called_loopback_and_another_waits(cluster: RayHosts) -> None:
+    exact = ["--train.exact", "true", "--train.steps", "1000", "--record.mlflow", "false"]
+    job = cluster.start_job(_user(cluster), "train", *_flags(cluster, "together", *exact, "--scaling.workers", "4"))
+    _wait_for_journal(cluster, "together", job)
+    short = ["--train.steps", "5", "--record.mlflow", "false", "--scaling.workers", "2"]
+    code, second = cluster.submit(_user(cluster), "train", *_flags(cluster, "second", *short))
+    said = job.communicate(timeout=300)[0]
+    assert (code, job.returncode) == (0, 0), said + second
+    assert "waiting for 2 workers" in second
+    assert _summary(cluster, "second")["status"] == "finished"
     found = _summary(cluster, "together")
-    assert (found["status"], found["workers"]) == ("finished", 3)
+    assert (found["status"], found["workers"]) == ("finished", 4)
     alone = _flags(cluster, "alone", *exact, "--launch", "inline")
     code, said = cluster.run(_user(cluster), str(PYTHON), "-m", "raystride", "train", *alone)
     assert code == 0, said
@@ -107,17 +115,39 @@ def test_a_job_is_stopped_and_goes_on_with_its_record_on_a_server_elsewhere(clus
     ]
     try:
         _stop_when_it_has_saved(cluster, [*flags, "--train.steps", "100000"], storage / "stopped" / "checkpoints")
-        code, said = cluster.submit(user, "train", *flags, "--train.steps", "200")
+        before = _summary(cluster, "stopped")
+        assert before["status"] == "stopped", before
+        steps = int(str(before["steps"])) + 20
+        code, said = cluster.submit(user, "train", *flags, "--train.steps", str(steps), "--scaling.workers", "3")
+        assert code == 0, said
     finally:
         server.terminate()
         server.wait()
     summary = _summary(cluster, "stopped")
-    if summary["steps"] == 200:  # it may have gone further before it stopped
-        assert code == 0, said
-    assert int(str(summary["resumed_from"] or summary["steps"])) >= 50
-    assert summary["mlflow_run_id"]
-    code, said = cluster.run(user, str(PYTHON), "-m", "raystride", "runs", "audit", "stopped", "--storage", str(storage))
+    assert (summary["steps"], summary["resumed_from"], summary["workers"]) == (steps, before["steps"], 3)
+    with closing(sqlite3.connect(cluster.folder / "mlflow.db")) as database:
+        rows = database.execute("SELECT run_uuid, step FROM metrics WHERE key = 'train_loss' ORDER BY step").fetchall()
+    assert {run for run, _ in rows} == {summary["mlflow_run_id"]}
+    told = [step for _, step in rows]
+    assert len(set(told)) == len(told), "a point twice"
+    assert set(told) >= set(range(5, steps + 1, 5))
+    _assert_audited(cluster, "stopped")
+
+
+def _assert_audited(cluster: RayHosts, run: str) -> None:
+    """That no sample of a run was lost or fed twice."""
+    storage = str(cluster.folder / "runs")
+    code, said = cluster.run(_user(cluster), str(PYTHON), "-m", "raystride", "runs", "audit", run, "--storage", storage)
     assert code == 0, said
+
+
+def _wait_for_journal(cluster: RayHosts, run: str, job: "subprocess.Popen[str]") -> None:
+    """Waits until a run has told of its first steps."""
+    deadline = time.monotonic() + WAITS_S
+    while not any((cluster.folder / "runs" / run / "journal").glob("*")):
+        assert job.poll() is None, job.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 def _stop_when_it_has_saved(cluster: RayHosts, flags: list[str], checkpoints: Path) -> None:
@@ -143,13 +173,9 @@ def test_a_run_leaves_a_host_that_is_about_to_be_taken_away_and_loses_no_step(cl
     """By the notice that a cloud gives: workers save and go on elsewhere, to the bits of a worker that was left alone."""
     short = ["--train.exact", "true", "--train.steps", "3000", "--checkpoint.every", "100000", "--record.mlflow", "false"]
     flags = _flags(cluster, "preempted", *short, "--scaling.workers", "2")
-    run = cluster.folder / "runs" / "preempted"
     job = cluster.start_job(_user(cluster), "train", *flags)
-    deadline = time.monotonic() + WAITS_S
-    while not (nodes := cluster.nodes_of_workers()) or not any((run / "journal").glob("*")):
-        assert time.monotonic() < deadline, job.poll()
-        time.sleep(0.5)
-    taken = next(node for node in nodes if node != cluster.head.address)
+    _wait_for_journal(cluster, "preempted", job)
+    taken = next(node for node in cluster.nodes_of_workers() if node != cluster.head.address)
     (leaving,) = (host for host in cluster.hosts.all if host.address == taken)
     code, said = cluster.run(leaving, str(PYTHON), "-m", "raystride.pipelines.deploy.before_end", "--seconds", "120")
     assert code == 0, said  # nobody works there any more
@@ -164,6 +190,7 @@ def test_a_run_leaves_a_host_that_is_about_to_be_taken_away_and_loses_no_step(cl
     code, said = cluster.run(_user(cluster), str(PYTHON), "-m", "raystride", "train", *alone)
     assert code == 0, said
     assert found["parameters_sha256"] == _summary(cluster, "kept")["parameters_sha256"]
+    _assert_audited(cluster, "preempted")
     cluster.restart(next(number for number, host in enumerate(cluster.hosts.all) if host.address == taken))
 
 
@@ -173,7 +200,7 @@ def test_an_interface_that_hosts_do_not_share_is_named_at_once(cluster: RayHosts
     for command in ("link add docker0 type bridge", "addr add 172.17.0.1/16 dev docker0", "link set docker0 up"):
         other.run("ip", *command.split())
     cluster.restart(1, GLOO_SOCKET_IFNAME="docker0")
-    flags = _flags(cluster, "docker", "--scaling.workers", "3", "--train.steps", "5", "--record.mlflow", "false")
+    flags = _flags(cluster, "docker", "--scaling.workers", "4", "--train.steps", "5", "--record.mlflow", "false")
     code, said = cluster.submit(_user(cluster), "train", *flags)
     assert code == 1, said
     assert "on h2 (docker0, 172.17.0.1)" in said
@@ -187,8 +214,8 @@ def test_an_interface_that_hosts_do_not_share_is_named_at_once(cluster: RayHosts
 def test_a_host_that_loses_its_power_costs_no_sample_and_changes_no_bit(cluster: RayHosts) -> None:
     """The last of this file: the host stays away."""
     exact = ["--train.exact", "true", "--train.steps", "1200", "--checkpoint.every", "100", "--record.mlflow", "false"]
-    elastic = ["--scaling.workers", "3", "--scaling.least_workers", "1", "--launch.restarts", "3"]
-    checkpoints, storage = cluster.folder / "runs" / "lost" / "checkpoints", cluster.folder / "runs"
+    elastic = ["--scaling.workers", "4", "--scaling.least_workers", "1", "--launch.restarts", "3"]
+    checkpoints = cluster.folder / "runs" / "lost" / "checkpoints"
     job = cluster.start_job(_user(cluster), "train", *_flags(cluster, "lost", *exact, *elastic))
     deadline = time.monotonic() + WAITS_S
     while not checkpoints.is_dir() or not any(checkpoints.iterdir()):
@@ -199,12 +226,9 @@ def test_a_host_that_loses_its_power_costs_no_sample_and_changes_no_bit(cluster:
     said = job.communicate(timeout=400)[0]
     assert job.returncode == 0, said
     found = _summary(cluster, "lost")
-    assert (found["status"], found["steps"], found["workers"]) == ("finished", 1200, 2), said
+    assert (found["status"], found["steps"], found["workers"]) == ("finished", 1200, 3), said
     alone = _flags(cluster, "whole", *exact, "--launch", "inline")
     code, said = cluster.run(_user(cluster), str(PYTHON), "-m", "raystride", "train", *alone)
     assert code == 0, said
     assert found["parameters_sha256"] == _summary(cluster, "whole")["parameters_sha256"]
-    code, said = cluster.run(
-        _user(cluster), str(PYTHON), "-m", "raystride", "runs", "audit", "lost", "--storage", str(storage)
-    )
-    assert code == 0, said
+    _assert_audited(cluster, "lost")

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from raystride.ray_jobs import deploy, train
+from tests.cluster import in_the_clear
 from tests.deploy.slurm import Slurm, no_slurm, until
 from tests.tiny import write_text
 
@@ -39,19 +40,19 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield running
 
 
-def _place(slurm: Slurm) -> dict[str, object]:
+def _place(slurm: Slurm, tls: bool = False) -> dict[str, object]:
     """Three nodes, of which jobs take one processor each and leave the others to others."""
     activate = f"export PATH={Path(sys.executable).parent}:$PATH"
-    options = {"activate": activate, "extra": ["--oversubscribe"], "time_limit": "30"}
+    options = {"activate": activate, "extra": ["--oversubscribe"], "time_limit": "30", "tls": tls}
     storage = str(slurm.folder / "runs")
     return {"nodes": 3, "cpus_per_node": 1, "memory_gib": 4, "storage": storage, "shared": True, "slurm": options}
 
 
-def _written(slurm: Slurm, run: str, steps: int, nodes: int = 2) -> Path:
+def _written(slurm: Slurm, run: str, steps: int, nodes: int = 2, tls: bool = False) -> Path:
     """The folder that `raystride deploy slurm` writes for a tiny training on so many nodes, a worker each."""
     folder = slurm.folder
     text = folder / "text.txt" if (folder / "text.txt").exists() else write_text(folder)
-    (folder / "place.yaml").write_text(yaml.safe_dump(_place(slurm)))
+    (folder / "place.yaml").write_text(yaml.safe_dump(_place(slurm, tls)))
     (folder / "tiny.yaml").write_text(yaml.safe_dump(TINY))
     written = folder / f"job-{run}"
     flags = f"--nodes {nodes} --place {folder / 'place.yaml'} --output {written} --config {folder / 'tiny.yaml'} --run {run}"
@@ -103,10 +104,17 @@ def test_a_job_saves_at_its_time_limit_and_goes_on_elsewhere_to_the_same_bits(sl
     assert alone["parameters_sha256"] == _summary(slurm, "limited")["parameters_sha256"]
 
 
+def _talks_in_the_clear(slurm: Slurm, written: Path) -> bool:
+    """Whether the head of a job answers a client of HTTP/2 without TLS."""
+    (found,) = re.findall(r"Ray's head is ([\d.]+):(\d+)", _log(written))
+    return bool(json.loads(slurm.hosts[0].run(sys.executable, in_the_clear.__file__, *found).stdout))
+
+
 def test_two_jobs_on_the_same_nodes_do_not_meet_and_a_cancelled_one_saves(slurm: Slurm) -> None:
-    one, two = (_written(slurm, run, MUCH) for run in ("one", "two"))
+    one, two = _written(slurm, "one", MUCH), _written(slurm, "two", MUCH, tls=True)
     jobs = [slurm.submit(written, "--nodelist=h1,h2") for written in (one, two)]
     until(lambda: min(map(_reached, (one, two))) > 0, "the first steps", lambda: _log(one) + _log(two))
+    assert [_talks_in_the_clear(slurm, written) for written in (one, two)] == [True, False]
     slurm.ask("scancel", jobs[0])
     slurm.wait(jobs[0], "CANCELLED")
     until(lambda: _summary(slurm, "one")["status"] == "stopped", "the save", lambda: _log(one))

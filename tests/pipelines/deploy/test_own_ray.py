@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from raystride.pipelines.cluster.cluster import CannotRun
 from raystride.pipelines.deploy.own_ray import MARK, OwnRay, address_towards, end_all, free_ports, signals_blocked
+from raystride.pipelines.deploy.own_tls import AUTHORITY_VARIABLE, new_authority
+from tests.cluster.in_the_clear import answers_in_the_clear
 
 TOKEN = {"RAY_AUTH_MODE": "disabled"}
 
@@ -43,8 +45,11 @@ def test_a_start_that_fails_says_why_in_rays_words_and_leaves_nothing() -> None:
 def test_two_of_them_do_not_meet_and_survive_what_a_batch_system_sends_to_all() -> None:
     host = address_towards("127.0.0.1")
     with OwnRay.head(host, cpus=1, environment=TOKEN) as one:
-        with OwnRay.head(host, cpus=1, environment=TOKEN) as two:
+        with OwnRay.head(host, cpus=1, environment=TOKEN | new_authority()) as two:
             assert one.address != two.address
+            ports = [int(each.address.rpartition(":")[2]) for each in (one, two)]
+            assert [answers_in_the_clear(host, port) for port in ports] == [True, False], "the second has TLS"
+            assert AUTHORITY_VARIABLE not in {name for each in _processes(two) for name in _environment(each)}
             for process in _processes(one):
                 process.send_signal(signal.SIGTERM)
             # Another process, as this one may have joined the cluster that tests share.
