@@ -44,6 +44,12 @@ ELASTIC = f"""
     --scaling.workers {NODES} --scaling.least_workers 1 --scaling.resize_every_s 5
     --launch.restarts 9 --launch.resubmit 9 --launch.timeout_s 120
 """.split()
+SOON = {
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "4",
+}
+"""Has the head give up a host that does not answer after some 15 s, as docs/cluster.md proposes; Ray's own takes 30."""
 LIMIT_S = 420.0
 AIMS = {"worker": 10.0, "host": 25.0, "head": 40.0, "partition": 60.0}
 """Seconds of standstill on a quiet machine, at most."""
@@ -218,7 +224,9 @@ class Soak:
         if self._cluster and not _wait(lambda: self._cluster.alive() == NODES, limit_s=90):  # type: ignore[union-attr]
             self.close()
         if not self._cluster:
-            self._cluster = RayHosts(self.folder, NODES, others=1, lasting=True).__enter__()
+            self._cluster = RayHosts(self.folder, NODES, others=1, lasting=True)
+            self._cluster.variables |= SOON
+            self._cluster.__enter__()
             self._cluster.wait_for(NODES)
         return self._cluster
 

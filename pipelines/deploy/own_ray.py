@@ -26,7 +26,7 @@ from typing import Self
 
 import psutil
 
-from raystride.pipelines.cluster.cluster import QUIET, CannotRun
+from raystride.pipelines.cluster.cluster import QUIET, STARTS, TOO_SLOW, CannotRun
 from raystride.pipelines.deploy.own_tls import AUTHORITY_VARIABLE, certified
 
 MARK = "RAYSTRIDE_OWN_RAY"
@@ -85,18 +85,14 @@ class OwnRay:
         command += [f"--temp-dir={folder}", "--disable-usage-stats", "--log-color=false"]
         command += [f"--dashboard-agent-listen-port={free_ports(1)[0]}"]
         variables = {**os.environ, **QUIET, **environment, MARK: str(folder)}
-        # A file, and no pipe, which the processes that stay would hold open.
         try:
             tls = certified(folder, host, variables)
             variables = {name: value for name, value in variables.items() if name != AUTHORITY_VARIABLE} | tls
-            with (folder / "start.log").open("w+") as log, signals_blocked():
-                done = subprocess.run(command, env=variables, stdout=log, stderr=log, timeout=START_S, check=False)
-                failed = f"ended with exit code {done.returncode}" if done.returncode else ""
-        except subprocess.TimeoutExpired:
-            failed = f"took more than {START_S:g} s"
-        except OSError as error:
-            failed, tls = f"could not be run: {error}", {}
-        try:
+            for _ in range(STARTS):
+                failed = _start(folder, command, variables)
+                if not failed or TOO_SLOW not in _said(folder):
+                    break
+                end_all(folder)
             if failed:
                 raise CannotRun(f"`ray start` {failed} on {where}:\n{_said(folder)}")
             raylet = next((each for each in _of(folder) if each.name() == "raylet"), None)
@@ -118,6 +114,19 @@ def adopt_orphans() -> None:
     For a process that does nothing else: children of its children are left to it when they end.
     """
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+
+
+def _start(folder: Path, command: Sequence[str], variables: Mapping[str, str]) -> str:
+    """Runs `ray start` to its end; how it failed, empty where it did not."""
+    try:
+        # A file, and no pipe, which the processes that stay would hold open.
+        with (folder / "start.log").open("w+") as log, signals_blocked():
+            done = subprocess.run(command, env=variables, stdout=log, stderr=log, timeout=START_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"took more than {START_S:g} s"
+    except OSError as error:
+        return f"could not be run: {error}"
+    return f"ended with exit code {done.returncode}" if done.returncode else ""
 
 
 def _said(folder: Path) -> str:

@@ -13,9 +13,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
+from raystride.pipelines.cluster.cluster import STARTS, TOO_SLOW
 from tests.cluster.hosts import ROOT, Host, Hosts
 
 PORT, DASHBOARD = 6379, 8265
@@ -81,10 +83,8 @@ class RayHosts(contextlib.AbstractContextManager["RayHosts"]):
             stack.enter_context(self.hosts)
             self._own = {host.name: self._ask_own(host) for host in self.hosts.all}
             self.start(0)
-            starting = [self._popen(host, self._start(host)) for host in self.hosts.all[1 : self.nodes]]
-            for process in starting:
-                said = process.communicate(timeout=180)[0]
-                assert not process.returncode, said
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(self.start, range(1, self.nodes)))
             self._running = stack.pop_all()
         return self
 
@@ -94,8 +94,11 @@ class RayHosts(contextlib.AbstractContextManager["RayHosts"]):
     def start(self, number: int, **variables: str) -> None:
         """Starts Ray on a host, the head's on the first, with more in its environment."""
         variables |= self._tables if number == 0 else {}
-        process = self._popen(self.hosts[number], self._start(self.hosts[number]), **variables)
-        said = process.communicate(timeout=180)[0]
+        for _ in range(STARTS):
+            process = self._popen(self.hosts[number], self._start(self.hosts[number]), **variables)
+            said = process.communicate(timeout=180)[0]
+            if TOO_SLOW not in said:
+                break
         assert not process.returncode, said
 
     def restart(self, number: int, **variables: str) -> None:

@@ -104,7 +104,20 @@ def test_they_train_together_although_each_is_called_loopback_and_another_waits(
 def test_a_job_is_stopped_and_goes_on_with_its_record_on_a_server_elsewhere(cluster: RayHosts) -> None:
     user, storage = _user(cluster), cluster.folder / "runs"
     server = user.start(
-        *(str(PYTHON), "-m", "mlflow", "server", "--host", "0.0.0.0", "--port", "5000", "--workers", "1"),
+        *(
+            "env",
+            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false",
+            str(PYTHON),
+            "-m",
+            "mlflow",
+            "server",
+            "--host",
+            "0.0.0.0",
+            "--port",
+            "5000",
+            "--workers",
+            "1",
+        ),
         *("--backend-store-uri", f"sqlite:///{cluster.folder}/mlflow.db", "--allowed-hosts", "*"),
         log=cluster.folder / "mlflow.log",
     )
@@ -175,7 +188,11 @@ def test_a_run_leaves_a_host_that_is_about_to_be_taken_away_and_loses_no_step(cl
     flags = _flags(cluster, "preempted", *short, "--scaling.workers", "2")
     job = cluster.start_job(_user(cluster), "train", *flags)
     _wait_for_journal(cluster, "preempted", job)
-    taken = next(node for node in cluster.nodes_of_workers() if node != cluster.head.address)
+    deadline = time.monotonic() + WAITS_S
+    while not (nodes := cluster.nodes_of_workers() - {cluster.head.address}):
+        assert time.monotonic() < deadline, job.poll()
+        time.sleep(0.5)
+    taken = nodes.pop()
     (leaving,) = (host for host in cluster.hosts.all if host.address == taken)
     code, said = cluster.run(leaving, str(PYTHON), "-m", "raystride.pipelines.deploy.before_end", "--seconds", "120")
     assert code == 0, said  # nobody works there any more
