@@ -14,6 +14,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -143,19 +144,13 @@ class NodeCache:
         self._queue.put((piece, future))
 
     @cached_property
-    def _queue(self) -> "queue.SimpleQueue[tuple[RemotePiece, Future[None]]]":
+    def _queue(self) -> "_Tasks":
         """What is to be fetched, and threads that do it: not a pool's, for which a process waits at its end."""
-        tasks: queue.SimpleQueue[tuple[RemotePiece, Future[None]]] = queue.SimpleQueue()
-
-        def work() -> None:
-            while True:
-                piece, future = tasks.get()
-                with suppress(Exception):  # who needs the piece fetches it again, and meets what is wrong
-                    self._fetch(piece)
-                future.set_result(None)
-
+        tasks: _Tasks = queue.SimpleQueue()
         for _ in range(AT_ONCE):
-            threading.Thread(target=work, name="fetch", daemon=True).start()
+            threading.Thread(target=_work, args=(tasks, weakref.ref(self)), name="fetch", daemon=True).start()
+        # In a process that opens one run after another they would else be ever more.
+        weakref.finalize(self, _end_work, tasks)
         return tasks
 
     def _bring(self, piece: RemotePiece) -> None:
@@ -234,6 +229,25 @@ class NodeCache:
                 if last or not self.ledger.shrink(8 * piece.size):
                     message = f"no room for {piece.size:,} bytes in {self.root}: free some, set a lower data.cache_gib, or "
                     raise OSError(error.errno, message + "name another place by $RAYSTRIDE_CACHE") from error
+
+
+_Tasks = queue.SimpleQueue[tuple[RemotePiece, Future[None]] | None]
+
+
+def _work(tasks: _Tasks, of: weakref.ref[NodeCache]) -> None:
+    """Fetches what a cache wants, as long as there is that cache."""
+    while (task := tasks.get()) is not None:
+        piece, future = task
+        with suppress(Exception):  # who needs the piece fetches it again, and meets what is wrong
+            if cache := of():
+                cache._fetch(piece)
+        cache = None
+        future.set_result(None)
+
+
+def _end_work(tasks: _Tasks) -> None:
+    for _ in range(AT_ONCE):
+        tasks.put(None)
 
 
 def cache_bytes(config: Config) -> int:

@@ -1,6 +1,7 @@
 """The node's cache: bounded, shared by processes, fetched once; a fetch that stands still holds up no other."""
 
 import errno
+import gc
 import os
 import stat
 import threading
@@ -85,6 +86,19 @@ def test_pieces_that_are_fetched_ahead_are_read_without_another_fetch(far: Path,
     assert cache.ledger.held() == 4 * SIZE
     Path(cache.ledger.place(pieces[9].name)).unlink()  # by somebody who needed the disk
     assert _read(cache, pieces[9]) == b"\x09" * 5
+
+
+def test_its_threads_end_with_a_cache(far: Path, tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    cache = NodeCache(tmp_path / "cache", 4 * SIZE)
+    cache.bring([_piece(far, 1)])
+    own = set(threading.enumerate()) - before
+    assert len(own) == module.AT_ONCE
+    del cache
+    gc.collect()
+    for each in own:
+        each.join(60)
+    assert not [each for each in own if each.is_alive()]
 
 
 def test_a_full_disk_has_others_go_and_is_told_where_that_does_not_help(

@@ -1,5 +1,6 @@
 """Two real processes on gloo, one of them slowed: the record names it, and its stacks are written when it stands still."""
 
+import threading
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.observers.observer import RunFacts
 from raystride.pipelines.phases import phase
 from raystride.pipelines.profiling import stalls
-from raystride.pipelines.profiling.stalls import StallWatch
+from raystride.pipelines.profiling.stalls import StallWatch, stacks
 from raystride.pipelines.record import Recorder, Sender, read_entries
 from raystride.pipelines.record.sender import Entry, Receipt
 from raystride.pipelines.report import closing_screen
@@ -100,6 +101,17 @@ def test_a_step_that_does_not_end_has_its_stacks_written(tmp_path: Path) -> None
     (warning,) = [entry["values"]["text"] for entry in posted if entry["kind"] == "event"]
     assert warning.startswith("rank 0 on left has been in reduce for")
     assert [entry["values"]["name"] for entry in posted if entry["kind"] == "artifact"] == ["profiles/stacks-rank0.txt"]
+
+
+def test_the_main_thread_comes_first_among_very_many() -> None:
+    ended = threading.Event()
+    others = [threading.Thread(target=ended.wait) for _ in range(120)]
+    for each in others:
+        each.start()
+    first, *rest = stacks().split("\n\n")
+    ended.set()
+    assert "in test_the_main_thread_comes_first_among_very_many" in first
+    assert sum("in wait" in each for each in rest) >= 120
 
 
 def test_nobody_looks_where_the_factor_is_zero(tmp_path: Path) -> None:
