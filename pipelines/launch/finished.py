@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from raystride.pipelines.cluster.answering import answerers
 from raystride.pipelines.config import SettingError
-from raystride.pipelines.config.jobs import Evaluate, Export, Predict
+from raystride.pipelines.config.jobs import Evaluate, Export, Predict, Serve
 from raystride.pipelines.files import Folder
 from raystride.pipelines.hub import push
 from raystride.pipelines.launch.owner import read_owner
@@ -132,10 +132,7 @@ def export_run(settings: Export) -> "tuple[Folder, Opened]":
         from raystride.pipelines.evaluate.export import export_adapter
 
         return export_adapter(opened, target), opened
-    if opened.config.lora.rank:
-        from raystride.model.lora import merge
-
-        merge(opened.model)
+    _merge(opened)
     if settings.to == "mlflow":
         from raystride.pipelines.evaluate.mlflow_model import write_mlflow_model
 
@@ -143,6 +140,29 @@ def export_run(settings: Export) -> "tuple[Folder, Opened]":
     from raystride.pipelines.evaluate.export import export_hugging_face
 
     return export_hugging_face(opened, target), opened
+
+
+def export_to_serve(settings: Serve) -> "tuple[Folder, Opened]":
+    """Writes the run's model, its adapters merged, for a server of this machine; the folder, and what was opened.
+
+    Raises SettingError as `export_run` does.
+    """
+    from raystride.pipelines.evaluate.export import export_hugging_face
+    from raystride.pipelines.evaluate.opening import open_run
+
+    storage = Folder.at(settings.storage)
+    opened = open_run(storage, settings.run, settings.checkpoint, settings.average)
+    _merge(opened)
+    # A place of its own: what `export` wrote may be the base of other adapters, which know it by its hash.
+    return export_hugging_face(opened, storage / settings.run / "export" / "served"), opened
+
+
+def _merge(opened: "Opened") -> None:
+    """Adds the adapters of a run that trained some to its base."""
+    if opened.config.lora.rank:
+        from raystride.model.lora import merge
+
+        merge(opened.model)
 
 
 def push_run(settings: Export, folder: Folder, step: int) -> str:
