@@ -104,7 +104,9 @@ class SideBySide:
         first: Any = networks[0]
         known: Any = (Decoder.forward, PackedDecoder.forward)
         if not all(isinstance(each, Decoder) and type(each).forward in known for each in networks):
-            raise ValueError("lora.adapters is above 1: it must be 1 but for tasks that train a decoder on the words that follow")
+            raise ValueError(
+                "lora.adapters is above 1: it must be 1 but for tasks that train a decoder on the words that follow"
+            )
         self._shares = _Shares()
         # Blocks of its own, in which layers stand side by side; every parameter is one of the networks'.
         shared = {id(each): each for each in first.parameters()}
