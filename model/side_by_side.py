@@ -105,7 +105,7 @@ class SideBySide:
         known: Any = (Decoder.forward, PackedDecoder.forward)
         if not all(isinstance(each, Decoder) and type(each).forward in known for each in networks):
             raise ValueError(
-                "lora.adapters is above 1: it must be 1 but for tasks that train a decoder on the words that follow"
+                "lora.adapters is above 1: it must be 1 but for tasks that train a decoder on words that follow"
             )
         self._shares = _Shares()
         # Blocks of its own, in which layers stand side by side; every parameter is one of the networks'.

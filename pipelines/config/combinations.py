@@ -99,9 +99,7 @@ def _refuse_with_preference(task: str, model: Model, objective: Objective) -> No
                 raise objective.error(name, f"must be {getattr(Objective, name)} but with task `preference`, not `{task}`")
         return
     if model.logit_softcap:
-        raise model.error(
-            "logit_softcap", "must be 0 with task `preference`, whose log-probabilities are of logits as they are"
-        )
+        raise model.error("logit_softcap", "must be 0 with task `preference`, whose losses are of logits as they are")
     if objective.label_smoothing and objective.preference == "ipo":
         raise objective.error("label_smoothing", "must be 0 with objective.preference `ipo`, which does not smooth")
     if objective.label_smoothing >= 0.5:

@@ -155,11 +155,9 @@ class Sweep(Section):
         if self.share:
             raise self.error("share_base", "must be false with sweep.share, whose trials are those of several jobs")
         if self.stop_bad == "asha":
-            raise self.error(
-                "stop_bad", "must be `auto` or `none` with sweep.share_base, whose trials all train to their end"
-            )
+            raise self.error("stop_bad", "must be `auto` or `none` with sweep.share_base: all trials train to their end")
         if self.timeout_s != _TIMEOUT_S:
-            raise self.error("timeout_s", "must be left out with sweep.share_base, whose trials all train to their end")
+            raise self.error("timeout_s", "must be left out with sweep.share_base: all trials train to their end")
         if self.objective == "auto":  # without a space: defaults, that others are put over
             return
         if self.objective != "loss":

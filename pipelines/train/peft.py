@@ -6,6 +6,7 @@ PEFT itself is not needed. What its layout cannot hold is refused by name.
     read_adapter(model, config.lora, Folder("/adapters/theirs"))      # the settings must be those of its configuration
 """
 
+import re
 import tempfile
 from collections.abc import Mapping
 from functools import partial
@@ -167,6 +168,8 @@ _UNKNOWN = (
     "target_parameters",
 )
 """Of PEFT's settings those whose adapters have no place here."""
+_HARMLESS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+"""Ways to begin that leave the base's weights as they are; PiSSA, OLoRA, CorDA and LoftQ take something out of them."""
 
 
 def _check_description(model: nn.Module, lora: Lora, folder: Folder, description: Mapping[str, Any]) -> None:
@@ -177,8 +180,12 @@ def _check_description(model: nn.Module, lora: Lora, folder: Folder, description
     for key in _UNKNOWN:
         if description.get(key):
             raise _error(folder, f"its {key} is {description[key]!r}, which has no place here")
-    theirs = description.get("target_modules") or []
-    names = [theirs] if isinstance(theirs, str) else sorted(theirs)
+    if (init := description.get("init_lora_weights", True)) not in _HARMLESS:
+        raise _error(
+            folder,
+            f"its init_lora_weights is {init!r}, so it belongs to what was left of the base's weights: have PEFT convert it "
+            "by save_pretrained(path_initial_model_for_weight_conversion=...)",
+        )
     wanted = {
         "rank": (lora.rank, description.get("r")),
         "alpha": (float(lora.alpha), float(description.get("lora_alpha", 0))),
@@ -186,25 +193,40 @@ def _check_description(model: nn.Module, lora: Lora, folder: Folder, description
         "dora": (lora.dora, bool(description.get("use_dora"))),
     }
     flags = [f"--lora.{key} {str(there).lower()}" for key, (here, there) in wanted.items() if here != there]
-    if not _same_targets(model, lora, names):
-        flags.append(f"--lora.targets '{names[0] if names == [ALL_LINEAR] else _listed(names)}'")
+    try:
+        if targets := _other_targets(model, lora, description):
+            flags.append(f"--lora.targets '{targets}'")
+    except ValueError as error:
+        raise _error(folder, f"its target_modules are {description.get('target_modules')!r}: {error}") from error
     if flags:
         raise _error(folder, f"its adapters are not those that the settings describe: give {' '.join(flags)}")
 
 
-def _listed(names: list[str]) -> str:
+def _other_targets(model: nn.Module, lora: Lora, description: Mapping[str, Any]) -> str:
+    """What `lora.targets` must be instead; "" where it means the same layers. Raises ValueError where that is none."""
+    targets, excluded = (description.get(key) or [] for key in ("target_modules", "exclude_modules"))
+    if targets == ALL_LINEAR and not excluded:
+        return "" if lora.all_linear else ALL_LINEAR
+    named = [each for each in sites(model, names_there(model)) if each.theirs]
+    wanted = [each for each in named if _meant(targets, each.theirs) and not _meant(excluded, each.theirs)]
+    if not wanted:
+        raise ValueError("no layer of this network is meant by them")
+    if {(each.module, each.part) for each in wanted} == {(name, part) for name, _, part, _ in adapted(model)}:
+        return ""
+    names = _shortest({each.theirs for each in wanted}, {each.theirs for each in named})
     return "[" + ", ".join(f'"{name}"' for name in names) + "]"
 
 
-def _same_targets(model: nn.Module, lora: Lora, names: list[str]) -> bool:
-    has = {(name, part) for name, _, part, _ in adapted(model)}
-    if names == [ALL_LINEAR]:
-        return lora.all_linear
+def _meant(targets: str | list[str], name: str) -> bool:
+    """Whether PEFT means a layer: by its end from a dot on, or, where a text is given, by that as a regular expression."""
+    if targets == ALL_LINEAR:
+        return True
+    if not isinstance(targets, str):
+        return any(_ends(name, each) for each in targets)
     try:
-        wanted = [each for each in sites(model, names_there(model)) if any(_ends(each.theirs, name) for name in names)]
-    except ValueError:
-        return False
-    return {(each.module, each.part) for each in wanted} == has
+        return re.fullmatch(targets, name) is not None
+    except re.error as error:
+        raise ValueError(f"no regular expression ({error})") from error
 
 
 def _error(folder: Folder, what: str) -> SettingError:

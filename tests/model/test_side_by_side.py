@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from raystride.model.hugging_face import names_there
-from raystride.model.lora import adapted, attach, start_adapters
 from raystride.model.linear import bf16_products
-from raystride.model.side_by_side import SideBySide, over_same_base
+from raystride.model.lora import adapted, attach, start_adapters
 from raystride.model.preference import PairRule, PreferenceDecoder
+from raystride.model.side_by_side import SideBySide, over_same_base
 from raystride.model.transformer import Decoder, PackedDecoder
 from raystride.model.translator import Translator
 from raystride.pipelines.config import Lora, Model
@@ -75,7 +75,7 @@ def test_some_of_them_and_rows_of_other_lengths_are_computed_as_well() -> None:
 
 @pytest.mark.parametrize("loras", [SAME, UNLIKE])
 def test_in_fewer_bits_each_has_the_loss_that_it_has_alone(loras: list[Lora], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under autocast, as on GPUs, and by the products in bfloat16 of CPUs that have them; elsewhere PyTorch imitates these."""
+    """Under autocast, as on GPUs, and by bfloat16 products of CPUs that have them; others imitate these."""
     monkeypatch.setattr("raystride.model.linear.has_bf16", lambda: True)
     networks = _networks(Decoder, loras)
     ids = torch.randint(0, 50, (2, 8))
