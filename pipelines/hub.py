@@ -102,12 +102,16 @@ def _first(place: str, name: str) -> tuple[Folder, str]:
 
 def _file(place: str, name: str, revision: str, *, needed: bool = True) -> Path | None:
     """A file in the client's cache; None for one that need not be there."""
-    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub import _CACHED_NO_EXIST, constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
 
+    model = place.partition("@")[0]
+    # The client keeps which files a commit does not have, and would ask for them again, and fail where nobody answers.
+    if not needed and try_to_load_from_cache(model, name, revision=revision) is _CACHED_NO_EXIST:
+        return None
     with _told(place):
         try:
-            return Path(retried(lambda: hf_hub_download(place.partition("@")[0], name, revision=revision)))
+            return Path(retried(lambda: hf_hub_download(model, name, revision=revision)))
         except RemoteEntryNotFoundError as error:
             if needed:
                 raise ValueError(f"the hub's model has no {name}") from error

@@ -111,6 +111,18 @@ def test_what_is_there_needs_no_network(hub: HubServer, tmp_path: Path, monkeypa
         _start("org/other", tmp_path)
 
 
+def test_what_is_there_needs_no_hub_that_can_be_reached(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    online, _ = _start(NAME, tmp_path)
+    nowhere = "http://127.0.0.1:1"
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, nowhere)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "ENDPOINT", nowhere)
+    away, _ = _start(NAME, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(online.parameters(), away.parameters(), strict=True))
+
+
 def test_a_busy_hub_is_asked_again(hub: HubServer, tmp_path: Path) -> None:
     hub.busy = 1
     assert _start(NAME, tmp_path)
