@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from raystride.pipelines.cluster.answering import answerers
-from raystride.pipelines.config import SettingError
+from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.jobs import Evaluate, Export, Predict, Serve
+from raystride.pipelines.config.parse import from_yaml
 from raystride.pipelines.files import Folder
 from raystride.pipelines.hub import push
 from raystride.pipelines.launch.owner import read_owner
@@ -125,7 +126,7 @@ def export_run(settings: Export) -> "tuple[Folder, Opened]":
     if settings.merge and not chosen.config.lora.rank:
         raise SettingError(f"merge is True: it must be false, since run {settings.run} trained no adapters (lora.rank is 0)")
     opened = chosen.open()
-    adapter = opened.config.lora.rank and settings.to == "hugging_face" and not settings.merge
+    adapter = writes_adapter(settings, opened.config)
     name = "adapter" if adapter else settings.to
     target = Folder.at(settings.folder) if settings.folder else storage / settings.run / "export" / name
     if adapter:
@@ -140,6 +141,11 @@ def export_run(settings: Export) -> "tuple[Folder, Opened]":
     from raystride.pipelines.evaluate.export import export_hugging_face
 
     return export_hugging_face(opened, target), opened
+
+
+def writes_adapter(settings: Export, config: Config) -> bool:
+    """Whether an export of a run of these settings is an adapter without its base."""
+    return config.lora.rank > 0 and settings.to == "hugging_face" and not settings.merge
 
 
 def export_to_serve(settings: Serve) -> "tuple[Folder, Opened]":
@@ -166,9 +172,12 @@ def _merge(opened: "Opened") -> None:
 
 
 def push_run(settings: Export, folder: Folder, step: int) -> str:
-    """Uploads an exported folder with the card of its run; the address of the model. Raises SettingError."""
-    name = settings.push or ""
+    """Uploads what was exported into a folder, with the card of its run; the address of the model. Raises SettingError."""
+    from raystride.pipelines.evaluate.export import OF_ADAPTER, OF_MODEL
+
+    name, run = settings.push or "", Folder.at(settings.storage) / settings.run
+    adapter = writes_adapter(settings, from_yaml(Config, run.read("config.yaml").decode()))
     try:
-        return push(folder, name, model_card(Folder.at(settings.storage) / settings.run, name, step))
+        return push(folder, OF_ADAPTER if adapter else OF_MODEL, name, model_card(run, name, step, adapter=adapter))
     except ValueError as error:
         raise SettingError(f"--push {name}: {error}") from error

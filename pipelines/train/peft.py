@@ -21,8 +21,9 @@ from raystride.model.lora import Adapter, Site, adapted, sites
 from raystride.pipelines.config import Lora, SettingError
 from raystride.pipelines.config.lora import ALL_LINEAR
 from raystride.pipelines.files import Folder
+from raystride.pipelines.hub import ADAPTER, is_hub_name, name_and_revision
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = ADAPTER, "adapter_model.safetensors"
 _ROOT = "base_model.model."
 _INITS = {"kaiming": True, "gaussian": "gaussian", "pissa": "pissa", "olora": "olora"}
 
@@ -59,16 +60,18 @@ def _there(model: nn.Module) -> dict[tuple[str, str], Site]:
 
 
 def describe_adapter(model: nn.Module, lora: Lora, base: str) -> dict[str, Any]:
-    """What `adapter_config.json` says; `base` is where the base lies, by PEFT's account of it."""
+    """What `adapter_config.json` says; `base` is where the base lies: a place, or a name on the hub with a revision."""
     there = _there(model)
     has = {there[name, part].theirs for name, _, part, _ in adapted(model)}
     doubled = lora.init in ("pissa", "olora")
     rank = 2 * lora.rank if doubled else lora.rank
+    name, revision = name_and_revision(base) if is_hub_name(base) else (base, None)
     transposed = getattr(getattr(model, "shape", None), "flavour", "") == "gpt2"
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": name,
+        "revision": revision,
         "inference_mode": True,
         "r": rank,
         "lora_alpha": lora.scale * rank if doubled else _whole(lora.alpha),
