@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raystride.model.hugging_face import names_there
+from raystride.model.hugging_face import half_there, names_there
 from raystride.model.lora import Adapter, Site, adapted, sites
 from raystride.pipelines.config import Lora, SettingError
 from raystride.pipelines.config.lora import ALL_LINEAR
@@ -36,22 +36,48 @@ def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     there = _there(model)
     tensors: dict[str, torch.Tensor] = {}
+    halves: dict[str, dict[int, Adapter]] = {}
     for name, _, part, adapter in adapted(model):
-        a, b = adapter.a.detach(), adapter.b.detach()
-        if adapter.a0 is not None and adapter.b0 is not None:
-            a, b = torch.cat((a, adapter.a0)), torch.cat((b, -adapter.b0), 1)
-        theirs = f"{_ROOT}{there[name, part].theirs}"
-        tensors |= {f"{theirs}.lora_A.weight": a, f"{theirs}.lora_B.weight": b}
-        if adapter.magnitude is not None:
-            tensors[f"{theirs}.lora_magnitude_vector"] = adapter.magnitude.detach()
+        if half := half_there(model, name):
+            halves.setdefault(half[0], {})[half[1]] = adapter
+        else:
+            tensors |= _by_names(there[name, part].theirs, *_matrices(adapter), adapter.magnitude)
+    for theirs, found in halves.items():
+        tensors |= _by_names(theirs, *_of_both(found))
     return {name: each.float().cpu().clone(memory_format=torch.contiguous_format) for name, each in tensors.items()}
+
+
+def _by_names(theirs: str, a: torch.Tensor, b: torch.Tensor, magnitude: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    found = {f"{_ROOT}{theirs}.lora_A.weight": a, f"{_ROOT}{theirs}.lora_B.weight": b}
+    return found if magnitude is None else found | {f"{_ROOT}{theirs}.lora_magnitude_vector": magnitude.detach()}
+
+
+def _matrices(adapter: Adapter) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B, with what takes out the part of the weight that they began with."""
+    a, b = adapter.a.detach(), adapter.b.detach()
+    if adapter.a0 is not None and adapter.b0 is not None:
+        a, b = torch.cat((a, adapter.a0)), torch.cat((b, -adapter.b0), 1)
+    return a, b
+
+
+def _of_both(halves: Mapping[int, Adapter]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """A, B and magnitude of a layer whose first rows have one adapter and whose others another: their ranks add up."""
+    if len(halves) < 2 and any(each.magnitude is not None for each in halves.values()):
+        raise SettingError(
+            "lora.targets has one of gate and up, and PEFT's layout one layer for both: with lora.dora name both"
+        )
+    made = {number: _matrices(adapter) for number, adapter in sorted(halves.items())}
+    nothing = next(iter(made.values()))[1][:, :0]
+    b = torch.block_diag(*(made[number][1] if number in made else nothing for number in range(2)))
+    magnitudes = [each for number in made if (each := halves[number].magnitude) is not None]
+    return torch.cat([a for a, _ in made.values()]), b, torch.cat(magnitudes) if magnitudes else None
 
 
 def _there(model: nn.Module) -> dict[tuple[str, str], Site]:
     """The layers of a network by our names. Raises SettingError where one that has an adapter has no name there."""
     found = {(each.module, each.part): each for each in sites(model, names_there(model))}
     for name, _, part, _ in adapted(model):
-        if not found[name, part].theirs:
+        if not found[name, part].theirs and not half_there(model, name):
             raise SettingError(
                 f"lora.targets has {found[name, part].ours}: PEFT's layout, which follows Hugging Face's, has no such layer "
                 f"of a {type(model).__name__} of these settings, so its adapters stay in the run's checkpoints"
@@ -62,9 +88,12 @@ def _there(model: nn.Module) -> dict[tuple[str, str], Site]:
 def describe_adapter(model: nn.Module, lora: Lora, base: str) -> dict[str, Any]:
     """What `adapter_config.json` says; `base` is where the base lies: a place, or a name on the hub with a revision."""
     there = _there(model)
-    has = {there[name, part].theirs for name, _, part, _ in adapted(model)}
+    halves = {name: half[0] for name, *_ in there if (half := half_there(model, name))}
+    named = [halves.get(name) or there[name, part].theirs for name, _, part, _ in adapted(model)]
+    both = [name for name in named if named.count(name) == 2]
+    all_names = {each.theirs for each in there.values() if each.theirs} | {*halves.values()}
     doubled = lora.init in ("pissa", "olora")
-    rank = 2 * lora.rank if doubled else lora.rank
+    rank, plain = 2 * lora.rank if doubled else lora.rank, doubled or not lora.rslora
     name, revision = name_and_revision(base) if is_hub_name(base) else (base, None)
     transposed = getattr(getattr(model, "shape", None), "flavour", "") == "gpt2"
     return {
@@ -76,8 +105,12 @@ def describe_adapter(model: nn.Module, lora: Lora, base: str) -> dict[str, Any]:
         "r": rank,
         "lora_alpha": lora.scale * rank if doubled else _whole(lora.alpha),
         "lora_dropout": lora.dropout,
-        "target_modules": _shortest(has, {each.theirs for each in there.values() if each.theirs}),
-        "use_rslora": lora.rslora and not doubled,
+        "target_modules": _shortest(
+            set(named), {each.theirs for each in there.values() if each.theirs} | {*halves.values()}
+        ),
+        "rank_pattern": dict.fromkeys(both, 2 * rank),
+        "alpha_pattern": dict.fromkeys(both, lora.scale * (2 * rank if plain else (2 * rank) ** 0.5)),
+        "use_rslora": not plain,
         "use_dora": lora.dora,
         "init_lora_weights": True if doubled else _INITS[lora.init],
         "fan_in_fan_out": transposed,

@@ -38,6 +38,8 @@ KINDS = {
     "gpt2": ("gpt2", Lora(rank=4, alpha=64)),
     "gpt2, one of two of a name": ("gpt2", Lora(rank=4, alpha=64, targets=("attn.c_proj",), init="gaussian")),
     "gpt2, olora": ("gpt2", Lora(rank=2, init="olora", rslora=True)),
+    "phi3, dora and rslora": ("phi3", Lora(rank=4, dora=True, rslora=True)),
+    "phi3, pissa, of two halves one": ("phi3", Lora(rank=3, init="pissa", targets=("gate", "0.feed_forward.up"))),
 }
 
 
@@ -58,10 +60,11 @@ class _Losses:
 
 def _config(folder: Path, kind: str, steps: int = 6, **changes: Any) -> Config:
     """A training on a base, of a constant learning rate."""
-    shape, lora = KINDS[kind]
-    base = write_base(folder / "base", SHAPES[shape])
+    name, lora = KINDS[kind]
+    shape = replace((SHAPES | FAMILIES)[name], context=16)
+    base = write_base(folder / "base", shape)
     sections: dict[str, Any] = {
-        "model": replace(SHAPES[shape], init_from=str(base)),
+        "model": replace(shape, init_from=str(base)),
         "lora": lora,
         "optimizer": Optimizer(learning_rate=1e-2, schedule="constant", warmup_steps=0),
         "train": Train(steps=steps, slots=4, slot_size=2, log_every=1),
