@@ -105,9 +105,7 @@ def describe_adapter(model: nn.Module, lora: Lora, base: str) -> dict[str, Any]:
         "r": rank,
         "lora_alpha": lora.scale * rank if doubled else _whole(lora.alpha),
         "lora_dropout": lora.dropout,
-        "target_modules": _shortest(
-            set(named), {each.theirs for each in there.values() if each.theirs} | {*halves.values()}
-        ),
+        "target_modules": _shortest(set(named), all_names),
         "rank_pattern": dict.fromkeys(both, 2 * rank),
         "alpha_pattern": dict.fromkeys(both, lora.scale * (2 * rank if plain else (2 * rank) ** 0.5)),
         "use_rslora": not plain,
