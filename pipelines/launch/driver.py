@@ -118,6 +118,8 @@ def train(
     Raises SettingError, DataError, CannotRun, TrainingFailed, and OSError where the storage takes no files.
     """
     if config.lora.adapters > 1:
+        if config.launch.mode == "inline":  # others are refused there
+            _proved(config, storage, screen)  # each has enough for itself, and all need it at once
         return train_many(config, storage, screen, train)
     milestones = {"driver": time.time()}
     config, carried = _with_plugins(config, carried or Carried.here())
