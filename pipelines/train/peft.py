@@ -69,7 +69,7 @@ def _of_both(halves: Mapping[int, Adapter]) -> tuple[torch.Tensor, torch.Tensor,
     made = {number: _matrices(adapter) for number, adapter in sorted(halves.items())}
     nothing = next(iter(made.values()))[1][:, :0]
     b = torch.block_diag(*(made[number][1] if number in made else nothing for number in range(2)))
-    magnitudes = [each for number in made if (each := halves[number].magnitude) is not None]
+    magnitudes: list[torch.Tensor] = [each for number in made if (each := halves[number].magnitude) is not None]
     return torch.cat([a for a, _ in made.values()]), b, torch.cat(magnitudes) if magnitudes else None
 
 
