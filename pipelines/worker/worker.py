@@ -132,7 +132,6 @@ def build_training(
     config = replace(job.config, train=with_precision(job.config.train, device))
     use_kernels(config.model.kernels)
     manifest = open_manifest(config, job.prepared)
-    # Before 0.3 a manifest did not have the names of a task's own tokenizers.
     task = build_task(config, manifest.facts, Tokenizers(job.prepared, build_task(config).tokenizers))
     strategy = job.strategy or build_strategy(config, device=device, rank=rank, world=world)
     strategy.device = device

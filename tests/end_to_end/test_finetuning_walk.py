@@ -16,6 +16,8 @@ import pytest
 
 from raystride.model.generate import generate
 from raystride.model.lora import merge
+from raystride.pipelines.config import Config
+from raystride.pipelines.config.parse import from_yaml
 from raystride.pipelines.evaluate.opening import open_run
 from raystride.pipelines.files import Folder
 from tests.ray_jobs.jobs import LIMIT_S, ROOT, environment
@@ -27,10 +29,10 @@ LESS = {
     "--model.width 32 --model.context 96 --record.mlflow false --sample.tokens 0",
     "--config lm_python": "--config lm_python --data.source ../../text.txt --data.validation tail "
     "--tokenizer.vocabulary_size 300 --train.steps 4 --launch inline",
-    "--train.steps 100": "--train.steps 4",
+    "--train.steps 100 --scaling.workers 2": "--train.steps 4 --launch inline",
     "sleep 1;": "sleep 0.1;",
 }
-"""What is smaller here than on the page. The 300 steps of the tuning are not: its kill is to come before the last."""
+"""What is smaller here than on the page. The tuning is not, of 300 steps by two workers: its kill comes before the last."""
 
 
 def _blocks() -> list[str]:
@@ -92,8 +94,8 @@ def test_the_walk_leads_to_a_served_model(tmp_path: Path) -> None:
     assert 100 <= tuned["resumed_from"] < 300, "it was killed in the middle"
     assert preferred["steps"] == 4
     assert (storage / "tuned/export/adapter").exists("adapter_model.safetensors")
+    assert from_yaml(Config, storage.read("tuned/config.yaml").decode()).scaling.workers == 2
     opened = open_run(storage, "preferred")
-    assert opened.config.scaling.workers == 2
     merge(opened.model)
     question = opened.encoder.chat.question("What is 2 plus 3?").tolist()  # type: ignore[attr-defined]
     ids = [each[0] for each in generate(opened.decoder, [question], tokens=20, temperature=0)]
