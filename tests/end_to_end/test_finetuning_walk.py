@@ -86,7 +86,7 @@ def test_the_walk_leads_to_a_served_model(tmp_path: Path) -> None:
     blocks[-1], _, serve = blocks[-1].rstrip().rpartition("\n")
     assert " raystride serve " in serve
     with _shell("\n".join(blocks), tmp_path, variables) as walk:
-        said, _ = walk.communicate(timeout=LIMIT_S)
+        said, _ = walk.communicate(timeout=3 * LIMIT_S)  # nine jobs
     assert walk.returncode == 0, said[-6000:]
     storage = Folder(str(place / "runs"))
     tuned, preferred = (storage.read_json(f"{run}/summary.json") for run in ("tuned", "preferred"))
