@@ -122,8 +122,22 @@ def names_there(model: nn.Module) -> Callable[[str], tuple[str, ...]]:
     except ValueError:
         return lambda name: ()
     theirs = _layout(model, kind).theirs
-    # Phi-3 has gate and up in one layer, to which two adapters cannot belong.
+    # Phi-3 has gate and up in one layer, see `half_there`.
     return (lambda name: () if name.endswith(("gate", "up")) else theirs(name)) if kind == "phi3" else theirs
+
+
+def half_there(model: nn.Module, name: str) -> tuple[str, int] | None:
+    """Of our module whose rows are the first (0) or second (1) half of one of theirs, that one's name, and which half."""
+    if not isinstance(model, Decoder) or names_there(model)(name) or not name.endswith(("gate", "up")):
+        return None
+    try:
+        (theirs,) = _layout(model, model_type(model.shape)).theirs(name)
+    except ValueError:
+        return None
+    for number, half in enumerate(_HALVES):
+        if f"{theirs}.weight".endswith(half):
+            return f"{theirs}.weight".replace(half, _FUSED).removesuffix(".weight"), number
+    return None
 
 
 def to_hugging_face(model: Decoder, end_id: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -87,9 +87,9 @@ class PreferenceDecoder(Decoder):
 
     def log_probabilities(self, ids: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
         """The log-probability in nats of each row's words, (rows) of (rows, T); those that are IGNORED do not count."""
-        product = partial(linear, products=self.products)
-        found = linear_log_probabilities(self.hidden(ids), self._head(), words, ignore_index=IGNORED, product=product)
-        return found.sum(1)
+        product, hidden = partial(linear, products=self.products), self.hidden(ids)
+        head = self._head().to(hidden.dtype)  # one that is frozen may be held in fewer bits than what is computed with it
+        return linear_log_probabilities(hidden, head, words, ignore_index=IGNORED, product=product).sum(1)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _add_figures(self, ratios: torch.Tensor, counts: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raystride.model.linear import Linear
+from raystride.model.linear import Linear, in_bf16
 from raystride.model.lora import AdaptedLinear, Adapter, adapted, base_parameters
 from raystride.model.transformer import Decoder, PackedDecoder
 
@@ -53,7 +53,7 @@ class SideBySideLinear(nn.Module):
         y = Linear.forward(self._layers[0], x)
         layers = [self._layers[number] for number in self._shares.numbers]
         flat, rows = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
-        if _alike(layers) and len(set(self._shares.sizes)) == 1:
+        if _alike(layers) and len(set(self._shares.sizes)) == 1 and not in_bf16():
             return _together(layers, flat, rows).view(y.shape)
         parts = zip(layers, flat.split(self._shares.sizes), rows.split(self._shares.sizes), strict=True)
         found = [layer.changed(*part) if isinstance(layer, AdaptedLinear) else part[1] for layer, *part in parts]
@@ -89,7 +89,8 @@ def _together(layers: Sequence[Any], x: torch.Tensor, y: torch.Tensor) -> torch.
         a, b = torch.stack([each.a for each in parts]), torch.stack([each.b for each in parts])
         scale = torch.tensor([each.scale for each in parts], device=x.device, dtype=b.dtype)
         change = own @ a.transpose(1, 2) @ b.transpose(1, 2) * scale[:, None, None]
-        columns += [y[:, done:start]] * (start > done) + [y[:, start:stop] + change.reshape(len(y), -1)]
+        # Under autocast a change may be in more bits than what it is added to.
+        columns += [y[:, done:start]] * (start > done) + [y[:, start:stop] + change.reshape(len(y), -1).to(y.dtype)]
         done = stop
     columns += [y[:, done:]] * (done < y.shape[1])
     return columns[0] if len(columns) == 1 else torch.cat(columns, 1)
@@ -99,10 +100,13 @@ class SideBySide:
     """Decoders over one base, computed together. Without dropout: masks would be another run's."""
 
     def __init__(self, networks: Sequence[nn.Module]) -> None:
-        """Raises ValueError where one is no decoder."""
-        first = networks[0]
-        if not all(isinstance(each, Decoder) for each in networks):
-            raise ValueError("lora.adapters is above 1: it must be 1 but for tasks that train a decoder")
+        """Raises ValueError where one is no decoder, or one with a loss of its own."""
+        first: Any = networks[0]
+        known: Any = (Decoder.forward, PackedDecoder.forward)
+        if not all(isinstance(each, Decoder) and type(each).forward in known for each in networks):
+            raise ValueError(
+                "lora.adapters is above 1: it must be 1 but for tasks that train a decoder on words that follow"
+            )
         self._shares = _Shares()
         # Blocks of its own, in which layers stand side by side; every parameter is one of the networks'.
         shared = {id(each): each for each in first.parameters()}

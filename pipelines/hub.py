@@ -6,12 +6,13 @@ are those of one commit. A folder is none of these: its path begins with `/`, or
 
     description = read_description("Qwen/Qwen3-0.6B")        # config.json alone
     folder = fetched("Qwen/Qwen3-0.6B@main")                 # with weights and tokenizer
-    url = push(folder, "me/my-model", "# My model")
+    url = push(folder, ["config.json", "model.safetensors"], "me/my-model", "# My model")
 """
 
+import json
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from raystride.pipelines.retries import retried
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.json)(@[\w.][\w./-]*)?", re.ASCII)
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
+"""Describes an adapter, and names its base."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 """What of a tokenizer is read; only the first must be there."""
 
@@ -75,21 +78,35 @@ def named_files(index: Any) -> list[str]:
     return sorted(set(named.values()))
 
 
-def push(folder: Folder, name: str, card: str) -> str:
-    """Uploads a folder's files and a model card in one commit; the address of the model.
+def name_and_revision(place: str) -> tuple[str, str | None]:
+    """Of a name on the hub the model and the revision, which is None where none is named."""
+    model, _, revision = place.partition("@")
+    return model, revision or None
+
+
+def push(folder: Folder, files: Collection[str], name: str, card: str) -> str:
+    """Uploads those of these files that a folder has, and a model card, in one commit; the address of the model.
 
     A model that is not there yet is made, visible to its owner alone. Raises ValueError where the hub refuses it.
     """
     from huggingface_hub import HfApi
 
     with tempfile.TemporaryDirectory() as copies, _told(name):
-        for file in folder.names():
+        for file in {*files} & {*folder.names()}:
             folder.download(file, Path(copies) / file)
+        if (described := Path(copies) / ADAPTER).exists():
+            described.write_text(json.dumps(_for_others(json.loads(described.read_text())), indent=2))
         (Path(copies) / "README.md").write_text(card)
         api = HfApi()
         address = api.create_repo(name, private=True, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=copies, commit_message="A model trained by Raystride")
     return str(address)
+
+
+def _for_others(description: dict[str, Any]) -> dict[str, Any]:
+    """An adapter's description without a base that only this machine has."""
+    base = description.get("base_model_name_or_path")
+    return description | {"base_model_name_or_path": base if is_hub_name(base or "") else None}
 
 
 def _first(place: str, name: str) -> tuple[Folder, str]:
@@ -102,12 +119,16 @@ def _first(place: str, name: str) -> tuple[Folder, str]:
 
 def _file(place: str, name: str, revision: str, *, needed: bool = True) -> Path | None:
     """A file in the client's cache; None for one that need not be there."""
-    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub import _CACHED_NO_EXIST, constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
 
+    model = place.partition("@")[0]
+    # The client keeps which files a commit does not have, and would ask for them again, and fail where nobody answers.
+    if not needed and try_to_load_from_cache(model, name, revision=revision) is _CACHED_NO_EXIST:
+        return None
     with _told(place):
         try:
-            return Path(retried(lambda: hf_hub_download(place.partition("@")[0], name, revision=revision)))
+            return Path(retried(lambda: hf_hub_download(model, name, revision=revision)))
         except RemoteEntryNotFoundError as error:
             if needed:
                 raise ValueError(f"the hub's model has no {name}") from error

@@ -18,6 +18,7 @@ from raystride.pipelines.config.jobs import Export
 from raystride.pipelines.config.parse import Parsed, command
 from raystride.pipelines.credentials import hidden
 from raystride.pipelines.files import Folder
+from raystride.pipelines.hub import is_hub_name
 from raystride.pipelines.launch.exit_codes import DONE, guarded
 
 if TYPE_CHECKING:
@@ -35,15 +36,17 @@ def _export(parsed: Parsed[Export]) -> int:
 
 
 def _exported(settings: Export) -> int:
-    from raystride.pipelines.launch.finished import export_run, push_run
+    from raystride.pipelines.launch.finished import export_run, push_run, writes_adapter
 
     storage = Folder.at(settings.storage)
     folder, opened = export_run(settings)
     to_mlflow = settings.to == "mlflow"
-    adapter = opened.config.lora.rank > 0 and not to_mlflow and not settings.merge
+    adapter = writes_adapter(settings, opened.config)
     what = opened.config.task if to_mlflow else "adapter" if adapter else opened.config.model.flavour
     print(f"{what} of step {opened.step}: {', '.join(folder.names())}")
     logged = _log(settings, opened, storage) if to_mlflow else pasted("ui", storage=str(storage))
+    if settings.push and adapter and not is_hub_name(base := opened.config.model.init_from or ""):
+        print(f"note     its base {hidden(base)} is no model of the hub: push it as well, others need it", file=sys.stderr)
     if settings.push:
         print(f"pushed   {push_run(settings, folder, opened.step)}")
     print(f"results  {folder}")

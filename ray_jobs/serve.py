@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__":  # started as a script, from any folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from raystride.pipelines.config.jobs import Export, Serve
+from raystride.pipelines.config.jobs import Serve
 from raystride.pipelines.config.parse import Parsed, command
 from raystride.pipelines.launch.exit_codes import DONE, guarded
 
@@ -39,10 +39,9 @@ def _served(settings: Serve) -> int:
     from raystride.pipelines.evaluate.serving import Server, listening, require_packages
 
     require_packages()
-    from raystride.pipelines.launch.finished import export_run
+    from raystride.pipelines.launch.finished import export_to_serve
 
-    own = {name: getattr(settings, name) for name in ("run", "storage", "checkpoint", "average")}
-    folder, opened = export_run(Export(**own))
+    folder, opened = export_to_serve(settings)
     token = settings.token or os.environ.get("RAYSTRIDE_SERVE_TOKEN") or secrets.token_urlsafe(24)
     with listening(settings.host, settings.port) as socket:
         server = Server(folder, settings.run, token=token, device=settings.device)

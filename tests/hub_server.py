@@ -70,8 +70,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _json(self, value: Any, code: int = 200) -> None:
         self._answer(code, json.dumps(value).encode(), Content_Type="application/json")
 
-    def _refuse(self, code: int, error: str) -> None:
-        self._answer(code, json.dumps({"error": error}).encode(), X_Error_Code=error, X_Error_Message=error)
+    def _refuse(self, code: int, error: str, **headers: str) -> None:
+        self._answer(code, json.dumps({"error": error}).encode(), X_Error_Code=error, X_Error_Message=error, **headers)
 
     def do_HEAD(self) -> None:
         self._file()
@@ -94,7 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif (commit := self.hub.at(name, revision)) is None:
             self._refuse(404, "RevisionNotFound")
         elif file not in commit[1]:
-            self._refuse(404, "EntryNotFound")
+            self._refuse(404, "EntryNotFound", X_Repo_Commit=commit[0])
         elif self.command == "GET" and self.hub.busy:
             self.hub.busy -= 1
             self._refuse(503, "busy")

@@ -65,7 +65,7 @@ def refuse_with_task(task: str, model: Model, objective: Objective, train: Train
         raise objective.error("loss", f"must be `cross_entropy` but with task `images`, not `{task}`")
     if objective.class_weights == "balanced" and task != "classification":
         raise objective.error("class_weights", f"must be `none` but with task `classification`, not `{task}`")
-    _refuse_with_preference(task, objective)
+    _refuse_with_preference(task, model, objective)
     if objective.label_smoothing and task in DECODERS and task != "preference":
         raise objective.error("label_smoothing", f"must be 0 with task `{task}`, whose network does not smooth")
     if model.pooling == "windows" and task != "classification":
@@ -91,13 +91,15 @@ def refuse_chats(task: str, data: Data, tokenizer: Tokenizer) -> None:
         )
 
 
-def _refuse_with_preference(task: str, objective: Objective) -> None:
+def _refuse_with_preference(task: str, model: Model, objective: Objective) -> None:
     """What only pairs of answers take, and what of it does not go together."""
     if task != "preference":
         for name in ("preference", "beta", "reference_free"):
             if getattr(objective, name) != getattr(Objective, name):
                 raise objective.error(name, f"must be {getattr(Objective, name)} but with task `preference`, not `{task}`")
         return
+    if model.logit_softcap:
+        raise model.error("logit_softcap", "must be 0 with task `preference`, whose losses are of logits as they are")
     if objective.label_smoothing and objective.preference == "ipo":
         raise objective.error("label_smoothing", "must be 0 with objective.preference `ipo`, which does not smooth")
     if objective.label_smoothing >= 0.5:

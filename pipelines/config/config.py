@@ -86,7 +86,7 @@ class Config(Section):
                 f"(and lower train.slot_size, {self.train.slot_size}, to keep the batch)",
             )
         refuse_combinations(self.train, self.scaling, self.guard, self.checkpoint, frozen=self.lora.rank > 0)
-        refuse_with_lora(self.lora, self.model, self.train, self.scaling)
+        refuse_with_lora(self.lora, self.model, self.train, self.scaling, self.task)
         refuse_with_task(self.task, self.model, self.objective, self.train)
         refuse_chats(self.task, self.data, self.tokenizer)
         refuse_mesh_of_model(self.task, self.model, self.scaling)

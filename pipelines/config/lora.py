@@ -5,11 +5,25 @@ from typing import Any, ClassVar, Literal
 
 from raystride.pipelines.config.model import Model
 from raystride.pipelines.config.run import Scaling
-from raystride.pipelines.config.section import Section, setting
+from raystride.pipelines.config.section import Section, SettingError, setting
 from raystride.pipelines.config.train import Train
 from raystride.pipelines.files import absolute
 
 ALL_LINEAR = "all-linear"
+_OF_ADAPTERS = ("rank", "alpha", "rslora", "targets", "init")
+OWN = ("seed", "data.", "optimizer.", "train.", "guard.", *(f"lora.{name}" for name in _OF_ADAPTERS))
+"""Settings in which adapters on one base may differ, or names that begin so."""
+_OF_STEPS = ("precision", "compile", "activation_checkpointing", "exact", "deterministic")
+SHARED = ("lora.init_from", *(f"train.{name}" for name in _OF_STEPS))
+"""Among those the ones in which they may not."""
+
+_ALONE = ("preference", "classification", "translation", "images")
+"""Our tasks whose networks are not computed beside each other; of a task of one's own nothing is known here."""
+
+
+def is_shared(key: str) -> bool:
+    """Whether adapters that are trained beside each other on one base all have the same value of a setting."""
+    return key.startswith(SHARED) or not key.startswith(OWN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +87,8 @@ class Lora(Section):
         if self.adapters > 1 and not each:
             raise self.error("adapters", "needs lora.each: the settings in which the adapters differ")
         for key, values in each.items():
+            if is_shared(key):
+                raise self.error("each", f"names {key}, which is the base's, or how all are computed: adapters share it")
             if not isinstance(values, list | tuple) or len(values) != self.adapters:
                 raise self.error("each", f"must give `{key}` a list of lora.adapters, {self.adapters}, values")
 
@@ -94,7 +110,7 @@ class Lora(Section):
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
-def refuse_with_lora(lora: Lora, model: Model, train: Train, scaling: Scaling) -> None:
+def refuse_with_lora(lora: Lora, model: Model, train: Train, scaling: Scaling, task: str) -> None:
     """Raises SettingError for what does not go together with adapters, with the nearest that does."""
     if not lora.rank:
         return
@@ -117,6 +133,7 @@ def refuse_with_lora(lora: Lora, model: Model, train: Train, scaling: Scaling) -
     if train.precision == "pure_bf16":
         raise train.error("precision", "must be `bf16` with lora.rank; lora.base_precision bf16 holds the base in bfloat16")
     if lora.adapters > 1:
+        refuse_sharing(task, train)
         if scaling.strategy not in ("auto", "single") or scaling.workers not in ("auto", 1):
             raise lora.error("adapters", "must be 1 with several workers: many at once share one worker's base")
         for section, share in ((model, model.dropout), (lora, lora.dropout)):
@@ -124,3 +141,11 @@ def refuse_with_lora(lora: Lora, model: Model, train: Train, scaling: Scaling) -
                 raise section.error("dropout", "must be 0 with lora.adapters above 1, whose masks would be another run's")
         if lora.dora or lora.init in ("pissa", "olora"):
             raise lora.error("adapters", "must be 1 with lora.dora, and with lora.init `pissa` and `olora`")
+
+
+def refuse_sharing(task: str, train: Train) -> None:
+    """Raises SettingError for what adapters that share a base in one process cannot be trained at, or by."""
+    if task in _ALONE:
+        raise SettingError(f"task is {task!r}: it must be `language_model` or `completion` for adapters that share a base")
+    if train.exact:
+        raise train.error("exact", "must be false for adapters that share a base, whose sums are in the order of PyTorch")

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from raystride.pipelines.config.condition import Condition
 from raystride.pipelines.config.config import Config
+from raystride.pipelines.config.lora import is_shared, refuse_sharing
 from raystride.pipelines.config.section import Section, setting
 from raystride.pipelines.credentials import masked_all
 
@@ -40,6 +41,9 @@ SAME_WORK = ("optimizer.", "objective.", "model.dropout", "train.clip_norm", "se
 def same_work(key: str) -> bool:
     """Whether a step takes the same work whatever this setting is."""
     return key.startswith(SAME_WORK)
+
+
+_TIMEOUT_S = 900.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +110,9 @@ class Sweep(Section):
     a sweep, as a Slurm array's do; the last to end writes the answer. Empty: all of them."""
     share_base: bool = setting(False, since="0.3")
     """Train all trials beside each other in this process, over one frozen base: for the objective `loss`, of settings of
-    `lora`, `optimizer` and `data`. Without Ray, and without windows of speed, which trials would take from each other."""
-    timeout_s: float = setting(900.0, above=0)
+    `lora`, `optimizer` and `data`. Without Ray, and without windows of speed, which trials would take from each other. Each
+    trains to its end: none is stopped for being bad, or late."""
+    timeout_s: float = setting(_TIMEOUT_S, above=0)
     """Seconds after which a trial is asked to end, with the windows that it has, and is given up as hung where it does not
     or has none."""
 
@@ -118,7 +123,7 @@ class Sweep(Section):
             # Everyone who reads it wants to know which. Not without a space, as defaults are that others are put over.
             object.__setattr__(self, "objective", "loss" if all(map(same_work, self.space)) else "throughput")
         if self.stop_bad == "auto" and self.space:
-            many = self.objective == "loss" and self._combinations() >= self.keep**2
+            many = self.objective == "loss" and not self.share_base and self._combinations() >= self.keep**2
             object.__setattr__(self, "stop_bad", "asha" if many else "none")
         for key, choices in self.space.items():
             self._check_choices(key, choices)
@@ -150,6 +155,10 @@ class Sweep(Section):
             raise self.error("share_base", "must be false with sweep.search optuna, which tries one after another")
         if self.share:
             raise self.error("share_base", "must be false with sweep.share, whose trials are those of several jobs")
+        if self.stop_bad == "asha":
+            raise self.error("stop_bad", "must be `auto` or `none` with sweep.share_base: all trials train to their end")
+        if self.timeout_s != _TIMEOUT_S:
+            raise self.error("timeout_s", "must be left out with sweep.share_base: all trials train to their end")
         if self.objective == "auto":  # without a space: defaults, that others are put over
             return
         if self.objective != "loss":
@@ -202,10 +211,20 @@ class SweepConfig(Config):
                 raise self.sweep.error("space", f"names {key}, which each trial sets by itself")
         for text in self.sweep.where:
             Condition(text, known)
-        if self.sweep.share_base and not self.lora.rank:
-            raise self.sweep.error("share_base", "needs lora.rank above 0: only the base of adapters can be shared")
+        if self.sweep.share_base:
+            self._check_sharing()
         if self.scaling.mesh == "auto" or "scaling.mesh" in self.sweep.space:
             raise self.scaling.error("mesh", "must be `given` in a sweep: vary scaling.tensor, pipeline or context")
+
+    def _check_sharing(self) -> None:
+        if not self.lora.rank:
+            raise self.sweep.error("share_base", "needs lora.rank above 0: only the base of adapters can be shared")
+        for key in self.sweep.space:
+            if is_shared(key):
+                raise self.sweep.error(
+                    "share_base", f"must be false as sweep.space has {key}: it is the base's, or how all are computed"
+                )
+        refuse_sharing(self.task, self.train)
 
     def training(self) -> Config:
         """The settings of a training alone."""

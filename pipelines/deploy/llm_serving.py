@@ -17,9 +17,11 @@ from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.combinations import DECODERS
 from raystride.pipelines.config.deploy import DeployServe
 from raystride.pipelines.config.parse import from_yaml
+from raystride.pipelines.credentials import stripped
 from raystride.pipelines.deploy.plan import find_place
 from raystride.pipelines.deploy.render import write
 from raystride.pipelines.files import Folder
+from raystride.pipelines.stores import address_below, split
 
 FILE = "serve.yaml"
 _COUNT = {"type": "integer", "minimum": 1}
@@ -83,6 +85,7 @@ def deploy_serving(settings: DeployServe) -> list[str]:
     text = rendered_serving(settings, config)
     looked = look_at_serving(text)
     chosen = f"--checkpoint {settings.checkpoint} --average {settings.average} --to hugging_face"
+    chosen += " --merge true" if config.lora.rank else ""
     output = Path(settings.output or f"serve-{settings.run}")
     write({FILE: text}, output, overwrite=settings.overwrite)
     return [
@@ -104,13 +107,14 @@ def rendered_serving(settings: DeployServe, config: Config) -> str:
     except ValueError as error:
         raise SettingError(str(error)) from error
     place = find_place(settings.place) if settings.place else None
-    storage = place.storage.rstrip("/") if place else str(Folder.at(settings.storage))
+    storage = place.storage if place else Folder.at(settings.storage).uri
     engine: dict[str, Any] = {"max_model_len": config.model.context, "tensor_parallel_size": settings.gpus}
     replicas = {"min_replicas": settings.least_replicas, "max_replicas": settings.most_replicas}
     model: dict[str, Any] = {
         "model_loading_config": {
             "model_id": settings.run,
-            "model_source": f"{storage}/{settings.run}/export/hugging_face",
+            # Ray's own clients read it, which take options and logins from their environment, and not from an address.
+            "model_source": split(stripped(address_below(storage, f"{settings.run}/export/hugging_face")))[0],
         },
         "engine_kwargs": engine,
         "deployment_config": {"autoscaling_config": replicas},

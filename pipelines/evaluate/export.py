@@ -19,6 +19,10 @@ from raystride.pipelines.tokenizers.alphabets import ByteEncoder, CharacterEncod
 from raystride.pipelines.tokenizers.chat import FILE as CHAT_FILE
 from raystride.pipelines.tokenizers.loading import KIND_FILE, READY_FILE
 
+_OF_TOKENIZER = (READY_FILE, "tokenizer_config.json", "chat_template.jinja")
+OF_MODEL = ("config.json", "generation_config.json", "model.safetensors", *_OF_TOKENIZER)
+OF_ADAPTER = ("adapter_config.json", "adapter_model.safetensors", *_OF_TOKENIZER)
+"""Files of an export, of which a folder may hold others beside."""
 END, UNKNOWN = "<|end|>", "<|unknown|>"
 """What the two tokens without a text are called where the tokenizer has no names of its own."""
 

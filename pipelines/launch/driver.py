@@ -118,7 +118,7 @@ def train(
     Raises SettingError, DataError, CannotRun, TrainingFailed, and OSError where the storage takes no files.
     """
     if config.lora.adapters > 1:
-        return train_many(config, storage, screen, train)
+        return _train_many(config, storage, screen)
     milestones = {"driver": time.time()}
     config, carried = _with_plugins(config, carried or Carried.here())
     folder = storage / str(config.run)
@@ -216,6 +216,12 @@ def _check_settings(config: Config, earlier: Earlier | None) -> None:
 
 def _same_data(config: Config, earlier: Earlier) -> bool:
     return identity(config, build_task(config), earlier.learned).goes_on(earlier.data, earlier.sources)
+
+
+def _train_many(config: Config, storage: Folder, screen: Screen) -> RunSummary:
+    if config.launch.mode == "inline":  # others are refused there
+        _proved(config, storage, screen)  # each has enough for itself, and all need it at once
+    return train_many(config, storage, screen, train)
 
 
 def _proved(config: Config, storage: Folder, screen: Screen) -> tuple[Config, Resources, Share]:

@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from raystride.pipelines.cluster.answering import answerers
-from raystride.pipelines.config import SettingError
-from raystride.pipelines.config.jobs import Evaluate, Export, Predict
+from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config.jobs import Evaluate, Export, Predict, Serve
+from raystride.pipelines.config.parse import from_yaml
 from raystride.pipelines.files import Folder
 from raystride.pipelines.hub import push
 from raystride.pipelines.launch.owner import read_owner
@@ -125,17 +126,14 @@ def export_run(settings: Export) -> "tuple[Folder, Opened]":
     if settings.merge and not chosen.config.lora.rank:
         raise SettingError(f"merge is True: it must be false, since run {settings.run} trained no adapters (lora.rank is 0)")
     opened = chosen.open()
-    adapter = opened.config.lora.rank and settings.to == "hugging_face" and not settings.merge
+    adapter = writes_adapter(settings, opened.config)
     name = "adapter" if adapter else settings.to
     target = Folder.at(settings.folder) if settings.folder else storage / settings.run / "export" / name
     if adapter:
         from raystride.pipelines.evaluate.export import export_adapter
 
         return export_adapter(opened, target), opened
-    if opened.config.lora.rank:
-        from raystride.model.lora import merge
-
-        merge(opened.model)
+    _merge(opened)
     if settings.to == "mlflow":
         from raystride.pipelines.evaluate.mlflow_model import write_mlflow_model
 
@@ -145,10 +143,41 @@ def export_run(settings: Export) -> "tuple[Folder, Opened]":
     return export_hugging_face(opened, target), opened
 
 
+def writes_adapter(settings: Export, config: Config) -> bool:
+    """Whether an export of a run of these settings is an adapter without its base."""
+    return config.lora.rank > 0 and settings.to == "hugging_face" and not settings.merge
+
+
+def export_to_serve(settings: Serve) -> "tuple[Folder, Opened]":
+    """Writes the run's model, its adapters merged, for a server of this machine; the folder, and what was opened.
+
+    Raises SettingError as `export_run` does.
+    """
+    from raystride.pipelines.evaluate.export import export_hugging_face
+    from raystride.pipelines.evaluate.opening import open_run
+
+    storage = Folder.at(settings.storage)
+    opened = open_run(storage, settings.run, settings.checkpoint, settings.average)
+    _merge(opened)
+    # A place of its own: what `export` wrote may be the base of other adapters, which know it by its hash.
+    return export_hugging_face(opened, storage / settings.run / "export" / "served"), opened
+
+
+def _merge(opened: "Opened") -> None:
+    """Adds the adapters of a run that trained some to its base."""
+    if opened.config.lora.rank:
+        from raystride.model.lora import merge
+
+        merge(opened.model)
+
+
 def push_run(settings: Export, folder: Folder, step: int) -> str:
-    """Uploads an exported folder with the card of its run; the address of the model. Raises SettingError."""
-    name = settings.push or ""
+    """Uploads what was exported into a folder, with the card of its run; the address of the model. Raises SettingError."""
+    from raystride.pipelines.evaluate.export import OF_ADAPTER, OF_MODEL
+
+    name, run = settings.push or "", Folder.at(settings.storage) / settings.run
+    adapter = writes_adapter(settings, from_yaml(Config, run.read("config.yaml").decode()))
     try:
-        return push(folder, name, model_card(Folder.at(settings.storage) / settings.run, name, step))
+        return push(folder, OF_ADAPTER if adapter else OF_MODEL, name, model_card(run, name, step, adapter=adapter))
     except ValueError as error:
         raise SettingError(f"--push {name}: {error}") from error

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config.lora import refuse_sharing
 from raystride.pipelines.config.parse import with_settings
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.preparing import prepare_data
@@ -22,24 +23,15 @@ from raystride.pipelines.record.summary import RunSummary
 
 Train = Callable[..., RunSummary]
 """`driver.train`."""
-_OF_ADAPTERS = ("rank", "alpha", "rslora", "targets", "init")
-OWN = ("seed", "data.", "optimizer.", "train.", "guard.", *(f"lora.{name}" for name in _OF_ADAPTERS))
-"""Settings in which adapters on one base may differ, or names that begin so."""
-_OF_STEPS = ("precision", "compile", "activation_checkpointing", "exact", "deterministic")
-SHARED = ("lora.init_from", *(f"train.{name}" for name in _OF_STEPS))
-"""Among those the ones in which they may not."""
 
 
 def many_of(config: Config) -> list[Config]:
     """The settings of each of the adapters, which are trained as the runs `<run>-0`, `<run>-1`, ...
 
-    Raises SettingError for a setting in which they cannot differ, or a way of training that they cannot share.
+    Raises SettingError for a value that a setting cannot have.
     """
     each, count = config.lora.each or {}, config.lora.adapters
     alone = replace(config, lora=replace(config.lora, adapters=1, each=None))
-    for key in each:
-        if key.startswith(SHARED) or not key.startswith(OWN):
-            raise config.lora.error("each", f"names {key}, which is the base's, or how all are computed: adapters share it")
     found = [with_settings(alone, {key: values[number] for key, values in each.items()}) for number in range(count)]
     return [replace(one, run=f"{config.run}-{number}") for number, one in enumerate(found)]
 
@@ -52,6 +44,7 @@ def check_sharing(configs: Sequence[Config]) -> list[Config]:
     if config.train.compile != "none":
         raise config.train.error("compile", "must be `none` for adapters that share a base")
     for one in configs:
+        refuse_sharing(one.task, one.train)
         if one.lora.dora or one.lora.init in ("pissa", "olora"):
             raise one.lora.error("init", "must be `kaiming` or `gaussian`, and lora.dora false, where adapters share a base")
         if one.lora.dropout or one.model.dropout:

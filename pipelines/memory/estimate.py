@@ -13,7 +13,8 @@ go. `fsdp` (FSDP2) gathers the outer parameters for the whole step and a block's
 twice, in the buffer in which they came; a block's gradient is whole until it is summed, and with several micro-batches all
 gradients are until the last one. `deepspeed` (ZeRO; Rajbhandari et al., 2020, section 5) spreads what its stage says.
 
-Under adapters (`lora.rank`) all but those is frozen: 4 bytes a parameter, or 2, and nothing beside them.
+Under adapters (`lora.rank`) all but those is frozen: 4 bytes a parameter, or 2, and nothing beside them. Many at once
+(`lora.adapters`) share the base, and each has its own tokens in the one forward and backward of all.
 
     need = estimate(config, expected(config), workers=2, device="cpu")          # None: not known of this network
     need.total                                                # bytes
@@ -74,7 +75,7 @@ def _of_part(config: Config, facts: Facts, part: NetworkPart, *, workers: int, d
     slots = -(-config.train.slots // workers)
     together = min(slots, config.train.together or slots)
     means = arithmetic_of(config, device)
-    network = network_of(config, facts, slots=together, arithmetic=means, part=part)
+    network = network_of(config, facts, slots=together * config.lora.adapters, arithmetic=means, part=part)
     if network is None:
         return None
     held = moments(network, means, config.train.activation_checkpointing)
@@ -83,7 +84,7 @@ def _of_part(config: Config, facts: Facts, part: NetworkPart, *, workers: int, d
         held = [replace(each, activations=each.activations + more) for each in held]
     several = slots > together
     if config.lora.rank:
-        tokens = together * config.train.slot_samples * config.model.context
+        tokens = together * config.lora.adapters * config.train.slot_samples * config.model.context
         return _adapters(config, network, max(each.activations for each in held), tokens, workers)
     if config.scaling.strategy == "fsdp":
         several = slots > max(part.on_their_way) if part.stages else several
@@ -154,7 +155,7 @@ def _adapters(config: Config, network: Network, activations: float, tokens: int,
     The activations are those of a training of all weights: the most that they can be.
     """
     number = HALF if config.lora.base_precision == "bf16" else FP32
-    base, trained = float(number * network.count), adapter_numbers(config)
+    base, trained = float(number * network.count), adapter_numbers(config) * config.lora.adapters
     if config.scaling.strategy == "fsdp":
         blocks = [block.numbers for block in network.blocks]
         # What lies outside of blocks is gathered for the step, a block while the next one comes, each with its buffer.

@@ -227,6 +227,7 @@ def manifest_of(config: Config, digest: str, source: Source, task: Task, records
         | ({"cut": cut} if (cut := sum(record.get("cut", 0) for record in records)) else {})
         | ({"dropped": dropped} if (dropped := _dropped(records)) else {}),
         skipped=skipped,
+        tokenizers=list(task.tokenizers),
         learned=learned,
     )
 

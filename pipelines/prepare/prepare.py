@@ -109,7 +109,7 @@ def _commit(folder: Folder, known: Identity, prepared: Mapping[str, Prepared], t
             "bytes": sum(each.source["bytes"] for each in manifests.values()),
         },
         skipped=[fault for each in manifests.values() for fault in each.skipped],
-        tokenizers=first.manifest.tokenizers,
+        tokenizers=list(task.tokenizers),
         learned=first.manifest.learned,
         sources=dict(known.sources),
     )

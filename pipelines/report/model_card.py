@@ -6,7 +6,7 @@ card = model_card(storage / "tickets", "me/tickets", step=1000)   # Markdown wit
 import yaml
 
 from raystride.pipelines.files import Folder
-from raystride.pipelines.hub import is_hub_name
+from raystride.pipelines.hub import is_hub_name, name_and_revision
 from raystride.pipelines.report.origin import origin_of
 
 FIGURES = {
@@ -20,12 +20,16 @@ FIGURES = {
 """Of a run's summary, by what they are called here."""
 
 
-def model_card(run: Folder, name: str, step: int) -> str:
-    """The card of a model that is called so, of the checkpoint after so many steps. What is not recorded is left out."""
+def model_card(run: Folder, name: str, step: int, *, adapter: bool = False) -> str:
+    """The card of a model that is called so, of the checkpoint after so many steps; `adapter`: it needs its base.
+
+    What is not recorded is left out.
+    """
     origin = origin_of(run)
-    base = origin.config.model.init_from if origin.config else None
-    head = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["raystride"]}
-    head |= {"base_model": base.partition("@")[0]} if base and is_hub_name(base) else {}
+    base = (origin.config.model.init_from if origin.config else None) or ""
+    library = "peft" if adapter else "transformers"
+    head = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["raystride"]}
+    head |= {"base_model": name_and_revision(base)[0]} if is_hub_name(base) else {}
     summary = run.read_json("summary.json") if run.exists("summary.json") else {}
     figures = [[said, summary[key]] for key, said in FIGURES.items() if summary.get(key) is not None]
     figures += [[key, value] for key, value in sorted((summary.get("metrics") or {}).items())]
@@ -36,12 +40,30 @@ def model_card(run: Folder, name: str, step: int) -> str:
         "## Settings\n\nThose that are not as they are by default.\n\n"
         + _table(["setting", "value"], _settings(origin.changed)),
         "## Figures\n\n" + _table(["", ""], figures),
-        "## Use\n\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n```\n',
+        "## Use\n\n" + (_use_of_adapter(name, base) if adapter else _use(name)),
         "## Licence\n\nNot chosen yet: fill in `license` at the top of this page.\n",
     ]
     return "\n".join(parts)
+
+
+def _use(name: str) -> str:
+    return (
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n```\n'
+    )
+
+
+def _use_of_adapter(name: str, base: str) -> str:
+    place, revision = name_and_revision(base) if is_hub_name(base) else ("FOLDER", None)
+    said = "" if is_hub_name(base) else "It is of no use without its base, here FOLDER, which is not on the hub.\n\n"
+    at = f', revision="{revision}"' if revision else ""
+    return (
+        f"{said}```python\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'base = AutoModelForCausalLM.from_pretrained("{place}"{at})\n'
+        f'model = PeftModel.from_pretrained(base, "{name}")\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n```\n'
+    )
 
 
 def _settings(changed: list[list[str]]) -> list[list[object]]:

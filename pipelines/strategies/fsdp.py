@@ -42,10 +42,11 @@ class FullySharded(Sharded):
         shard_workers: int = 0,
         reshard: bool = True,
         offload: bool = False,
-        compute: torch.dtype = torch.float32,
+        compute: torch.dtype | None = torch.float32,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        """`compute`: what parameters are gathered as, bfloat16 for pure_bf16; shards, gradients and sums are fp32.
+        """`compute`: what parameters are gathered as, bfloat16 for pure_bf16, None for each as it is held; shards, gradients
+        and sums are fp32.
 
         `mesh` has the dimensions `replicas` and `shards` over which the model here is spread; None: all workers.
         Raises ValueError where the workers cannot be cut into groups of `shard_workers`.

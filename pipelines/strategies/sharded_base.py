@@ -50,7 +50,8 @@ class ShardedBase(DataParallel):
             mesh = DeviceMesh.from_group(dist.new_group(), device.type, mesh_dim_names=("shards",))
         else:
             mesh = init_device_mesh(device.type, (world // shards, shards), mesh_dim_names=("replicas", "shards"))
-        rules: dict[str, Any] = {"shard_workers": shards, "reshard": reshard, "offload": offload}
+        # Each matrix is gathered as it is held: of a base in bf16 half the bytes, which are widened for the product.
+        rules: dict[str, Any] = {"shard_workers": shards, "reshard": reshard, "offload": offload, "compute": None}
         self._base = FullySharded(device, rank, world, mesh=mesh, **rules)
 
     def prepare(self, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer]) -> tuple[nn.Module, Optimizer]:

@@ -56,12 +56,12 @@ class Chat:
 
     def question(self, prompt: Turns) -> np.ndarray:
         """Ids (uint32) of the first turns and of what leads in the answer. Raises ValueError where the template refuses."""
-        turns = _turns(prompt, "user")
+        turns = self._turns(prompt, "user")
         return self._ids(self._written(turns), self._written(_hidden(turns)), turns)
 
     def answer(self, prompt: Turns, completion: Turns) -> np.ndarray:
         """Ids (uint32) of an answer to that, and of what ends its turn. Raises ValueError as above."""
-        asked, said = _turns(prompt, "user"), _turns(completion, "assistant")
+        asked, said = self._turns(prompt, "user"), self._turns(completion, "assistant")
         return self._ids(self._behind(asked, said), self._behind(_hidden(asked), _hidden(said)), said)
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> tuple[np.ndarray, np.ndarray]:
@@ -84,6 +84,11 @@ class Chat:
             masks.append(np.full(sum(map(len, found)), stretch.said))
         return np.concatenate(parts), np.concatenate(masks)
 
+    def _turns(self, said: Turns, role: str) -> list[Message]:
+        """Messages; a text is one of this role. Special tokens are hidden in all but what is said, in calls of tools too."""
+        turns = [{"role": role, "content": said}] if isinstance(said, str) else said
+        return [{key: each if key == "content" else self._hidden.hide(each) for key, each in turn.items()} for turn in turns]
+
     def _behind(self, prompt: list[Message], completion: list[Message]) -> str:
         """What a completion adds to its question."""
         before, whole = self._written(prompt), self._written([*prompt, *completion], answered=True)
@@ -98,32 +103,33 @@ class Chat:
     def _ids(self, text: str, pattern: str, turns: list[Message]) -> np.ndarray:
         """Special tokens become their ids, but not in what was said: it stands where SPOKEN does in the pattern."""
         around = pattern.split(SPOKEN)
-        said = _said(text, around, [turn["content"] for turn in turns])
+        said = _said(text, around, [turn["content"] for turn in turns if _speaks(turn)])
         if said is None:  # a template that looks at what is said, for instance
             around, said = [text], []
-        parts = [*self._marked(around[0])]
+        parts = [*self._marked(around[0], self._hidden)]
         for spoken, after in zip(said, around[1:], strict=True):
-            parts += [*([self._encoder.encode(spoken)] if spoken else []), *self._marked(after)]
+            parts += [*([self._encoder.encode(spoken)] if spoken else []), *self._marked(after, self._hidden)]
         return np.concatenate([*parts, np.empty(0, np.uint32)])
 
-    def _marked(self, text: str, hidden: SpecialTokens | None = None) -> list[np.ndarray]:
+    def _marked(self, text: str, hidden: SpecialTokens) -> list[np.ndarray]:
         pieces = self._cut.split(text) if self._cut else [text]
         return [
             np.array([self._specials[piece]], np.uint32)
             if piece in self._specials
-            else self._encoder.encode(hidden.restore(piece) if hidden else piece)
+            else self._encoder.encode(hidden.restore(piece))
             for piece in pieces
             if piece
         ]
 
 
-def _turns(said: Turns, role: str) -> list[Message]:
-    """Messages; a text is one of this role."""
-    return [{"role": role, "content": said}] if isinstance(said, str) else list(said)
-
-
 def _hidden(turns: list[Message]) -> list[Message]:
-    return [{**turn, "content": SPOKEN} for turn in turns]
+    """The same turns with a stand-in for what is said."""
+    return [{**turn, "content": SPOKEN} if _speaks(turn) else turn for turn in turns]
+
+
+def _speaks(turn: Message) -> bool:
+    """Whether a turn says something; who calls tools need not."""
+    return isinstance(turn.get("content"), str)
 
 
 def _said(text: str, around: list[str], contents: list[str]) -> list[str] | None:

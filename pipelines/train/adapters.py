@@ -3,7 +3,7 @@
 The base is frozen. It is in no optimiser, no checkpoint and no exchange of gradients; a checkpoint's manifest has the
 SHA-256 of its values instead, as they are held.
 
-    network = strategy.build(MakeAdapted(task.build_model, config, job.prepared / "tokenizer", log))
+    network = strategy.build(MakeAdapted(task, config, job.prepared / "tokenizer", log))
     begin_adapters(network, config, found, checkpoints)
     check_base(found, digest := settle_base(network), config)
 """
@@ -34,8 +34,8 @@ HEADER = "lora"
 class MakeAdapted:
     """What makes a frozen network with the base's weights, and adapters without values."""
 
-    make: Callable[[], nn.Module]
-    """Makes the plain network."""
+    task: Task
+    """Makes the plain network, and knows what ids and labels mean."""
     config: Config
     tokenizer: Folder
     """That of the run's data."""
@@ -43,8 +43,8 @@ class MakeAdapted:
 
     def __call__(self) -> nn.Module:
         """The network. Raises SettingError for targets that it lacks, or a base that is no such."""
-        model = self._attached(self.make())
-        start_with(model, self.config.model.init_from or "", self.tokenizer, self.log)
+        model = self._attached(self.task.build_model())
+        start_with(model, self.config.model.init_from or "", self.task, self.tokenizer, self.log)
         if self.config.lora.base_precision == "bf16":
             hold_base(model, torch.bfloat16)
         return model
@@ -61,11 +61,9 @@ class MakeAdapted:
         return model
 
 
-def network_maker(
-    make: Callable[[], nn.Module], config: Config, tokenizer: Folder, log: Callable[[str], None]
-) -> Callable[[], nn.Module]:
-    """What makes the network of a run: `make` by itself, or with adapters over a base; `tokenizer` is that of the data."""
-    return MakeAdapted(make, config, tokenizer, log) if config.lora.rank else make
+def network_maker(task: Task, config: Config, tokenizer: Folder, log: Callable[[str], None]) -> Callable[[], nn.Module]:
+    """What makes the network of a run: a plain one, or one with adapters over a base; `tokenizer` is that of the data."""
+    return MakeAdapted(task, config, tokenizer, log) if config.lora.rank else task.build_model
 
 
 def begin_adapters(model: nn.Module, config: Config, found: Found | None, checkpoints: Checkpoints) -> None:
@@ -105,7 +103,7 @@ def open_base(config: Config, task: Task, found: Found) -> nn.Module:
 
     Raises SettingError where the base is gone, or no longer the one that they were trained on.
     """
-    model = MakeAdapted(task.build_model, config, found.data / "tokenizer", lambda _: None)()
+    model = MakeAdapted(task, config, found.data / "tokenizer", lambda _: None)()
     checkpoints = Checkpoints(found.folder, attempt="", keep=1)
     begin_adapters(model, config, found, checkpoints)
     check_base(found, settle_base(model), config)

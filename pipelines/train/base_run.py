@@ -2,11 +2,11 @@
 
 if is_run(place):
     check_run(config, folder)                             # in the driver, before anything starts
-    start_from_run(model, folder, tokenizer=job.prepared / "tokenizer", log=print)
+    start_from_run(model, folder, task, log=print)
 """
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import from_yaml
 from raystride.pipelines.files import Folder
 from raystride.pipelines.hub import is_hub_name
+from raystride.pipelines.tasks import Task
 from raystride.pipelines.tokenizers import load_tokenizer
 from raystride.pipelines.tokenizers.loading import PROBE
 
@@ -50,20 +51,23 @@ def check_run(config: Config, folder: Folder) -> None:
         raise _error(folder, f"its network is not the one that the settings describe: give {' '.join(flags)}")
 
 
-def start_with(model: "nn.Module", place: str, tokenizer: Folder, log: Callable[[str], None]) -> None:
-    """Gives a fresh network the weights of a run, of a folder or of a name on the hub. Raises SettingError."""
+def start_with(model: "nn.Module", place: str, task: Task, tokenizer: Folder, log: Callable[[str], None]) -> None:
+    """Gives a fresh network of a task the weights of a run, of a folder or of a name on the hub; `tokenizer` is its data's.
+
+    Raises SettingError.
+    """
     from raystride.pipelines.pretrained import start_from
 
     if is_run(place):
-        start_from_run(model, Folder(place), tokenizer, log)
+        start_from_run(model, Folder(place), task, log)
     else:
         start_from(model, place, tokenizer, log)
 
 
-def start_from_run(model: "nn.Module", folder: Folder, tokenizer: Folder, log: Callable[[str], None]) -> None:
-    """Gives a fresh network, or a worker's part of one, the weights of a run's best checkpoint.
+def start_from_run(model: "nn.Module", folder: Folder, task: Task, log: Callable[[str], None]) -> None:
+    """Gives a fresh network of a task, or a worker's part of one, the weights of a run's best checkpoint.
 
-    Raises SettingError where it has none, or another network or tokenizer.
+    Raises SettingError where it has none, or another network, tokenizer or labels.
     """
     from raystride.pipelines.train.checkpoint import Checkpoints
 
@@ -71,14 +75,27 @@ def start_from_run(model: "nn.Module", folder: Folder, tokenizer: Folder, log: C
     found = checkpoints.at_hint("best") or checkpoints.newest()
     if found is None:
         raise _error(folder, "that run has no whole checkpoint")
-    theirs = load_tokenizer(found.data / "tokenizer").encode(PROBE)
-    if theirs.tolist() != load_tokenizer(tokenizer).encode(PROBE).tolist():
-        raise _error(folder, "its tokenizer gives other ids than the run's: train with the settings of its tokenizer")
+    _check_ids(folder, found.data, task)
     try:
         _load(model, found)
     except ValueError as error:
         raise _error(folder, str(error)) from None
     log(f"weights of step {found.step} from {folder}")
+
+
+def _check_ids(folder: Folder, data: Folder, task: Task) -> None:
+    """Raises SettingError where words or labels have other numbers in a task than in the data that a run was trained on."""
+    for name in task.tokenizers:
+        place, called = data / name, name.replace("_", " ")
+        if not place.exists() or load_tokenizer(place).encode(PROBE).tolist() != task.encoders[name].encode(PROBE).tolist():
+            raise _error(folder, f"its {called} gives other ids than the run's: train with the settings of its {called}")
+    before = data.read_json("facts.json").get("labels") if data.exists("facts.json") else None
+    if before is not None and before != task.facts.get("labels"):
+        raise _error(folder, f"its labels are {_some(before)}, and those of the data {_some(task.facts.get('labels'))}")
+
+
+def _some(labels: Sequence[str] | None) -> str:
+    return ", ".join(map(repr, (labels or ())[:5])) + (", ..." if len(labels or ()) > 5 else "")
 
 
 def _load(model: "nn.Module", found: "Found") -> None:

@@ -6,6 +6,7 @@ PEFT itself is not needed. What its layout cannot hold is refused by name.
     read_adapter(model, config.lora, Folder("/adapters/theirs"))      # the settings must be those of its configuration
 """
 
+import re
 import tempfile
 from collections.abc import Mapping
 from functools import partial
@@ -15,13 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from raystride.model.hugging_face import names_there
+from raystride.model.hugging_face import half_there, names_there
 from raystride.model.lora import Adapter, Site, adapted, sites
 from raystride.pipelines.config import Lora, SettingError
 from raystride.pipelines.config.lora import ALL_LINEAR
 from raystride.pipelines.files import Folder
+from raystride.pipelines.hub import ADAPTER, is_hub_name, name_and_revision
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = ADAPTER, "adapter_model.safetensors"
 _ROOT = "base_model.model."
 _INITS = {"kaiming": True, "gaussian": "gaussian", "pissa": "pissa", "olora": "olora"}
 
@@ -34,22 +36,48 @@ def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     there = _there(model)
     tensors: dict[str, torch.Tensor] = {}
+    halves: dict[str, dict[int, Adapter]] = {}
     for name, _, part, adapter in adapted(model):
-        a, b = adapter.a.detach(), adapter.b.detach()
-        if adapter.a0 is not None and adapter.b0 is not None:
-            a, b = torch.cat((a, adapter.a0)), torch.cat((b, -adapter.b0), 1)
-        theirs = f"{_ROOT}{there[name, part].theirs}"
-        tensors |= {f"{theirs}.lora_A.weight": a, f"{theirs}.lora_B.weight": b}
-        if adapter.magnitude is not None:
-            tensors[f"{theirs}.lora_magnitude_vector"] = adapter.magnitude.detach()
+        if half := half_there(model, name):
+            halves.setdefault(half[0], {})[half[1]] = adapter
+        else:
+            tensors |= _by_names(there[name, part].theirs, *_matrices(adapter), adapter.magnitude)
+    for theirs, found in halves.items():
+        tensors |= _by_names(theirs, *_of_both(found))
     return {name: each.float().cpu().clone(memory_format=torch.contiguous_format) for name, each in tensors.items()}
+
+
+def _by_names(theirs: str, a: torch.Tensor, b: torch.Tensor, magnitude: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    found = {f"{_ROOT}{theirs}.lora_A.weight": a, f"{_ROOT}{theirs}.lora_B.weight": b}
+    return found if magnitude is None else found | {f"{_ROOT}{theirs}.lora_magnitude_vector": magnitude.detach()}
+
+
+def _matrices(adapter: Adapter) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B, with what takes out the part of the weight that they began with."""
+    a, b = adapter.a.detach(), adapter.b.detach()
+    if adapter.a0 is not None and adapter.b0 is not None:
+        a, b = torch.cat((a, adapter.a0)), torch.cat((b, -adapter.b0), 1)
+    return a, b
+
+
+def _of_both(halves: Mapping[int, Adapter]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """A, B and magnitude of a layer whose first rows have one adapter and whose others another: their ranks add up."""
+    if len(halves) < 2 and any(each.magnitude is not None for each in halves.values()):
+        raise SettingError(
+            "lora.targets has one of gate and up, and PEFT's layout one layer for both: with lora.dora name both"
+        )
+    made = {number: _matrices(adapter) for number, adapter in sorted(halves.items())}
+    nothing = next(iter(made.values()))[1][:, :0]
+    b = torch.block_diag(*(made[number][1] if number in made else nothing for number in range(2)))
+    magnitudes: list[torch.Tensor] = [each for number in made if (each := halves[number].magnitude) is not None]
+    return torch.cat([a for a, _ in made.values()]), b, torch.cat(magnitudes) if magnitudes else None
 
 
 def _there(model: nn.Module) -> dict[tuple[str, str], Site]:
     """The layers of a network by our names. Raises SettingError where one that has an adapter has no name there."""
     found = {(each.module, each.part): each for each in sites(model, names_there(model))}
     for name, _, part, _ in adapted(model):
-        if not found[name, part].theirs:
+        if not found[name, part].theirs and not half_there(model, name):
             raise SettingError(
                 f"lora.targets has {found[name, part].ours}: PEFT's layout, which follows Hugging Face's, has no such layer "
                 f"of a {type(model).__name__} of these settings, so its adapters stay in the run's checkpoints"
@@ -58,22 +86,29 @@ def _there(model: nn.Module) -> dict[tuple[str, str], Site]:
 
 
 def describe_adapter(model: nn.Module, lora: Lora, base: str) -> dict[str, Any]:
-    """What `adapter_config.json` says; `base` is where the base lies, by PEFT's account of it."""
+    """What `adapter_config.json` says; `base` is where the base lies: a place, or a name on the hub with a revision."""
     there = _there(model)
-    has = {there[name, part].theirs for name, _, part, _ in adapted(model)}
+    halves = {name: half[0] for name, *_ in there if (half := half_there(model, name))}
+    named = [halves.get(name) or there[name, part].theirs for name, _, part, _ in adapted(model)]
+    both = [name for name in named if named.count(name) == 2]
+    all_names = {each.theirs for each in there.values() if each.theirs} | {*halves.values()}
     doubled = lora.init in ("pissa", "olora")
-    rank = 2 * lora.rank if doubled else lora.rank
+    rank, plain = 2 * lora.rank if doubled else lora.rank, doubled or not lora.rslora
+    name, revision = name_and_revision(base) if is_hub_name(base) else (base, None)
     transposed = getattr(getattr(model, "shape", None), "flavour", "") == "gpt2"
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": name,
+        "revision": revision,
         "inference_mode": True,
         "r": rank,
         "lora_alpha": lora.scale * rank if doubled else _whole(lora.alpha),
         "lora_dropout": lora.dropout,
-        "target_modules": _shortest(has, {each.theirs for each in there.values() if each.theirs}),
-        "use_rslora": lora.rslora and not doubled,
+        "target_modules": _shortest(set(named), all_names),
+        "rank_pattern": dict.fromkeys(both, 2 * rank),
+        "alpha_pattern": dict.fromkeys(both, lora.scale * (2 * rank if plain else (2 * rank) ** 0.5)),
+        "use_rslora": not plain,
         "use_dora": lora.dora,
         "init_lora_weights": True if doubled else _INITS[lora.init],
         "fan_in_fan_out": transposed,
@@ -167,6 +202,8 @@ _UNKNOWN = (
     "target_parameters",
 )
 """Of PEFT's settings those whose adapters have no place here."""
+_HARMLESS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+"""Ways to begin that leave the base's weights as they are; PiSSA, OLoRA, CorDA and LoftQ take something out of them."""
 
 
 def _check_description(model: nn.Module, lora: Lora, folder: Folder, description: Mapping[str, Any]) -> None:
@@ -177,8 +214,12 @@ def _check_description(model: nn.Module, lora: Lora, folder: Folder, description
     for key in _UNKNOWN:
         if description.get(key):
             raise _error(folder, f"its {key} is {description[key]!r}, which has no place here")
-    theirs = description.get("target_modules") or []
-    names = [theirs] if isinstance(theirs, str) else sorted(theirs)
+    if (init := description.get("init_lora_weights", True)) not in _HARMLESS:
+        raise _error(
+            folder,
+            f"its init_lora_weights is {init!r}, so it belongs to what was left of the base's weights: have PEFT convert it "
+            "by save_pretrained(path_initial_model_for_weight_conversion=...)",
+        )
     wanted = {
         "rank": (lora.rank, description.get("r")),
         "alpha": (float(lora.alpha), float(description.get("lora_alpha", 0))),
@@ -186,25 +227,40 @@ def _check_description(model: nn.Module, lora: Lora, folder: Folder, description
         "dora": (lora.dora, bool(description.get("use_dora"))),
     }
     flags = [f"--lora.{key} {str(there).lower()}" for key, (here, there) in wanted.items() if here != there]
-    if not _same_targets(model, lora, names):
-        flags.append(f"--lora.targets '{names[0] if names == [ALL_LINEAR] else _listed(names)}'")
+    try:
+        if targets := _other_targets(model, lora, description):
+            flags.append(f"--lora.targets '{targets}'")
+    except ValueError as error:
+        raise _error(folder, f"its target_modules are {description.get('target_modules')!r}: {error}") from error
     if flags:
         raise _error(folder, f"its adapters are not those that the settings describe: give {' '.join(flags)}")
 
 
-def _listed(names: list[str]) -> str:
+def _other_targets(model: nn.Module, lora: Lora, description: Mapping[str, Any]) -> str:
+    """What `lora.targets` must be instead; "" where it means the same layers. Raises ValueError where that is none."""
+    targets, excluded = (description.get(key) or [] for key in ("target_modules", "exclude_modules"))
+    if targets == ALL_LINEAR and not excluded:
+        return "" if lora.all_linear else ALL_LINEAR
+    named = [each for each in sites(model, names_there(model)) if each.theirs]
+    wanted = [each for each in named if _meant(targets, each.theirs) and not _meant(excluded, each.theirs)]
+    if not wanted:
+        raise ValueError("no layer of this network is meant by them")
+    if {(each.module, each.part) for each in wanted} == {(name, part) for name, _, part, _ in adapted(model)}:
+        return ""
+    names = _shortest({each.theirs for each in wanted}, {each.theirs for each in named})
     return "[" + ", ".join(f'"{name}"' for name in names) + "]"
 
 
-def _same_targets(model: nn.Module, lora: Lora, names: list[str]) -> bool:
-    has = {(name, part) for name, _, part, _ in adapted(model)}
-    if names == [ALL_LINEAR]:
-        return lora.all_linear
+def _meant(targets: str | list[str], name: str) -> bool:
+    """Whether PEFT means a layer: by its end from a dot on, or, where a text is given, by that as a regular expression."""
+    if targets == ALL_LINEAR:
+        return True
+    if not isinstance(targets, str):
+        return any(_ends(name, each) for each in targets)
     try:
-        wanted = [each for each in sites(model, names_there(model)) if any(_ends(each.theirs, name) for name in names)]
-    except ValueError:
-        return False
-    return {(each.module, each.part) for each in wanted} == has
+        return re.fullmatch(targets, name) is not None
+    except re.error as error:
+        raise ValueError(f"no regular expression ({error})") from error
 
 
 def _error(folder: Folder, what: str) -> SettingError:

@@ -2,7 +2,8 @@
 step, whose forward and backward are computed for all at once.
 
 One training computes at a time, as if they were one thread: whoever waits for the others' step lets the next one go on. A
-training that ends, or fails, leaves the others to theirs.
+training that ends, or fails in what it does by itself, leaves the others to theirs; an error in the step that they share, as
+where memory runs out, ends all.
 
     together = Together(8)
     strategy = together.member(3)                             # for the training of that number, in a thread of its own

@@ -29,7 +29,6 @@ from raystride.pipelines.observers.stragglers import Stragglers
 from raystride.pipelines.observers.throughput import FirstStep, PhaseShares, Throughput
 from raystride.pipelines.observers.tracker import Tracker
 from raystride.pipelines.plugins import OBSERVERS, load_plugins
-from raystride.pipelines.prepare.manifest import Manifest
 from raystride.pipelines.profiling.profile import Profiled
 from raystride.pipelines.profiling.stalls import StallWatch
 from raystride.pipelines.record.entry import new_entry
@@ -39,7 +38,7 @@ from raystride.pipelines.strategies import build_strategy
 from raystride.pipelines.strategies.recompute import as_compiled, recompute
 from raystride.pipelines.strategies.spread import parameters_in, spread_of
 from raystride.pipelines.strategies.strategy import Strategy
-from raystride.pipelines.tasks import build_task
+from raystride.pipelines.tasks import Task, build_task
 from raystride.pipelines.tokenizers import Tokenizers
 from raystride.pipelines.train.adapters import HEADER, begin_adapters, check_base, network_maker, settle_base
 from raystride.pipelines.train.attention_choice import choose_attention
@@ -133,7 +132,7 @@ def build_training(
     config = replace(job.config, train=with_precision(job.config.train, device))
     use_kernels(config.model.kernels)
     manifest = open_manifest(config, job.prepared)
-    task = build_task(config, manifest.facts, Tokenizers(job.prepared, manifest.tokenizers))
+    task = build_task(config, manifest.facts, Tokenizers(job.prepared, build_task(config).tokenizers))
     strategy = job.strategy or build_strategy(config, device=device, rank=rank, world=world)
     strategy.device = device
     torch.manual_seed(config.seed)
@@ -141,15 +140,15 @@ def build_training(
     precision.use_products()
     if shortfall := precision.shortfall(device):
         log(shortfall)
-    network = model = strategy.build(network_maker(task.build_model, config, job.prepared / "tokenizer", log))
+    network = model = strategy.build(network_maker(task, config, job.prepared / "tokenizer", log))
     if config.masks_by_place:
         number_dropouts(model)
-    checkpoints = _checkpoints(job, worker, manifest, log)
+    checkpoints = _checkpoints(job, worker, task, log)
     found = checkpoints.newest()
     if config.lora.rank:
         begin_adapters(model, config, found, checkpoints)
     elif config.model.init_from and not found:  # a run that is resumed needs that folder no more
-        start_with(model, config.model.init_from, job.prepared / "tokenizer", log)
+        start_with(model, config.model.init_from, task, job.prepared / "tokenizer", log)
     base = settle_base(model) if config.lora.rank and spread_of(model) is None else ""
     precision.convert(model, sharded=strategy.sharded)
     make_optimizer = partial(build_optimizer, config.optimizer, stochastic=config.train.stochastic_rounding)
@@ -243,15 +242,15 @@ def _use_device(job: Job, worker: WorkerInfo) -> torch.device:
     return device
 
 
-def _checkpoints(job: Job, worker: WorkerInfo, manifest: Manifest, log: Callable[[str], None]) -> Checkpoints:
+def _checkpoints(job: Job, worker: WorkerInfo, task: Task, log: Callable[[str], None]) -> Checkpoints:
     # Not the training's own group, on which a save beside the training hung, or ended the process.
     group = dist.new_group(backend="gloo") if worker.world > 1 else None
     extra: dict[str, bytes] = {}
     if worker.rank == 0:  # what it takes to use the model: its tokenizers, and what the task knows of the data
-        for tokenizer in manifest.tokenizers:
+        for tokenizer in task.tokenizers:
             folder = job.prepared / tokenizer
             extra |= {f"{tokenizer}/{name}": folder.read(name) for name in folder.names()}
-        extra["facts.json"] = json.dumps(manifest.facts | {"tokenizers": manifest.tokenizers}).encode()
+        extra["facts.json"] = json.dumps(dict(task.facts) | {"tokenizers": list(task.tokenizers)}).encode()
     settings = job.config.checkpoint
     rules = {"keep": settings.keep, "failures": settings.failures}
     checkpoints = Checkpoints(job.folder / "checkpoints", job.attempt, **rules, group=group, log=log, extra=extra)

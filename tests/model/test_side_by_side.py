@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from raystride.model.hugging_face import names_there
+from raystride.model.linear import bf16_products
 from raystride.model.lora import adapted, attach, start_adapters
+from raystride.model.preference import PairRule, PreferenceDecoder
 from raystride.model.side_by_side import SideBySide, over_same_base
 from raystride.model.transformer import Decoder, PackedDecoder
 from raystride.model.translator import Translator
@@ -71,6 +73,21 @@ def test_some_of_them_and_rows_of_other_lengths_are_computed_as_well() -> None:
         assert abs(float(loss.detach()) - float(network(own, own)[0].detach())) < 1e-4
 
 
+@pytest.mark.parametrize("loras", [SAME, UNLIKE])
+def test_in_fewer_bits_each_has_the_loss_that_it_has_alone(loras: list[Lora], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under autocast, as on GPUs, and by bfloat16 products of CPUs that have them; others imitate these."""
+    monkeypatch.setattr("raystride.model.linear.has_bf16", lambda: True)
+    networks = _networks(Decoder, loras)
+    ids = torch.randint(0, 50, (2, 8))
+    for fewer_bits in (torch.autocast("cpu", dtype=torch.bfloat16), bf16_products()):
+        with fewer_bits:
+            alone = [float(network(ids, ids)[0].detach()) for network in networks]
+            together = SideBySide(networks).losses([0, 1, 2], [(ids,)] * 3, [ids] * 3)
+        assert len(set(alone)) == 3
+        for (loss, _), expected in zip(together, alone, strict=True):
+            assert abs(float(loss.detach()) - expected) < 1e-4
+
+
 def test_all_have_one_base_in_memory() -> None:
     first, second, _ = _networks(Decoder, SAME)
     assert first.embedding.weight is second.embedding.weight
@@ -79,7 +96,8 @@ def test_all_have_one_base_in_memory() -> None:
     assert first.get_submodule(qkv).adapters["q"].a is not second.get_submodule(qkv).adapters["q"].a
 
 
-def test_what_is_no_decoder_is_refused() -> None:
+def test_what_has_another_loss_is_refused() -> None:
     shape = Model(flavour="llama", layers=1, heads=2, width=8, context=8)
-    with pytest.raises(ValueError, match=r"lora\.adapters .* train a decoder"):
-        SideBySide([Translator(shape, 40)])
+    for network in (Translator(shape, 40), PreferenceDecoder(shape, 40, PairRule())):
+        with pytest.raises(ValueError, match=r"lora\.adapters .* train a decoder"):
+            SideBySide([network])

@@ -10,9 +10,10 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import save
 
-from raystride.model.hugging_face import to_hugging_face
+from raystride.model.hugging_face import names_there, to_hugging_face
+from raystride.model.lora import attach
 from raystride.model.transformer import Decoder
-from raystride.pipelines.config import Config, Model, SettingError, Tokenizer
+from raystride.pipelines.config import Config, Lora, Model, SettingError, Tokenizer
 from raystride.pipelines.config.jobs import Export
 from raystride.pipelines.config.parse import to_yaml
 from raystride.pipelines.files import Folder
@@ -20,6 +21,7 @@ from raystride.pipelines.hub import INDEX, WEIGHTS, fetched, is_hub_name, push, 
 from raystride.pipelines.launch.finished import push_run
 from raystride.pipelines.pretrained import start_from
 from raystride.pipelines.tokenizers import train_tokenizer
+from raystride.pipelines.train.peft import write_adapter
 from tests.hub_server import HubServer, hub_server
 
 SHAPE = Model(flavour="llama", layers=1, heads=2, width=8, context=4)
@@ -111,6 +113,18 @@ def test_what_is_there_needs_no_network(hub: HubServer, tmp_path: Path, monkeypa
         _start("org/other", tmp_path)
 
 
+def test_what_is_there_needs_no_hub_that_can_be_reached(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    online, _ = _start(NAME, tmp_path)
+    nowhere = "http://127.0.0.1:1"
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, nowhere)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "ENDPOINT", nowhere)
+    away, _ = _start(NAME, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(online.parameters(), away.parameters(), strict=True))
+
+
 def test_a_busy_hub_is_asked_again(hub: HubServer, tmp_path: Path) -> None:
     hub.busy = 1
     assert _start(NAME, tmp_path)
@@ -156,6 +170,7 @@ def test_a_tokenizer_comes_from_the_hub(hub: HubServer, tmp_path: Path) -> None:
 
 
 def test_a_folder_is_pushed_with_the_card_of_its_run(hub: HubServer, tmp_path: Path) -> None:
+    """Other files of the folder stay where they are."""
     exported, storage = Folder(str(tmp_path / "exported")), Folder(str(tmp_path / "runs"))
     for name, content in _files().items():
         exported.put(name, content)
@@ -166,7 +181,7 @@ def test_a_folder_is_pushed_with_the_card_of_its_run(hub: HubServer, tmp_path: P
     assert push_run(settings, exported, 60) == f"{hub.address}/me/mine"
     files = hub.files("me/mine")
     card = files.pop("README.md").decode()
-    assert files == {name: content for name, content in _files().items() if name != "README.md"}
+    assert files == {name: content for name, content in _files().items() if name in ("config.json", WEIGHTS)}
     assert hub.large  # weights went by LFS
     assert all(each in card for each in ("base_model: org/base", "| validation loss | 1.25 |", "val_accuracy", "# license:"))
     assert "after 60 steps" in card
@@ -176,7 +191,7 @@ def test_a_folder_is_pushed_with_the_card_of_its_run(hub: HubServer, tmp_path: P
         push_run(Export(run="mine", storage=str(storage), push="me/others"), exported, 60)
     # What is pushed is fetched again.
     assert fetched("me/mine").read(WEIGHTS) == files[WEIGHTS]
-    assert push(exported, "me/mine", "# again") == f"{hub.address}/me/mine"
+    assert push(exported, ["config.json"], "me/mine", "# again") == f"{hub.address}/me/mine"
     assert hub.files("me/mine")["README.md"] == b"# again"
 
 
@@ -184,3 +199,28 @@ def test_a_folder_is_pushed_with_the_card_of_its_run(hub: HubServer, tmp_path: P
 def test_a_name_that_cannot_be_pushed_to_is_refused(name: str, to: Any) -> None:
     with pytest.raises(SettingError, match=r"push is "):
         Export(run="mine", push=name, to=to)
+
+
+@pytest.mark.parametrize(
+    ("base", "told", "card_says"),
+    [
+        ("org/base@v1", ("org/base", "v1"), ['from_pretrained("org/base", revision="v1")', "base_model: org/base"]),
+        ("/models/base", (None, None), ['from_pretrained("FOLDER")', "is not on the hub"]),
+    ],
+)
+def test_an_adapter_is_pushed_with_how_it_comes_to_its_base(
+    hub: HubServer, tmp_path: Path, base: str, told: tuple[Any, Any], card_says: list[str]
+) -> None:
+    lora, model = Lora(rank=2), _decoder()
+    attach(model, lora, names_there(model))
+    exported = write_adapter(model, lora, Folder(str(tmp_path / "exported")), base)
+    exported.put("config.json", "{}")  # of an earlier export into the same folder
+    run = Folder(str(tmp_path / "runs")) / "mine"
+    run.put("config.yaml", to_yaml(Config(model=Model(init_from=base), lora=lora)))
+    push_run(Export(run="mine", storage=str(tmp_path / "runs"), push="me/adapter"), exported, 60)
+    files = hub.files("me/adapter")
+    assert files.keys() == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    described = json.loads(files["adapter_config.json"])
+    assert (described["base_model_name_or_path"], described["revision"]) == told
+    card = files["README.md"].decode()
+    assert all(each in card for each in ("library_name: peft", 'PeftModel.from_pretrained(base, "me/adapter")', *card_says))

@@ -44,6 +44,8 @@ def test_settings_that_contradict_each_other(settings: dict[str, Any], said: str
         ({"init": "pissa"}, {"scaling": Scaling(tensor=2)}, r"lora\.init is 'pissa'.*scaling\.tensor"),
         ({}, {"train": Train(precision="pure_bf16")}, r"train\.precision is 'pure_bf16'.*lora\.base_precision bf16"),
         ({"adapters": 2, "each": {"seed": [1, 2]}}, {"scaling": Scaling(workers=2)}, r"lora\.adapters is 2.*one worker"),
+        ({"adapters": 2, "each": {"seed": [1, 2]}}, {"train": Train(exact=True)}, r"train\.exact is True.*share a base"),
+        ({"adapters": 2, "each": {"seed": [1, 2]}}, {"task": "preference"}, r"task is 'preference'.*share a base"),
         ({"adapters": 2, "each": {"seed": [1, 2]}, "dropout": 0.1}, {}, r"lora\.dropout is 0\.1.*must be 0"),
         ({"adapters": 2, "each": {"seed": [1, 2]}, "dora": True}, {}, r"lora\.adapters is 2.*lora\.dora"),
     ],

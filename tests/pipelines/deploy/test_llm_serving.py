@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from raystride.pipelines.config import Config, Model, SettingError
+from raystride.pipelines.config import Config, Lora, Model, SettingError
 from raystride.pipelines.config.deploy import DeployServe
 from raystride.pipelines.config.parse import to_yaml
 from raystride.pipelines.deploy.driver import run_deploy
@@ -30,15 +31,30 @@ def test_a_run_becomes_an_application(tmp_path: Path, capsys: pytest.CaptureFixt
     assert model["accelerator_type"] == "H100"
     said = capsys.readouterr().out
     assert "export --run mine" in said
+    assert "--merge" not in said
     assert f"serve deploy {output}/{FILE}" in said
+    tuned = replace(CONFIG, model=replace(CONFIG.model, init_from="base"), lora=Lora(rank=2))
+    Folder(f"{tmp_path}/runs/mine").put("config.yaml", to_yaml(tuned))
+    assert run_deploy([*flags, "--overwrite", "true"]) == 0
+    assert "--to hugging_face --merge true\n" in capsys.readouterr().out
     assert run_deploy([*flags, "--run", "none"]) == 2
     assert "there is no such run" in capsys.readouterr().err
 
 
 def test_a_place_says_where_the_model_lies() -> None:
     text = rendered_serving(DeployServe(run="mine", place="kubernetes"), CONFIG)
-    (model,) = yaml.safe_load(text)["applications"][0]["args"]["llm_configs"]
+    (model,) = _models(text)
     assert not model["model_loading_config"]["model_source"].startswith(str(Path.cwd()))
+
+
+def test_an_address_stands_there_as_rays_clients_read_it() -> None:
+    storage = "s3://key:secret@bucket/runs?region=eu-west-1&endpoint_override=http://minio:9000"
+    (model,) = _models(rendered_serving(DeployServe(run="mine", storage=storage), CONFIG))
+    assert model["model_loading_config"]["model_source"] == "s3://bucket/runs/mine/export/hugging_face"
+
+
+def _models(text: str) -> Any:
+    return yaml.safe_load(text)["applications"][0]["args"]["llm_configs"]
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,21 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from raystride.model.generate import generate
-from raystride.pipelines.config import Config, Tokenizer
+from raystride.model.lora import merge
+from raystride.pipelines.config import Config, Lora, Tokenizer
 from raystride.pipelines.config.parse import to_yaml
-from raystride.pipelines.evaluate.opening import open_run
+from raystride.pipelines.evaluate.opening import Opened, open_run
 from raystride.pipelines.files import Folder
 from raystride.pipelines.worker.job import WorkerInfo
 from raystride.pipelines.worker.worker import build_training
+from tests.preferences import SHAPE, write_base
 from tests.processes import make_job
 from tests.ray_jobs.jobs import ROOT, environment, finish_job, start_script
 from tests.tiny import tiny, write_text
@@ -25,9 +29,14 @@ TOKENS = 4
 
 
 def _trained(storage: Path) -> Config:
-    """A run that has ended, whose model has words of its own."""
-    model = tiny(write_text(storage)).model
-    config = tiny(storage / "text.txt", tokenizer=Tokenizer(kind="characters"), model=model)
+    """A run that has ended: adapters on a base whose tokenizer writes chats."""
+    base = write_base(storage, chat=True)
+    config = tiny(
+        write_text(storage),
+        tokenizer=Tokenizer(kind="file", file=str(base / "tokenizer.json")),
+        model=replace(SHAPE, init_from=str(base)),
+        lora=Lora(rank=2),
+    )
     training = build_training(make_job(config, storage, "mine"), WorkerInfo(), [], lambda: False, lambda _: None)
     training.run()
     Folder(f"{storage}/mine").put("config.yaml", to_yaml(config))
@@ -63,22 +72,30 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str
         process.stdout.close()
 
 
+def _greedy(opened: Opened, ids: list[int]) -> str:
+    found = generate(opened.decoder, [ids], tokens=TOKENS, temperature=0)
+    return opened.encoder.decode([each[0] for each in found])
+
+
 @pytest.mark.long
 def test_a_client_gets_the_tokens_of_generate(served: tuple[Path, str, str, str]) -> None:
     storage, address, token, _ = served
     opened = open_run(Folder(str(storage)), "mine", "last")
-    ids = [
-        each[0] for each in generate(opened.decoder, [opened.encoder.encode(PROMPT).tolist()], tokens=TOKENS, temperature=0)
-    ]
+    merge(opened.model)
     client = openai.OpenAI(base_url=address, api_key=token)
+    expected = _greedy(opened, opened.encoder.encode(PROMPT).tolist())
     answer = client.completions.create(model="mine", prompt=PROMPT, max_tokens=TOKENS, temperature=0)
-    assert answer.choices[0].text == opened.encoder.decode(ids)
+    assert answer.choices[0].text == expected
     whole = client.completions.create(model="mine", prompt=PROMPT, temperature=0)
-    assert whole.choices[0].text.startswith(opened.encoder.decode(ids))
+    assert whole.choices[0].text.startswith(expected)
     assert whole.usage.total_tokens <= opened.config.model.context
+    messages = [{"role": "user", "content": "is it 46?"}]
+    said = client.chat.completions.create(model="mine", messages=messages, max_tokens=TOKENS, temperature=0)
+    chat: Any = opened.encoder
+    assert said.choices[0].message.content == _greedy(opened, chat.chat.question("is it 46?").tolist())
     with pytest.raises(openai.BadRequestError) as refused:
-        client.completions.create(model="mine", prompt="e" * 40)
-    assert "has 40 tokens, and the model's context 16" in refused.value.response.text
+        client.completions.create(model="mine", prompt="q" * 90)
+    assert "has 90 tokens, and the model's context 48" in refused.value.response.text
     with pytest.raises(openai.AuthenticationError, match="send the token"):
         openai.OpenAI(base_url=address, api_key="another").models.list()
 

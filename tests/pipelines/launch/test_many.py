@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from raystride.pipelines.cluster.cluster import CannotRun
+from raystride.pipelines.cluster.resources import Resources
 from raystride.pipelines.config import Config, Launch, Lora, Scaling, SettingError, Train
 from raystride.pipelines.evaluate.opening import open_run
 from raystride.pipelines.files import Folder
@@ -13,6 +15,8 @@ from raystride.pipelines.launch.driver import train
 from raystride.pipelines.launch.failure import TrainingFailed
 from raystride.pipelines.launch.many import many_of
 from raystride.pipelines.launch.screen import Quiet
+from raystride.pipelines.memory.estimate import estimate
+from raystride.pipelines.memory.networks import expected
 from tests.bases import SHAPES, write_base
 from tests.tiny import tiny, write_text
 
@@ -97,6 +101,17 @@ def test_one_that_fails_leaves_the_others_to_their_end(tmp_path: Path) -> None:
 def test_what_adapters_share_cannot_differ(each: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=said):
         _train(_config(tmp_path, each))
+
+
+def test_all_must_fit_into_memory_at_once(tmp_path: Path) -> None:
+    config = _config(tmp_path, {"seed": list(range(64))}, train=Train(steps=1, slots=1, slot_size=64))
+    alone = replace(config, lora=replace(config.lora, adapters=1, each=None))
+    need = estimate(alone, expected(alone), workers=1, device="cpu")
+    assert need
+    size = int(64 * Resources.of_this_machine().memory_bytes / need.activations / 8)
+    with pytest.raises(CannotRun, match="memory"):
+        _train(replace(config, train=replace(config.train, slot_size=size)))
+    assert not (tmp_path / "runs" / ".prepared").exists()
 
 
 def test_many_at_once_are_for_one_process(tmp_path: Path) -> None:

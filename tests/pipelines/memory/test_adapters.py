@@ -47,10 +47,14 @@ def test_a_frozen_base_has_neither_gradients_nor_moments() -> None:
     assert adapters.total < full.total
 
 
-def test_bfloat16_halves_the_base_and_shards_divide_it() -> None:
+def test_bfloat16_halves_the_base_shards_divide_it_and_many_share_it() -> None:
     lora = Lora(rank=8)
     plain, half = _told(_config(lora)), _told(_config(replace(lora, base_precision="bf16")))
     spread = _told(_config(lora, scaling=Scaling(strategy="fsdp", workers=4)), workers=4)
     assert half.parameters < 0.55 * plain.parameters
     assert spread.parameters < 0.3 * plain.parameters
+    many = _told(_config(Lora(rank=8, adapters=4, each={"seed": [1, 2, 3, 4]})))
+    assert many.gradients == 4 * plain.gradients
+    assert 3 * plain.activations < many.activations <= 4 * plain.activations
+    assert many.parameters < plain.parameters + 4 * plain.gradients, "one base"
     assert _told(_config(lora, train=Train(steps=1, exact=True))).gradients >= plain.gradients

@@ -62,11 +62,19 @@ def test_all_trials_have_the_losses_of_trainings_of_their_own(tmp_path: Path) ->
         ({"search": "optuna"}, r"sweep\.share_base is True.*optuna"),
         ({"share": "0/2"}, r"sweep\.share_base is True.*sweep\.share"),
         ({"objective": "throughput"}, r"sweep\.share_base is True.*`throughput`: give `loss`"),
+        ({"stop_bad": "asha"}, r"sweep\.stop_bad is 'asha'.*sweep\.share_base"),
+        ({"timeout_s": 60.0}, r"sweep\.timeout_s is 60\.0.*sweep\.share_base"),
+        ({"space": {"model.init_from": ["a", "b"]}}, r"sweep\.share_base is True.*model\.init_from: it is the base's"),
+        ({"space": {"train.precision": ["fp32", "bf16"]}}, r"sweep\.share_base is True.*train\.precision"),
     ],
 )
 def test_what_trials_at_once_cannot_tell_is_refused(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=said):
         _sweep(tmp_path, **settings)
+
+
+def test_more_trials_are_not_stopped_early_either(tmp_path: Path) -> None:
+    assert _sweep(tmp_path, {"seed": list(range(9))}).sweep.stop_bad == "none"
 
 
 def test_a_sweep_without_adapters_has_no_base_to_share(tmp_path: Path) -> None:

@@ -248,6 +248,11 @@ def test_settings_that_do_not_go_together_are_refused(task: str, objective: dict
         Config(task=task, objective=Objective(**objective))
 
 
+def test_logits_with_a_bound_are_refused() -> None:
+    with pytest.raises(SettingError, match=r"model\.logit_softcap is 30\.0.*`preference`"):
+        Config(task="preference", model=Model(logit_softcap=30.0), objective=Objective(reference_free=True))
+
+
 def test_a_reference_is_asked_for() -> None:
     with pytest.raises(SettingError, match=r"model\.init_from .* or set objective\.reference_free"):
         build_task(Config(task="preference"))

@@ -144,6 +144,23 @@ def test_several_turns_have_the_ids_of_transformers(folder: Path, tmp_path: Path
     assert np.array_equal(chat.question("who?"), chat.question([{"role": "user", "content": "who?"}]))
 
 
+def test_who_calls_a_tool_may_say_nothing(folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    content = "{{ message.content if message.content else message.tool_calls[0].function | tojson }}"
+    _choose(folder, CHATML.replace("' + message['content'] + '", f"' }}}}{content}{{{{ '"), "<|im_end|>")
+    theirs = AutoTokenizer.from_pretrained(str(folder))
+    chat = _encoder(folder, tmp_path / "out").chat
+    assert chat
+    prompt = [{"role": "user", "content": "who?"}]
+    for said in ({}, {"content": None}):
+        answers = [{"role": "assistant", "tool_calls": [{"function": {"name": name}}], **said} for name in ("a", "</s><s>a")]
+        whole = theirs.apply_chat_template([*prompt, answers[0]], tokenize=True, return_dict=False)
+        assert [*chat.question(prompt).tolist(), *chat.answer(prompt, [answers[0]]).tolist()] == whole
+        assert len(chat.question([*prompt, answers[0], *prompt])) > len(whole)
+        assert _special(folder, "<s>") not in chat.answer(prompt, [answers[1]]).tolist(), "nor does anybody forge one there"
+
+
 def _special(folder: Path, name: str) -> int:
     tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
     return int(next(token["id"] for token in tokens if token["content"] == name))

@@ -1,12 +1,13 @@
 """A run of ours is the base of another: of adapters on a classifier, of a decoder that is trained on."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from raystride.pipelines.config import Config, Lora, Model, SettingError, Tokenizer
+from raystride.pipelines.config import Config, Data, Lora, Model, SettingError, Tokenizer, Train, Validation
 from raystride.pipelines.config.parse import to_yaml
 from raystride.pipelines.files import Folder
 from raystride.pipelines.train.base_run import check_run, is_run
@@ -65,6 +66,39 @@ def test_a_classifier_gets_adapters_on_a_run_of_its_task(tmp_path: Path) -> None
     _, metrics = second.run()
     assert "val_accuracy" in metrics
     assert not any(each.requires_grad for name, each in second.model.named_parameters() if ".adapters." not in name)
+    (tmp_path / "rows.txt").write_text(rows.replace("LOC", "ZIP"))
+    with pytest.raises(SettingError, match=r"its labels are 'LOC:x', 'NUM:x', and those of the data 'NUM:x', 'ZIP:x'"):
+        _training(again, tmp_path, "third")
+
+
+def test_a_translator_gets_adapters_on_a_run_of_ours(tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+
+    def training(run: str, target: str, base: str | None = None) -> Training:
+        rows = [{"text": f"{number} is asked", "target": f"{number} {target}"} for number in range(60)]
+        pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = tiny(
+            pairs,
+            task="translation",
+            data=Data(source=str(pairs), validation_fraction=0.2),
+            tokenizer=Tokenizer(kind="characters", shared=False),
+            model=Model(layers=1, heads=2, width=16, context=32, init_from=base),
+            lora=Lora(rank=2 if base else 0),
+            train=Train(steps=2, slots=2, slot_size=2),
+            validation=Validation(every=0),
+        )
+        return _training(config, tmp_path, run)
+
+    training("first", "answered").run()
+    second = training("second", "answered", base=str(tmp_path / "first"))
+    before = {name: each.clone() for name, each in second.model.named_parameters()}
+    second.run()
+    changed = {name for name, each in second.model.named_parameters() if not torch.equal(each, before[name])}
+    assert changed
+    assert all(".adapters." in name for name in changed)
+    # As many characters in the answers, but other ones.
+    with pytest.raises(SettingError, match=r"its target tokenizer gives other ids"):
+        training("third", "answerek", base=str(tmp_path / "first"))
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ KINDS = {
     "gpt2": ("gpt2", Lora(rank=4, alpha=64)),
     "gpt2, one of two of a name": ("gpt2", Lora(rank=4, alpha=64, targets=("attn.c_proj",), init="gaussian")),
     "gpt2, olora": ("gpt2", Lora(rank=2, init="olora", rslora=True)),
+    "phi3, dora and rslora": ("phi3", Lora(rank=4, dora=True, rslora=True)),
+    "phi3, pissa, of two halves one": ("phi3", Lora(rank=3, init="pissa", targets=("gate", "0.feed_forward.up"))),
 }
 
 
@@ -58,10 +60,11 @@ class _Losses:
 
 def _config(folder: Path, kind: str, steps: int = 6, **changes: Any) -> Config:
     """A training on a base, of a constant learning rate."""
-    shape, lora = KINDS[kind]
-    base = write_base(folder / "base", SHAPES[shape])
+    name, lora = KINDS[kind]
+    shape = replace((SHAPES | FAMILIES)[name], context=16)
+    base = write_base(folder / "base", shape)
     sections: dict[str, Any] = {
-        "model": replace(SHAPES[shape], init_from=str(base)),
+        "model": replace(shape, init_from=str(base)),
         "lora": lora,
         "optimizer": Optimizer(learning_rate=1e-2, schedule="constant", warmup_steps=0),
         "train": Train(steps=steps, slots=4, slot_size=2, log_every=1),
@@ -193,6 +196,14 @@ def _change_description(folder: Path, **changes: Any) -> None:
         ({"peft_type": "IA3"}, "only LORA"),
         ({"bias": "all"}, "trained biases"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern .* no place here"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'.*path_initial_model_for_weight_conv"),
+        (
+            {"target_modules": r"model\.layers\.1\..*\.(q|v)_proj"},
+            r"--lora\.targets '\[\"1.self_attn.q_proj\", \"1.self_att",
+        ),
+        ({"exclude_modules": ["q_proj"]}, r"give --lora\.targets '\[\"down_proj\", .*\"v_proj\"\]'"),
+        ({"target_modules": "(q_proj"}, "no regular expression"),
+        ({"target_modules": "query"}, "no layer of this network"),
     ],
 )
 def test_an_adapter_of_other_settings_is_refused_by_their_names(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -203,6 +214,17 @@ def test_an_adapter_of_other_settings_is_refused_by_their_names(changes: dict[st
     again = replace(config, lora=replace(config.lora, init_from=str(adapter)))
     with pytest.raises(SettingError, match=rf"lora\.init_from is .*{said}"):
         _training(again, tmp_path, "again")
+
+
+def test_targets_by_a_regular_expression_are_those_that_peft_means(tmp_path: Path) -> None:
+    config = _config(tmp_path, "llama", lora=replace(PLAIN, targets=("1.self_attn.q_proj", "1.self_attn.v_proj")))
+    adapter = tmp_path / "adapter"
+    write_adapter(_training(config, tmp_path).model, config.lora, Folder(str(adapter)), base="")
+    _change_description(adapter, target_modules=r".*\.1\..*\.(q|v)_proj", init_lora_weights="eva")
+    assert _training(replace(config, lora=replace(config.lora, init_from=str(adapter))), tmp_path, "again")
+    assert {name for name, each in _peft(tmp_path / "base", adapter).named_modules() if name.endswith("lora_A")} == {
+        f"base_model.model.model.layers.1.self_attn.{name}.lora_A" for name in ("q_proj", "v_proj")
+    }
 
 
 def test_keys_that_peft_would_pass_over_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,109 @@
+"""docs/finetuning.md's walk is true: its own commands, on a tiny shape, lead from a text to a served model that answers."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+
+from raystride.model.generate import generate
+from raystride.model.lora import merge
+from raystride.pipelines.config import Config
+from raystride.pipelines.config.parse import from_yaml
+from raystride.pipelines.evaluate.opening import open_run
+from raystride.pipelines.files import Folder
+from tests.ray_jobs.jobs import LIMIT_S, ROOT, environment
+from tests.tiny import write_text
+
+pytest.importorskip("openai")
+LESS = {
+    "--model.layers 6 --model.heads 8 --model.width 384 --model.context 256": "--model.layers 1 --model.heads 2 "
+    "--model.width 32 --model.context 96 --record.mlflow false --sample.tokens 0",
+    "--config lm_python": "--config lm_python --data.source ../../text.txt --data.validation tail "
+    "--tokenizer.vocabulary_size 300 --train.steps 4 --launch inline",
+    "--train.steps 100 --scaling.workers 2": "--train.steps 4 --launch inline",
+    "sleep 1;": "sleep 0.1;",
+}
+"""What is smaller here than on the page. The tuning is not, of 300 steps by two workers: its kill comes before the last."""
+
+
+def _blocks() -> list[str]:
+    """The walk's blocks for the shell, with less to do. Fails where the page no longer has what is made less."""
+    page = (ROOT / "docs" / "finetuning.md").read_text()
+    walk = page[page.index("## A walk") : page.index("## LoRA")]
+    for whole, less in LESS.items():
+        assert whole in walk
+        walk = walk.replace(whole, less)
+    return re.findall(r"```\n(.*?)```", walk, re.DOTALL)
+
+
+def _variables(folder: Path) -> dict[str, str]:
+    """For a shell that finds `raystride` and Python."""
+    program = folder / "bin" / "raystride"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m raystride "$@"\n')
+    program.chmod(0o755)
+    path = os.pathsep.join((str(program.parent), str(Path(sys.executable).parent), os.environ["PATH"]))
+    return environment() | {"PATH": path, "PYTHONPATH": str(ROOT)}
+
+
+@contextmanager
+def _shell(script: str, place: Path, variables: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """A shell that runs, and is gone with all that it started at the end of the block."""
+    process = subprocess.Popen(
+        ["bash", "-e", "-c", script],
+        cwd=place,
+        env=variables,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.mark.long
+def test_the_walk_leads_to_a_served_model(tmp_path: Path) -> None:
+    write_text(tmp_path, 8_000)
+    variables, place = _variables(tmp_path), tmp_path / "runs" / "walk"
+    *blocks, ask = _blocks()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    blocks[-1], _, serve = blocks[-1].rstrip().rpartition("\n")
+    assert " raystride serve " in serve
+    with _shell("\n".join(blocks), tmp_path, variables) as walk:
+        said, _ = walk.communicate(timeout=3 * LIMIT_S)  # nine jobs
+    assert walk.returncode == 0, said[-6000:]
+    storage = Folder(str(place / "runs"))
+    tuned, preferred = (storage.read_json(f"{run}/summary.json") for run in ("tuned", "preferred"))
+    assert tuned["steps"] == 300
+    assert 100 <= tuned["resumed_from"] < 300, "it was killed in the middle"
+    assert preferred["steps"] == 4
+    assert (storage / "tuned/export/adapter").exists("adapter_model.safetensors")
+    assert from_yaml(Config, storage.read("tuned/config.yaml").decode()).scaling.workers == 2
+    opened = open_run(storage, "preferred")
+    merge(opened.model)
+    question = opened.encoder.chat.question("What is 2 plus 3?").tolist()  # type: ignore[attr-defined]
+    ids = [each[0] for each in generate(opened.decoder, [question], tokens=20, temperature=0)]
+    expected = opened.encoder.decode(list(takewhile(lambda each: each != opened.encoder.end_id, ids)))
+    with _shell(serve.replace("8000", port), place, variables) as server:
+        assert server.stdout
+        lines = iter(server.stdout.readline, "")
+        assert any(line.startswith("serving ") for line in lines)
+        answered = subprocess.run(["bash", "-c", ask.replace("8000", port)], capture_output=True, text=True, timeout=120)
+    answer = json.loads(answered.stdout)["choices"][0]["message"]["content"]
+    assert answer == expected
