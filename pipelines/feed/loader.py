@@ -8,6 +8,7 @@ loader.waited                                             # seconds that the loo
 """
 
 import itertools
+import math
 import queue
 import threading
 import time
@@ -256,6 +257,16 @@ class Loader:
 def empty_batch(samples: Samples, slot: int, count: int) -> MicroBatch:
     """A micro-batch of so many samples in which nothing counts."""
     return MicroBatch(slot, *samples.empty(count), empty=True)
+
+
+def validated(samples: Samples, wanted: int, share: float = 1.0) -> int:
+    """How many samples of a split validate where `wanted` examples do (0: all), of which this source has a share.
+
+    At least one, so that each source has a loss, also one whose weight is 0 by then.
+    """
+    if not wanted:
+        return samples.count
+    return min(samples.count, max(1, math.ceil(wanted * share / samples.examples)))
 
 
 def validation_batches(

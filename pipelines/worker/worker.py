@@ -4,7 +4,6 @@ summary = run_worker(job, WorkerInfo(rank=0, world=1), recorder.receive, stoppin
 """
 
 import json
-import math
 import os
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from raystride.model.dropout import number_dropouts
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.combinations import SHARDED
-from raystride.pipelines.feed.loader import Loader, validation_batches
+from raystride.pipelines.feed.loader import Loader, validated, validation_batches
 from raystride.pipelines.feed.opening import Feed, open_feed, open_manifest
 from raystride.pipelines.feed.samples import Samples
 from raystride.pipelines.observers.gpu_monitor import GpuMonitor
@@ -266,17 +265,12 @@ def _validation(
     """Measures the validation samples in batches of a slot's size, which surely fits in memory; of a mixture by source."""
     size = config.train.slot_samples
 
-    def counted(name: str, samples: Samples) -> int:
-        """How many of a source's samples are looked at: its share of those that are wanted, or all."""
-        wanted = math.ceil(config.validation.samples * feed.shares.get(name, 0.0) / samples.examples) or samples.count
-        return min(wanted, samples.count)
-
     def measure() -> dict[str, float]:
         sums: dict[str, ValidationSums] = {}
         for name, samples in feed.held_out.items():
             batches = validation_batches(
                 samples,
-                wanted=(wanted := counted(name, samples)),
+                wanted=(wanted := validated(samples, config.validation.samples, feed.shares.get(name, 0.0))),
                 size=size,
                 rank=strategy.rank,
                 world=strategy.world,

@@ -139,6 +139,15 @@ def test_weights_that_stay_go_on_in_the_middle_of_their_schedule() -> None:
     np.testing.assert_array_equal(grown.at(positions), past.at(positions))
 
 
+def test_shares_are_those_that_are_wanted_last() -> None:
+    sources = _sources([100, 10, 10], [math.inf, 25, 15])
+    past = Mixture.planned(sources, [(0, [0.5, 0.25, 0.25]), (64, [0.25, 0.0, 0.75])])
+    assert past.shares() == {"s0": 0.25, "s2": 0.75}, "also once s2 has given all that it may"
+    fewer = Mixture.planned(sources[:2], [(0, [0.75, 0.25])], past, 500)
+    assert fewer.shares() == {"s0": 0.75, "s1": 0.25}
+    assert Mixture.from_json(fewer.to_json()).shares() == {"s0": 1.0}, "what is dealt out by then"
+
+
 def test_sources_of_one_size_have_sample_numbers_of_their_own() -> None:
     mixture = Mixture.planned(_sources([8, 8]), [(0, [0.5, 0.5])])
     first_epochs = mixture.at(np.arange(16, dtype=np.int64))

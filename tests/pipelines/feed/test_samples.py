@@ -10,7 +10,7 @@ import torch
 
 from raystride.pipelines.config import Config, Data, Train
 from raystride.pipelines.feed.cache import NodeCache
-from raystride.pipelines.feed.loader import Loader, validation_batches
+from raystride.pipelines.feed.loader import Loader, validated, validation_batches
 from raystride.pipelines.feed.mixture import Mixture, MixtureSource, split_samples
 from raystride.pipelines.feed.order import Order
 from raystride.pipelines.feed.plan import Plan, build_plan
@@ -95,6 +95,14 @@ def test_an_empty_micro_batch_has_real_shapes_and_no_target(prepared: Prepared) 
         inputs, targets = _samples(prepared, config).empty(3)
         assert len(inputs[0]) == 3
         assert (targets == -100).all()
+
+
+def test_a_source_validates_by_its_share_and_one_without_by_one_sample(prepared: Prepared) -> None:
+    samples = _samples(prepared, _config(Path("x")), "validation")
+    assert [validated(samples, 100, share) for share in (1.0, 0.301, 0.0)] == [100, 31, 1]
+    assert validated(samples, 0, 0.0) == validated(samples, 10**9) == samples.count
+    bundles = _samples(prepared, _config(Path("x"), slot_tokens=2000), "validation")
+    assert 1 < validated(bundles, 1000) < validated(bundles, 0)
 
 
 def test_validation_takes_bundles_spread_over_the_split(prepared: Prepared) -> None:
