@@ -142,7 +142,8 @@ def train(
             # Once more, since only now it is known whether the same settings still mean the same data.
             refuse_changes(earlier, config, prepared.identity)
         milestones["data"] = time.time()
-        environment: RunEnvironment = {**surroundings(config, there, share), "attempt": attempt, **_of_data(prepared)}
+        data = _of_data(prepared, earlier)
+        environment: RunEnvironment = {**surroundings(config, there, share), "attempt": attempt, **data}
         job = Job(
             config=config,
             run=str(config.run),
@@ -209,7 +210,10 @@ def _check_settings(config: Config, earlier: Earlier | None) -> None:
     _check_metric(config)
     check_tensorboard(config.record)
     if earlier:
-        refuse_changes(earlier, config, same_data=lambda: _same_data(config, earlier))
+        # A source that comes back is in no settings to compare with.
+        mixed = earlier.sources and config.data.sources
+        known = identity(config, build_task(config), earlier.learned) if mixed else None
+        refuse_changes(earlier, config, known, lambda: _same_data(config, earlier))
     elif config.model.init_from:
         _check_init(config.model.init_from, config)
 
@@ -228,12 +232,13 @@ def _proved(config: Config, storage: Folder, screen: Screen) -> tuple[Config, Re
     return config, there, share
 
 
-def _of_data(prepared: Prepared) -> DataOfRun:
-    """What `environment.json` says of the data: what another attempt is compared with."""
+def _of_data(prepared: Prepared, earlier: Earlier | None) -> DataOfRun:
+    """What `environment.json` says of the data: what another attempt is compared with, sources that have ended with it."""
     known = prepared.identity
     if not known.sources:
         return {"data": known.data}
-    return {"data": known.data, "sources": dict(known.sources), "learned": known.learned}
+    sources = {**(earlier.sources if earlier else {}), **known.sources}
+    return {"data": known.data, "sources": sources, "learned": known.learned}
 
 
 def _prepare(config: Config, storage: Folder) -> int:

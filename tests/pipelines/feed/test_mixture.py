@@ -1,13 +1,16 @@
 """Mixtures: counts, positions and what is before a change, for any weights, sources and changes."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raystride.pipelines.config import Config, Data, SettingError
 from raystride.pipelines.feed.mixture import PERIOD, SHIFT, Mixture, MixtureSource, in_units, schedule, split_samples
+from raystride.pipelines.feed.opening import build_mixture
 from raystride.pipelines.feed.order import Order, digest
 
 WEIGHTS = st.lists(st.floats(0, 1).map(lambda x: 0.0 if x < 1e-3 else x**3), min_size=1, max_size=9).filter(any)
@@ -162,6 +165,15 @@ def test_positions_of_ten_to_the_twelve_are_found_at_once() -> None:
     assert mixture.counts(10**12).sum() == 10**12
     numbers, inside = split_samples(mixture.at(far))
     assert ((inside >= 0) & (inside < np.array([10**10, 10**9, 3])[numbers])).all()
+
+
+def test_a_source_that_comes_back_as_another_one_is_refused() -> None:
+    config = Config(data=Data(sources={name: {"source": name} for name in ("web", "code")}))
+    past = build_mixture(config, {"web": 100, "code": 50})
+    without = build_mixture(replace(config, data=Data(sources={"code": {"source": "code"}})), {"code": 50}, past, 40)
+    assert build_mixture(config, {"web": 100, "code": 50}, without, 60).counts(40).tolist() == [20, 20]
+    with pytest.raises(SettingError, match=r"data\.sources\.web has 101 samples in another order than the 100"):
+        build_mixture(config, {"web": 101, "code": 50}, without, 60)
 
 
 def test_more_sources_than_shares_there_are_is_refused() -> None:
