@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from raystride.pipelines.feed.cache import NodeCache, RemotePiece
+from raystride.pipelines.feed.cache import TRIES, NodeCache, RemotePiece
 from raystride.pipelines.feed.shard_files import ShardFiles
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.hash_list import LEAF, HashList, hash_list_name, parse_hash_list
@@ -159,10 +159,16 @@ class FarShards(ShardFiles):
                 return self._lists[number]
         shard = self._shards[number]
         name = hash_list_name(shard.file)
-        try:
-            found = parse_hash_list(self._folder.read(name), shard.top_hash)
-        except ValueError as error:
-            raise OSError(f"{self._folder / name}: {error}: it was changed or is damaged where it lies") from error
+        for tried in range(1, TRIES + 1):
+            try:
+                found = parse_hash_list(self._folder.read(name), shard.top_hash)
+            except ValueError as error:
+                if tried < TRIES:
+                    continue
+                raise OSError(f"{self._folder / name}: {error}: it was changed or is damaged where it lies") from error
+            if tried > 1:
+                self.cache.said(f"{self._folder / name} arrived damaged, and whole when it was fetched again")
+            break
         with self._lock:
             self._lists[number] = found
             while len(self._lists) > MOST_LISTS:

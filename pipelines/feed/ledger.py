@@ -19,6 +19,7 @@ import sqlite3
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -74,7 +75,7 @@ class Ledger:
         """`clock` names those whose steps are the same, as the workers of a run. Raises OSError, sqlite3.Error."""
         self._root, self._most, self._lock = root, most_bytes, threading.Lock()
         self._pieces = str(root / PIECES)
-        self._came: list[tuple[bytes, int, float]] = []
+        self._came: deque[tuple[bytes, int, float]] = deque()
         (root / READERS).mkdir(parents=True, exist_ok=True)
         # SQLite waits for nobody while a database is made, and this does.
         with locked(root / f"{DATABASE}.lock", BUSY_S):
@@ -252,14 +253,16 @@ class Ledger:
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
             self._db.execute("BEGIN IMMEDIATE")
+            came = [self._came.popleft() for _ in range(len(self._came))]
             try:
-                came, self._came = self._came, []
                 self._db.executemany("INSERT OR REPLACE INTO files VALUES (?, ?, NULL, ?)", came)
                 yield self._db
+                self._db.execute("COMMIT")
             except BaseException:
-                self._db.execute("ROLLBACK")
+                self._came.extendleft(reversed(came))  # they lie there all the same
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
                 raise
-            self._db.execute("COMMIT")
 
 
 class _Room:

@@ -10,11 +10,12 @@ piece is needed next, in segments of some steps, and tells the node's ledger, by
         ahead.passed(0)                                       # the samples of step 0 are read
 """
 
+import sqlite3
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,10 +107,12 @@ class ReadAhead:
                 busy = self._look() or busy
                 if not busy and not (self._left and self._cache.wait(PAUSE_S)):
                     self._event.wait(PAUSE_S)
-            self._cache.ledger.retire()
         except Exception as error:
             # Nothing is lost but time: what is not there is fetched where it is read.
             self._cache.said(f"shards are not fetched ahead any more: {type(error).__name__}: {error}")
+        finally:
+            with suppress(OSError, sqlite3.Error):
+                self._cache.ledger.retire()  # or what this worker will need would keep its room for ever
 
     def _fetch(self) -> bool:
         """Asks for what is needed next, as much as may be; whether anything came of it."""

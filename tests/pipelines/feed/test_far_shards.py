@@ -82,7 +82,8 @@ def test_a_cache_decides_how_large_pieces_are() -> None:
     assert piece_bytes(1 << 40) == LARGEST
 
 
-def test_a_flipped_byte_is_fetched_again_and_told(prepared: Prepared, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", [".arrow", ".hashes"])
+def test_a_flipped_byte_is_fetched_again_and_told(prepared: Prepared, tmp_path: Path, ending: str) -> None:
     _, far = _streams(prepared, tmp_path)
     said: list[str] = []
     assert far.far
@@ -90,7 +91,7 @@ def test_a_flipped_byte_is_fetched_again_and_told(prepared: Prepared, tmp_path: 
     left = [1]
 
     def flip(path: str, content: bytes) -> bytes:
-        if not path.endswith(".arrow") or not left:
+        if not path.endswith(ending) or not left:
             return content
         left.pop()
         return bytes([content[0] ^ 1]) + content[1:]

@@ -178,3 +178,12 @@ def test_a_disk_that_is_short_bounds_what_is_kept(root: Path, monkeypatch: pytes
     assert not ledger.claim([(_name(3), 100)])  # nobody waits for it, and when it is needed is not known ...
     assert _fetch(ledger, 3, 100)  # ... but now somebody does
     assert ledger.held() == 100
+
+
+def test_what_came_is_not_lost_with_a_transaction_that_fails(root: Path) -> None:
+    ledger = Ledger(root, 4)
+    ledger.claim([(_name(1), 1)], urgent=True)
+    ledger.arrived(_name(1), 1)
+    with pytest.raises(ZeroDivisionError):
+        ledger.announce((_name(number), 1 // number) for number in (1, 0))
+    assert ledger.state(_name(1)) == Claim.HERE

@@ -1,5 +1,6 @@
 """Read-ahead: a worker finds its pieces there, none is fetched more often than by the best cache, and the bound holds."""
 
+import sqlite3
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -124,13 +125,16 @@ def test_a_thread_that_fails_costs_time_alone(prepared: Prepared, tmp_path: Path
     said: list[str] = []
     cache.said = said.append
 
-    def fails(*_: object) -> None:
+    def fails(ahead: ReadAhead) -> None:
+        assert ahead._walk_exactly()
         raise ValueError("no more")
 
     monkeypatch.setattr(ReadAhead, "_fetch", fails)
     plan = Plan(Order(samples.count), slots=2, slot_size=2)
     assert len(_digests(_loader(samples, cache, plan), 0, 10)) == 10
     assert said == ["shards are not fetched ahead any more: ValueError: no more"]
+    with sqlite3.connect(cache.root / ledger.DATABASE) as db:
+        assert db.execute("SELECT COUNT(*) FROM uses").fetchone() == (0,), "its needs would hold room for ever"
 
 
 def test_looking_far_is_bounded(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
