@@ -143,20 +143,25 @@ class ReadAhead:
         pieces, of = self._samples.pieces(self._plan.order.at(positions))
         return pieces, steps[of]
 
+    def _walk_prepared(self, first: int, stop: int) -> tuple[int, np.ndarray, np.ndarray] | None:
+        """As `_walk`, of half of the steps, of a quarter, and so on where not all are prepared yet; and where it stopped."""
+        while stop > first:
+            try:
+                return stop, *self._walk(first, stop)
+            except IndexError:
+                stop = first + (stop - first) // 2
+        return None
+
     def _walk_exactly(self) -> bool:
         """Gets to know another segment's steps one by one; False where there are none, or none yet."""
         first = self._fetch_step = max(self._exact_stop, self._passed)
         while self._far and self._far[0].stop <= first:
-            self._far_uses -= len(self._far.popleft().pieces)
+            self._overtaken(self._far_dropped().pieces)
         stop = self._far[0].stop if self._far else int(min(first + self._stride, self._until))
-        if stop <= first:
+        if (found := self._walk_prepared(first, stop)) is None:
             return False
-        try:
-            pieces, steps = self._walk(first, stop)
-        except IndexError:  # of data that is still being prepared
-            return False
-        if self._far:
-            self._far_uses -= len(self._far.popleft().pieces)
+        stop, pieces, steps = found
+        looked_at = self._far_dropped() if self._far else None
         self._far_stop = max(self._far_stop, stop)
         bounds = np.searchsorted(steps, np.arange(first, stop + 1))
         new: dict[int, int] = {}
@@ -168,19 +173,30 @@ class ReadAhead:
                 new.setdefault(piece, step)
         self._exact_stop = stop
         self._tell(new)
+        if looked_at:
+            self._overtaken(looked_at.pieces[looked_at.steps + self._first < first])
         return True
+
+    def _far_dropped(self) -> StepSegment:
+        """Takes out the next segment of those that were looked at."""
+        segment = self._far.popleft()
+        self._far_uses -= len(segment.pieces)
+        return segment
+
+    def _overtaken(self, pieces: np.ndarray) -> None:
+        """Tells the ledger when pieces are needed next whose steps are over before anything was fetched for them."""
+        if len(pieces):
+            self._tell_later(self._later(pieces.tolist()), self._passed)
 
     def _look(self) -> bool:
         """Looks at another segment beyond what is known exactly; False where it has looked far enough."""
         first = self._far_stop
         full = self._far_uses >= MOST_USES or len(self._told) >= MOST_PIECES
-        stop = int(min(first + self._stride, self._until))
-        if full or stop <= first or first - self._passed >= self._horizon:
+        if full or first - self._passed >= self._horizon:
             return False
-        try:
-            pieces, steps = self._walk(first, stop)
-        except IndexError:
+        if (walked := self._walk_prepared(first, int(min(first + self._stride, self._until)))) is None:
             return False
+        stop, pieces, steps = walked
         found, places = np.unique(pieces, return_index=True)
         self._far.append(StepSegment(stop, found, (steps[places] - self._first).astype(np.int32)))
         self._far_stop, self._far_uses = stop, self._far_uses + len(found)
@@ -209,12 +225,15 @@ class ReadAhead:
                 over[piece] = None
         later = self._later(list(over))
         for piece, following in later.items():
-            if following is None:
-                self._told.discard(piece)
             if following is None or following >= self._fetch_step:
                 self._asked.pop(piece, None)
                 self._samples.forget(piece)
         self._fetch_step = max(self._fetch_step, passed)
+        self._tell_later(later, passed)
+
+    def _tell_later(self, later: dict[int, int | None], passed: int) -> None:
+        """Tells the ledger that steps are over, and which step needs pieces next."""
+        self._told.difference_update(piece for piece, following in later.items() if following is None)
         named = [(self._samples.piece_name(piece), following) for piece, following in later.items()]
         self._cache.ledger.pass_on(named, step=passed, pace=self._pace)
 
