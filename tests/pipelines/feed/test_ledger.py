@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raystride.pipelines.feed import ledger as module
+from raystride.pipelines.feed import victims
 from raystride.pipelines.feed.ledger import Claim, Ledger
 from raystride.pipelines.feed.shuffling import belady
 
@@ -187,3 +188,15 @@ def test_what_came_is_not_lost_with_a_transaction_that_fails(root: Path) -> None
     with pytest.raises(ZeroDivisionError):
         ledger.announce((_name(number), 1 // number) for number in (1, 0))
     assert ledger.state(_name(1)) == Claim.HERE
+
+
+def test_what_another_reader_needs_meanwhile_stays_though_a_look_holds_for_a_while(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(victims, "HOLDS_S", 1e9)
+    ledger, other = Ledger(root, 3, "run"), Ledger(root, 3, "run")
+    other.pass_on([], step=0, pace=1.0)
+    assert all(_fetch(ledger, piece) for piece in (1, 2, 3, 4))
+    other.announce([(_name(2), 1)])
+    assert _fetch(ledger, 5)
+    assert [ledger.state(_name(piece)) for piece in range(1, 6)] == [None, Claim.HERE, None, Claim.HERE, Claim.HERE]
