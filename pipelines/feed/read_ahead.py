@@ -111,6 +111,8 @@ class ReadAhead:
             # Nothing is lost but time: what is not there is fetched where it is read.
             self._cache.said(f"shards are not fetched ahead any more: {type(error).__name__}: {error}")
         finally:
+            for piece in self._asked:
+                self._samples.forget(piece)
             with suppress(OSError, sqlite3.Error):
                 self._cache.ledger.retire()  # or what this worker will need would keep its room for ever
 
@@ -122,6 +124,7 @@ class ReadAhead:
             for piece in self._next[self._fetch_step - self._exact_stop][1]:
                 if piece not in self._asked:
                     self._asked[piece] = None
+                    self._samples.expect(piece)
                     self._left.append(piece)
             self._fetch_step += 1
         while self._left and self._left[0] not in self._asked:  # read meanwhile
@@ -269,6 +272,8 @@ def brought(samples: Samples, numbers: np.ndarray) -> Iterator[None]:
     cache, pieces = samples.far[0].cache, dict.fromkeys(samples.pieces(numbers)[0].tolist())
     names = [samples.piece_name(number) for number in pieces]
     cache.ledger.want(names)
+    for number in pieces:
+        samples.expect(number)
     try:
         cache.bring([samples.piece(number) for number in pieces])
         yield

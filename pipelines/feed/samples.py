@@ -6,6 +6,7 @@ inputs, targets = samples.batch(np.array([5, 17]))        # what the model is fe
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -63,6 +64,10 @@ class Samples(Protocol):
     def piece(self, number: int) -> RemotePiece:
         """A piece by its number: that in its stream, and above `SOURCE_SHIFT` bits the place of this among `far`."""
         return self.far[number >> SOURCE_SHIFT].piece(number & ((1 << SOURCE_SHIFT) - 1))
+
+    def expect(self, number: int) -> None:
+        """Says that the piece of a number is needed soon, until `forget` says otherwise."""
+        self.far[number >> SOURCE_SHIFT].expect(number & ((1 << SOURCE_SHIFT) - 1))
 
     def forget(self, number: int) -> None:
         """Says that the piece of a number is not needed soon."""
@@ -207,7 +212,7 @@ class Mixed(Samples):
         masks = [_all_count(rows) if masks is None else masks for rows, masks in read] if masked else None
         return _joined([rows for rows, _ in read], order), None if masks is None else _joined(masks, order)
 
-    @property
+    @cached_property
     def far(self) -> Sequence[FarShards]:
         """Those of all sources that have not ended."""
         return [shards for source in self._sources if source is not None for shards in source.far]
