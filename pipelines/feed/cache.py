@@ -12,6 +12,8 @@ what is needed farthest in the future, as the ledger knows it (`feed.ledger`). T
 import errno
 import os
 import queue
+import shutil
+import socket
 import threading
 import time
 import weakref
@@ -26,9 +28,9 @@ from pathlib import Path
 import numpy as np
 
 from raystride.pipelines.config import Config
-from raystride.pipelines.feed.ledger import Claim, Ledger
+from raystride.pipelines.feed.ledger import DATABASE, Claim, Ledger
 from raystride.pipelines.files import Folder
-from raystride.pipelines.node_folder import node_folder, open_private
+from raystride.pipelines.node_folder import PLACE, node_folder, open_private
 from raystride.pipelines.ranged_file import RangedFile
 
 AT_ONCE = 8
@@ -40,6 +42,8 @@ TRIES = 3
 """Times that a piece is fetched which is not what it has to be."""
 MOST_OPEN = 64
 """Remote files that are kept open, which saves asking for their size again."""
+GONE_S = 7 * 86400.0
+"""Seconds after which a host is not expected any more that has a cache on the same disk: pods have other names each time."""
 
 
 @dataclass(frozen=True)
@@ -257,4 +261,21 @@ def cache_bytes(config: Config) -> int:
 
 def node_cache(config: Config, clock: str = "", said: Callable[[str], None] = lambda _: None) -> NodeCache:
     """The cache of this node, as large as `data.cache_gib` says."""
-    return NodeCache(node_folder(), cache_bytes(config), clock=clock, said=said)
+    return NodeCache(cache_folder(), cache_bytes(config), clock=clock, said=said)
+
+
+def cache_folder() -> Path:
+    """Where this node's cache lies: in `$RAYSTRIDE_CACHE` below its host's name, since nodes may share that disk.
+
+    Each would else take the others' pieces for those from before a start of the machine. What hosts left there that have
+    not come again for long goes.
+    """
+    if not os.environ.get(PLACE):
+        return node_folder()
+    shared, host = node_folder(), socket.gethostname()
+    for database in shared.glob(f"*/{DATABASE}"):
+        with suppress(OSError):
+            newest = max(each.stat().st_mtime for each in database.parent.glob(f"{DATABASE}*"))
+            if database.parent.name != host and time.time() - newest > GONE_S:
+                shutil.rmtree(database.parent, ignore_errors=True)
+    return shared / host

@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from raystride.pipelines.feed.cache import NodeCache, RemotePiece
+from raystride.pipelines.feed.cache import TRIES, NodeCache, RemotePiece
 from raystride.pipelines.feed.shard_files import ShardFiles
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.hash_list import LEAF, HashList, hash_list_name, parse_hash_list
@@ -27,7 +27,8 @@ SMALLEST, LARGEST = LEAF, 1 << 20
 FEWEST = 512
 """Pieces that a cache holds at least, where they are larger than the smallest: of few, much is what nobody wants."""
 MAPS, FEWEST_MAPS = 2, 8
-"""A stream has at most one of so many of the cache's pieces mapped, as many as are fetched ahead, or so few."""
+"""A stream has at most one of so many of the cache's pieces mapped, as many as are fetched ahead; of pieces that nobody
+expected so few, since what is mapped takes disk when the ledger has let it go."""
 MOST_LISTS = 4096
 """Hash lists that are kept, of 8 KiB for a shard of 32 MiB."""
 ROW = np.dtype("<i8")
@@ -52,6 +53,8 @@ class FarShards(ShardFiles):
         self.piece_bytes = piece_bytes(cache.most_bytes)
         """Bytes of a piece; the last one of a shard may have fewer, and one that is a whole shard has as many as that."""
         self._maps: dict[int, np.ndarray] = {}
+        self._expected: set[int] = set()
+        self._unexpected: dict[int, np.ndarray] = {}
         self._most_maps = max(FEWEST_MAPS, cache.most_bytes // self.piece_bytes // MAPS)
         self._base = lru_cache(MOST_LISTS)(self._named)
         self._lists: OrderedDict[int, HashList] = OrderedDict()
@@ -108,21 +111,33 @@ class FarShards(ShardFiles):
 
     def _map(self, shard: int, before: int, inside: int) -> np.ndarray:
         """A piece's bytes, by its shard, how many pieces come before this, and its place in it."""
-        found = self._maps.get(before + inside)
+        number = before + inside
+        found = self._maps.get(number)
+        if found is None:
+            found = self._unexpected.get(number)
         if found is None:
             size = int(self._shards.packed("bytes")[shard])
             size = size if self._whole[shard] else min(self.piece_bytes, size - inside * self.piece_bytes)
-            found = self.cache.mapped(partial(self.piece, before + inside), self._name(shard, inside), size)
+            found = self.cache.mapped(partial(self.piece, number), self._name(shard, inside), size)
             with self._lock:
-                while len(self._maps) >= self._most_maps:
-                    del self._maps[next(iter(self._maps))]
-                self._maps[before + inside] = found
+                expected = number in self._expected
+                kept, most = (self._maps, self._most_maps) if expected else (self._unexpected, FEWEST_MAPS)
+                while len(kept) >= most:
+                    del kept[next(iter(kept))]
+                kept[number] = found
         return found
+
+    def expect(self, number: int) -> None:
+        """Says that a piece is needed soon, and that `forget` will be told when it is not any more."""
+        with self._lock:
+            self._expected.add(number)
 
     def forget(self, number: int) -> None:
         """Lets go of a piece that is not needed soon: what is mapped stays on the disk, whatever the cache's bound is."""
         with self._lock:
+            self._expected.discard(number)
             self._maps.pop(number, None)
+            self._unexpected.pop(number, None)
 
     def name(self, number: int) -> bytes:
         """What a piece is called in the node's ledger, 16 bytes, by its number."""
@@ -159,10 +174,16 @@ class FarShards(ShardFiles):
                 return self._lists[number]
         shard = self._shards[number]
         name = hash_list_name(shard.file)
-        try:
-            found = parse_hash_list(self._folder.read(name), shard.top_hash)
-        except ValueError as error:
-            raise OSError(f"{self._folder / name}: {error}: it was changed or is damaged where it lies") from error
+        for tried in range(1, TRIES + 1):
+            try:
+                found = parse_hash_list(self._folder.read(name), shard.top_hash)
+            except ValueError as error:
+                if tried < TRIES:
+                    continue
+                raise OSError(f"{self._folder / name}: {error}: it was changed or is damaged where it lies") from error
+            if tried > 1:
+                self.cache.said(f"{self._folder / name} arrived damaged, and whole when it was fetched again")
+            break
         with self._lock:
             self._lists[number] = found
             while len(self._lists) > MOST_LISTS:

@@ -8,10 +8,11 @@ are there, later epochs are permuted as a whole.
     order.ready(10_000)                                   # False: whoever wants these positions has to wait
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from raystride.pipelines.feed.stream import TokenStream
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.generations import failure, generations, read_generation
 from raystride.pipelines.sources.faults import DataError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 PATIENCE_S = 5.0
 """Seconds of waiting for another generation after which it is said."""
@@ -127,6 +131,19 @@ class GrowingOrder:
         self._say()
         return False
 
+    def common(self, stop: bool, group: "dist.ProcessGroup | None" = None) -> tuple[float, bool]:
+        """The positions that all workers can read, and whether one of them is to stop; all of the group call it together.
+
+        Each looks for generations by itself, and what one has seen another may not have.
+        """
+        import torch  # the driver opens feeds without it
+        import torch.distributed as dist
+
+        least = torch.tensor([self._readable, float(not stop)], dtype=torch.float64)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group)
+        positions, goes_on = least.tolist()
+        return positions, not goes_on
+
     def at(self, positions: np.ndarray) -> np.ndarray:
         """Sample numbers (int64) at positions (int64, any shape). Raises IndexError for those that are not `ready`."""
         return self.known.at(positions)
@@ -151,8 +168,13 @@ class GrowingOrder:
         """What a checkpoint's manifest says of it."""
         return self.known.to_json()
 
+    @property
+    def _readable(self) -> float:
+        """Positions that can be read as far as was looked."""
+        return math.inf if self.known.complete else min(self._there, self.known.samples)
+
     def _has(self, end: int) -> bool:
-        return self.known.complete or end <= min(self._there, self.known.samples)
+        return end <= self._readable
 
     def _say(self) -> None:
         """Says that training waits, once each time."""

@@ -19,11 +19,13 @@ import sqlite3
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from raystride.pipelines.feed.victims import Victim, Victims
 from raystride.pipelines.locks import locked
 
 DATABASE, PIECES, READERS = "ledger-1.sqlite", "pieces", "readers"
@@ -46,14 +48,6 @@ CREATE TABLE uses (name BLOB, reader INTEGER, step INTEGER, PRIMARY KEY (name, r
 CREATE INDEX uses_of_readers ON uses (reader);
 """
 # A file's `fetcher` is the reader that is fetching it, and NULL once it is there.
-_NEXT = """
-SELECT files.name, files.bytes, MIN(clocks.time + (uses.step - clocks.step) * clocks.pace) AS next,
-  COUNT(DISTINCT clocks.name) > 1 OR MAX(clocks.name) <> ? AS others
-FROM files LEFT JOIN uses ON uses.name = files.name LEFT JOIN readers ON readers.id = uses.reader
-  LEFT JOIN clocks ON clocks.name = readers.clock
-WHERE files.fetcher IS NULL GROUP BY files.name ORDER BY next IS NOT NULL, next DESC, files.used
-"""
-# What nobody is known to need comes first, and of it what was fetched or needed longest ago.
 
 
 class Claim(enum.Enum):
@@ -74,13 +68,14 @@ class Ledger:
         """`clock` names those whose steps are the same, as the workers of a run. Raises OSError, sqlite3.Error."""
         self._root, self._most, self._lock = root, most_bytes, threading.Lock()
         self._pieces = str(root / PIECES)
-        self._came: list[tuple[bytes, int, float]] = []
+        self._came: deque[tuple[bytes, int, float]] = deque()
         (root / READERS).mkdir(parents=True, exist_ok=True)
         # SQLite waits for nobody while a database is made, and this does.
         with locked(root / f"{DATABASE}.lock", BUSY_S):
             self._db = self._opened()
             self.reader, self._alive = self._enlisted(clock)
         self._clock = clock or f"reader {self.reader}"
+        self._victims = Victims(self._clock)
         self._buried = 0.0
 
     def place(self, name: bytes) -> str:
@@ -100,6 +95,9 @@ class Ledger:
         """
         self._bury()
         found: list[Claim] = []
+        if self._victims.stale:
+            with self._lock:  # not within the transaction, for which others wait
+                self._victims.look(self._db)
         with self._transaction() as db:
             room: _Room | None = None
             for name, size in wanted:
@@ -107,7 +105,7 @@ class Ledger:
                 if row is not None:
                     found.append(Claim.HERE if row[0] is None else Claim.OTHERS)
                     continue
-                room = room or _Room(db, self._clock, self._limit(db), self._unlink)
+                room = room or self._room(db)
                 if found.count(Claim.MINE) >= most or room.make(name, size, urgent) < 0:
                     break
                 db.execute("INSERT INTO files VALUES (?, ?, ?, ?)", (name, size, self.reader, time.monotonic()))
@@ -117,6 +115,7 @@ class Ledger:
     def arrived(self, name: bytes, size: int) -> None:
         """Says that a piece lies at its place, whole; the others hear of it with what this reader says or asks next."""
         self._came.append((name, size, time.monotonic()))
+        self._victims.changed([name])
 
     def gone(self, name: bytes) -> None:
         """Says that a piece is not there after all: it could not be fetched, or somebody has removed it."""
@@ -148,10 +147,12 @@ class Ledger:
         """Says that what was wanted now is not needed any more."""
         with self._transaction() as db:
             db.executemany("DELETE FROM uses WHERE name = ? AND reader = ?", [(name, self.reader) for name in names])
+        self._victims.changed(names)
 
     def pass_on(self, uses: Iterable[tuple[bytes, int | None]], *, step: int, pace: float) -> None:
         """Says that this reader is at `step` now, with `pace` seconds a step, and at which step it needs pieces next."""
         uses, now = list(uses), time.monotonic()
+        self._victims.changed(name for name, _ in uses)
         with self._transaction() as db:
             db.execute("INSERT OR REPLACE INTO clocks VALUES (?, ?, ?, ?)", (self._clock, step, now, pace))
             db.executemany("UPDATE files SET used = ? WHERE name = ?", ((now, name) for name, _ in uses))
@@ -163,7 +164,8 @@ class Ledger:
     def shrink(self, size: int) -> bool:
         """Lets go of so many bytes of what is needed last, where the disk is full; False where nothing can go."""
         with self._transaction() as db:
-            return _Room(db, self._clock, _held(db), self._unlink).make(b"", size, urgent=True) > 0
+            held = _held(db)
+            return _Room(db, self._victims, held, held, self._unlink).make(b"", size, urgent=True) > 0
 
     def held(self) -> int:
         """Bytes of all pieces that are there or on their way."""
@@ -174,6 +176,7 @@ class Ledger:
         """Takes back all that this reader has said of its needs; it may go on fetching."""
         with self._transaction() as db:
             db.execute("DELETE FROM uses WHERE reader = ?", (self.reader,))
+            self._victims.forget()
 
     def close(self) -> None:
         """Has the others forget this reader, as they do when its process ends."""
@@ -237,13 +240,16 @@ class Ledger:
                     for (name,) in db.execute("SELECT name FROM files WHERE fetcher = ?", (number,)).fetchall():
                         self._unlink(name)
                     _forget(db, number)
+                    self._victims.forget()
                 for left in (self._root / PIECES).glob(f"*/*.tmp-{number}-*"):
                     left.unlink(missing_ok=True)
                 place.unlink(missing_ok=True)
 
-    def _limit(self, db: sqlite3.Connection) -> int:
-        """Bytes that pieces may take: the bound, or less where the disk is short."""
-        return min(self._most, _held(db) + shutil.disk_usage(self._root).free - RESERVE)
+    def _room(self, db: sqlite3.Connection) -> "_Room":
+        """Room under the bound, or under less where the disk is short."""
+        held = _held(db)
+        limit = min(self._most, held + shutil.disk_usage(self._root).free - RESERVE)
+        return _Room(db, self._victims, held, limit, self._unlink)
 
     def _unlink(self, name: bytes) -> None:
         Path(self.place(name)).unlink(missing_ok=True)
@@ -252,46 +258,53 @@ class Ledger:
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
             self._db.execute("BEGIN IMMEDIATE")
+            came = [self._came.popleft() for _ in range(len(self._came))]
             try:
-                came, self._came = self._came, []
                 self._db.executemany("INSERT OR REPLACE INTO files VALUES (?, ?, NULL, ?)", came)
                 yield self._db
+                self._db.execute("COMMIT")
             except BaseException:
-                self._db.execute("ROLLBACK")
+                self._came.extendleft(reversed(came))  # they lie there all the same
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
                 raise
-            self._db.execute("COMMIT")
 
 
 class _Room:
     """Makes room for some pieces in one transaction."""
 
-    def __init__(self, db: sqlite3.Connection, clock: str, limit: int, unlink: Callable[[bytes], None]) -> None:
-        self._db, self._clock, self._limit, self._unlink = db, clock, limit, unlink
-        self._held = _held(db)
-        self._victims: list[tuple[bytes, int, float | None, int]] | None = None
+    def __init__(
+        self, db: sqlite3.Connection, victims: Victims, held: int, limit: int, unlink: Callable[[bytes], None]
+    ) -> None:
+        self._db, self._victims, self._held, self._limit, self._unlink = db, victims, held, limit, unlink
+        self._looked = False
         self._now = time.monotonic()
 
     def make(self, name: bytes, size: int, urgent: bool) -> int:
         """Lets go of pieces until one more has room, and tells how many; -1 where they are needed sooner than it."""
-        going, free = [], self._limit - self._held
+        going: list[Victim] = []
+        free = self._limit - self._held
         wanted = None if urgent else self._next_use(name)
         while free < size:
-            if self._victims is None:
-                self._victims = self._db.execute(_NEXT, (self._clock,)).fetchall()[::-1]
-            if not self._victims:
+            victim = self._victims.take(self._db, going)
+            if victim is None:
+                if self._looked:
+                    break
+                self._victims.look(self._db)
+                self._looked = True
+            elif urgent or self._may(victim, wanted):
+                going.append(victim)
+                free += victim.size
+            else:
+                self._victims.put_back([victim])
                 break
-            victim = self._victims[-1]
-            if not urgent and not self._may(victim, wanted):
-                break
-            going.append(self._victims.pop())
-            free += victim[1]
         if free < size and not urgent:
-            self._victims = (self._victims or []) + going[::-1]
+            self._victims.put_back(going)
             return -1
-        for gone, *_ in going:
-            self._db.execute("DELETE FROM files WHERE name = ?", (gone,))
+        for gone in going:
+            self._db.execute("DELETE FROM files WHERE name = ?", (gone.name,))
             # Within the transaction, or it might be another one's that was fetched since.
-            self._unlink(gone)
+            self._unlink(gone.name)
         self._held = self._limit - free + size
         return len(going)
 
@@ -303,13 +316,12 @@ class _Room:
         ).fetchone()
         return None if found is None else found[0]
 
-    def _may(self, victim: tuple[bytes, int, float | None, int], wanted: float | None) -> bool:
+    def _may(self, victim: Victim, wanted: float | None) -> bool:
         """Whether a piece that nobody waits for, needed at a time, may have the room of another one."""
-        _, _, at, others = victim
-        if at is None or wanted is None:
-            return at is None and wanted is not None
-        clearly = CLEARLY if others else 1.0
-        return at - self._now > clearly * max(0.0, wanted - self._now)
+        if victim.at is None or wanted is None:
+            return victim.at is None and wanted is not None
+        clearly = CLEARLY if victim.others else 1.0
+        return victim.at - self._now > clearly * max(0.0, wanted - self._now)
 
 
 def _held(db: sqlite3.Connection) -> int:

@@ -8,12 +8,14 @@ loader.waited                                             # seconds that the loo
 """
 
 import itertools
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -127,9 +129,12 @@ class Loader:
     waited: float = 0.0
     """Seconds that the consumer has waited so far."""
     stopping: Callable[[], bool] = lambda: False
-    """Whether to end where there is no data yet: there is no step with which all workers could agree on it."""
+    """Whether to end where there is no data yet: there is no step in which that could be heeded."""
+    agree: Callable[[bool], tuple[float, bool]] | None = None
+    """Where several workers read data that is still being prepared: from whether one is to stop, the positions that all can
+    read and whether any is to stop. All of them call it before the same steps."""
     stopped: bool = False
-    """Whether that has happened."""
+    """Whether they have ended for such a request."""
     ahead: ReadAhead | None = None
     """What has far shards fetched before they are read."""
 
@@ -137,6 +142,8 @@ class Loader:
         self.placement = Placement(self.device, self.samples.task)
         self._few = min(FEW, self.prefetch - 1)
         self._starved = threading.Event()
+        self._common = 0.0
+        """Positions that all workers can read."""
 
     def steps(self, first: int, until: float) -> Iterator[Step]:
         """Yields the steps from `first`, below `until` and within the plan's epochs. Raises what the reading thread met."""
@@ -145,27 +152,43 @@ class Loader:
         stopped, room = threading.Event(), threading.Event()
         thread = threading.Thread(target=self._read, args=(first, last, ready, stopped, room), name="loader", daemon=True)
         thread.start()
+        number, item = first, cast(Item, NOTHING_YET)
         try:
             while True:
                 with phase("data"):
                     began = time.perf_counter()
-                    item = self._taken(ready)
+                    item = self._taken(ready) if isinstance(item, _NothingYet) else item
                     if ready.qsize() <= self._few:
                         room.set()
-                    self.waited += time.perf_counter() - began
-                    if isinstance(item, _NothingYet):
-                        if self.stopping():
-                            self.stopped = True
-                            return
-                        continue
                     if item is None:
                         return
                     if isinstance(item, BaseException):
                         raise item
+                    waits, self.stopped = self._may_wait(number, not isinstance(item, _NothingYet))
+                    self.waited += time.perf_counter() - began
+                    if self.stopped:
+                        return
+                    if waits or isinstance(item, _NothingYet):
+                        continue
                     step = item if self.device.type == "cpu" else self._placed(item)
                 yield step
+                number, item = number + 1, NOTHING_YET
         finally:
             stopped.set()
+
+    def _may_wait(self, number: int, here: bool) -> tuple[bool, bool]:
+        """Whether a step has to wait, since it is not `here` or another worker cannot read it yet, and whether to stop.
+
+        Where all can read a step all take it, and heed a request in it: none ends while another goes on without it.
+        """
+        if self.agree is None:
+            return not here, not here and self.stopping()
+        end = self.plan.position(number + 1)
+        if end <= self._common:
+            return not here, False
+        self._common, stop = self.agree(self.stopping())
+        waits = end > self._common
+        return waits, waits and stop
 
     def _taken(self, ready: "queue.Queue[Item]") -> Item:
         """The next thing that is ready; NOTHING_YET after a while without, where data is still being prepared."""
@@ -256,6 +279,16 @@ class Loader:
 def empty_batch(samples: Samples, slot: int, count: int) -> MicroBatch:
     """A micro-batch of so many samples in which nothing counts."""
     return MicroBatch(slot, *samples.empty(count), empty=True)
+
+
+def validated(samples: Samples, wanted: int, share: float = 1.0) -> int:
+    """How many samples of a split validate where `wanted` examples do (0: all), of which this source has a share.
+
+    At least one, so that each source has a loss, also one whose weight is 0 by then.
+    """
+    if not wanted:
+        return samples.count
+    return min(samples.count, max(1, math.ceil(wanted * share / samples.examples)))
 
 
 def validation_batches(

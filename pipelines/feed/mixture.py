@@ -131,6 +131,8 @@ class Mixture:
     phases: tuple[WeightPhase, ...]
     end: float = math.inf
     """Positions after which no source of the last phase has samples left to give."""
+    last: tuple[int, ...] = field(default=(), compare=False)
+    """The shares that are wanted last, whatever a source may still give; none where only what was planned is known."""
     _before: tuple[np.ndarray, ...] = field(init=False, repr=False, compare=False, default=())
     """Samples that each source has given before each phase."""
 
@@ -168,7 +170,7 @@ class Mixture:
             if each.first < since
         ]
         planner = _Planner(everyone, padded, phases, since)
-        return cls(everyone, *planner.plan())
+        return cls(everyone, *planner.plan(), in_units(padded[-1][1]))
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """Sample numbers (int64) at positions (int64, any shape) below `end`; see `split_samples`."""
@@ -217,9 +219,9 @@ class Mixture:
         return True
 
     def shares(self) -> dict[str, float]:
-        """The shares by name in the last phase in which all sources that have weights give: of the last weights wanted."""
-        best = max(self.phases, key=lambda phase: (sum(unit > 0 for unit in phase.units), phase.first))
-        return {each.name: unit / PERIOD for each, unit in zip(self.sources, best.units, strict=True) if unit}
+        """The shares by name that are wanted last, of sources that have one."""
+        units = self.last or self.phases[-1].units
+        return {each.name: unit / PERIOD for each, unit in zip(self.sources, units, strict=True) if unit}
 
     def to_json(self) -> dict[str, Any]:
         """All of it, for a checkpoint's manifest: what was before stays known, whatever the settings become."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raystride.pipelines.config import Config
+from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.mixture import mixture_entries, wanted_weights
 from raystride.pipelines.feed.cache import NodeCache, node_cache
 from raystride.pipelines.feed.growth import GrowingOrder, GrownOrder, Growth
@@ -130,13 +130,22 @@ def _growing(
 
 
 def build_mixture(config: Config, samples: Mapping[str, int], past: Mixture | None = None, since: int = 0) -> Mixture:
-    """The mixture of sources of so many samples, as the settings want it from position `since` on."""
+    """The mixture of sources of so many samples, as the settings want it from position `since` on.
+
+    Raises SettingError for weights that cannot be, and for a source that is another one than `past` had under its name.
+    """
     batch = config.train.slots * config.train.slot_samples
     entries, sources = mixture_entries(config.data), []
+    had = {each.name: each.order for each in past.sources} if past else {}
     for name, entry in entries.items():
         most = entry.epochs_at_most * samples[name]
         order = build_order(config, samples[name], _seed(config.seed, name))
         sources.append(MixtureSource(name, order, most if math.isinf(most) else math.floor(most)))
+        if (before := had.get(name, order)) != order:
+            raise SettingError(
+                f"data.sources.{name} has {order.samples:,} samples in another order than the {before.samples:,} that this "
+                "run had under that name, and what was fed before would not be known any more: give it another name"
+            )
     wanted = [(step * batch, [weights[name] for name in entries]) for step, weights in wanted_weights(config.data, samples)]
     return Mixture.planned(sources, wanted, past, since)
 

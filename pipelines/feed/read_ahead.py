@@ -10,11 +10,12 @@ piece is needed next, in segments of some steps, and tells the node's ledger, by
         ahead.passed(0)                                       # the samples of step 0 are read
 """
 
+import sqlite3
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,10 +107,14 @@ class ReadAhead:
                 busy = self._look() or busy
                 if not busy and not (self._left and self._cache.wait(PAUSE_S)):
                     self._event.wait(PAUSE_S)
-            self._cache.ledger.retire()
         except Exception as error:
             # Nothing is lost but time: what is not there is fetched where it is read.
             self._cache.said(f"shards are not fetched ahead any more: {type(error).__name__}: {error}")
+        finally:
+            for piece in self._asked:
+                self._samples.forget(piece)
+            with suppress(OSError, sqlite3.Error):
+                self._cache.ledger.retire()  # or what this worker will need would keep its room for ever
 
     def _fetch(self) -> bool:
         """Asks for what is needed next, as much as may be; whether anything came of it."""
@@ -119,6 +124,7 @@ class ReadAhead:
             for piece in self._next[self._fetch_step - self._exact_stop][1]:
                 if piece not in self._asked:
                     self._asked[piece] = None
+                    self._samples.expect(piece)
                     self._left.append(piece)
             self._fetch_step += 1
         while self._left and self._left[0] not in self._asked:  # read meanwhile
@@ -140,20 +146,25 @@ class ReadAhead:
         pieces, of = self._samples.pieces(self._plan.order.at(positions))
         return pieces, steps[of]
 
+    def _walk_prepared(self, first: int, stop: int) -> tuple[int, np.ndarray, np.ndarray] | None:
+        """As `_walk`, of half of the steps, of a quarter, and so on where not all are prepared yet; and where it stopped."""
+        while stop > first:
+            try:
+                return stop, *self._walk(first, stop)
+            except IndexError:
+                stop = first + (stop - first) // 2
+        return None
+
     def _walk_exactly(self) -> bool:
         """Gets to know another segment's steps one by one; False where there are none, or none yet."""
         first = self._fetch_step = max(self._exact_stop, self._passed)
         while self._far and self._far[0].stop <= first:
-            self._far_uses -= len(self._far.popleft().pieces)
+            self._overtaken(self._far_dropped().pieces)
         stop = self._far[0].stop if self._far else int(min(first + self._stride, self._until))
-        if stop <= first:
+        if (found := self._walk_prepared(first, stop)) is None:
             return False
-        try:
-            pieces, steps = self._walk(first, stop)
-        except IndexError:  # of data that is still being prepared
-            return False
-        if self._far:
-            self._far_uses -= len(self._far.popleft().pieces)
+        stop, pieces, steps = found
+        looked_at = self._far_dropped() if self._far else None
         self._far_stop = max(self._far_stop, stop)
         bounds = np.searchsorted(steps, np.arange(first, stop + 1))
         new: dict[int, int] = {}
@@ -165,19 +176,30 @@ class ReadAhead:
                 new.setdefault(piece, step)
         self._exact_stop = stop
         self._tell(new)
+        if looked_at:
+            self._overtaken(looked_at.pieces[looked_at.steps + self._first < first])
         return True
+
+    def _far_dropped(self) -> StepSegment:
+        """Takes out the next segment of those that were looked at."""
+        segment = self._far.popleft()
+        self._far_uses -= len(segment.pieces)
+        return segment
+
+    def _overtaken(self, pieces: np.ndarray) -> None:
+        """Tells the ledger when pieces are needed next whose steps are over before anything was fetched for them."""
+        if len(pieces):
+            self._tell_later(self._later(pieces.tolist()), self._passed)
 
     def _look(self) -> bool:
         """Looks at another segment beyond what is known exactly; False where it has looked far enough."""
         first = self._far_stop
         full = self._far_uses >= MOST_USES or len(self._told) >= MOST_PIECES
-        stop = int(min(first + self._stride, self._until))
-        if full or stop <= first or first - self._passed >= self._horizon:
+        if full or first - self._passed >= self._horizon:
             return False
-        try:
-            pieces, steps = self._walk(first, stop)
-        except IndexError:
+        if (walked := self._walk_prepared(first, int(min(first + self._stride, self._until)))) is None:
             return False
+        stop, pieces, steps = walked
         found, places = np.unique(pieces, return_index=True)
         self._far.append(StepSegment(stop, found, (steps[places] - self._first).astype(np.int32)))
         self._far_stop, self._far_uses = stop, self._far_uses + len(found)
@@ -206,12 +228,15 @@ class ReadAhead:
                 over[piece] = None
         later = self._later(list(over))
         for piece, following in later.items():
-            if following is None:
-                self._told.discard(piece)
             if following is None or following >= self._fetch_step:
                 self._asked.pop(piece, None)
                 self._samples.forget(piece)
         self._fetch_step = max(self._fetch_step, passed)
+        self._tell_later(later, passed)
+
+    def _tell_later(self, later: dict[int, int | None], passed: int) -> None:
+        """Tells the ledger that steps are over, and which step needs pieces next."""
+        self._told.difference_update(piece for piece, following in later.items() if following is None)
         named = [(self._samples.piece_name(piece), following) for piece, following in later.items()]
         self._cache.ledger.pass_on(named, step=passed, pace=self._pace)
 
@@ -247,6 +272,8 @@ def brought(samples: Samples, numbers: np.ndarray) -> Iterator[None]:
     cache, pieces = samples.far[0].cache, dict.fromkeys(samples.pieces(numbers)[0].tolist())
     names = [samples.piece_name(number) for number in pieces]
     cache.ledger.want(names)
+    for number in pieces:
+        samples.expect(number)
     try:
         cache.bring([samples.piece(number) for number in pieces])
         yield

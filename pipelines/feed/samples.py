@@ -6,6 +6,7 @@ inputs, targets = samples.batch(np.array([5, 17]))        # what the model is fe
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -47,6 +48,10 @@ class Samples(Protocol):
         """The numbers and masks of the samples of these numbers, (n) int64, as `Task.collate` takes them."""
         ...
 
+    def rows_of(self, samples: np.ndarray) -> np.ndarray:
+        """How many rows `read` gives of each of the samples of these numbers, (n) int64."""
+        return np.ones(len(samples), np.int64)
+
     @property
     def far(self) -> Sequence[FarShards]:
         """The shards on remote stores that they are read from; none where all lie on disks of this machine."""
@@ -59,6 +64,10 @@ class Samples(Protocol):
     def piece(self, number: int) -> RemotePiece:
         """A piece by its number: that in its stream, and above `SOURCE_SHIFT` bits the place of this among `far`."""
         return self.far[number >> SOURCE_SHIFT].piece(number & ((1 << SOURCE_SHIFT) - 1))
+
+    def expect(self, number: int) -> None:
+        """Says that the piece of a number is needed soon, until `forget` says otherwise."""
+        self.far[number >> SOURCE_SHIFT].expect(number & ((1 << SOURCE_SHIFT) - 1))
 
     def forget(self, number: int) -> None:
         """Says that the piece of a number is not needed soon."""
@@ -160,6 +169,11 @@ class Bundled(_OfStream):
         """The examples in the bundles of these numbers, (n) int64, as `Examples.read` gives them."""
         return self._rows.read(np.concatenate([self.bundles.members(sample) for sample in samples.tolist()]))
 
+    def rows_of(self, samples: np.ndarray) -> np.ndarray:
+        """How many examples are in each of the bundles of these numbers."""
+        sizes: np.ndarray = np.diff(self.bundles.edges)[samples]
+        return sizes
+
     def pieces(self, samples: np.ndarray) -> Pieces:
         """The pieces in which the examples in the bundles of these numbers about lie."""
         members = [self.bundles.members(sample) for sample in samples.tolist()]
@@ -184,16 +198,21 @@ class Mixed(Samples):
         )
 
     def read(self, samples: np.ndarray) -> Read:
-        """The samples of these numbers, (n) int64, source by source. Raises IndexError for those of one that has ended."""
+        """The samples of these numbers, (n) int64, in this order. Raises IndexError for those of a source that has ended."""
         numbers, inside = split_samples(samples)
-        read = [self._of(number).read(inside[numbers == number]) for number in np.unique(numbers).tolist()]
+        read, places = [], []
+        for number in np.unique(numbers).tolist():
+            here, source = np.flatnonzero(numbers == number), self._of(number)
+            read.append(source.read(inside[here]))
+            places.append(np.repeat(here, source.rows_of(inside[here])))
         if len(read) == 1:
             return read[0]
+        order = np.argsort(np.concatenate(places), kind="stable")
         masked = any(masks is not None for _, masks in read)
         masks = [_all_count(rows) if masks is None else masks for rows, masks in read] if masked else None
-        return _joined([rows for rows, _ in read]), None if masks is None else _joined(masks)
+        return _joined([rows for rows, _ in read], order), None if masks is None else _joined(masks, order)
 
-    @property
+    @cached_property
     def far(self) -> Sequence[FarShards]:
         """Those of all sources that have not ended."""
         return [shards for source in self._sources if source is not None for shards in source.far]
@@ -228,11 +247,13 @@ def _all_count(rows: Rows) -> Rows:
     return np.ones(rows.shape, bool) if isinstance(rows, np.ndarray) else [np.ones(len(row), bool) for row in rows]
 
 
-def _joined(some: Sequence[Rows]) -> Rows:
+def _joined(some: Sequence[Rows], order: np.ndarray) -> Rows:
+    """All rows, of which those of these numbers come first, second and so on."""
     if all(isinstance(rows, np.ndarray) for rows in some):
-        joined: np.ndarray = np.concatenate(some)  # type: ignore[arg-type]
+        joined: np.ndarray = np.concatenate(some)[order]  # type: ignore[arg-type]
         return joined
-    return [row for rows in some for row in rows]
+    rows = [row for each in some for row in each]
+    return [rows[number] for number in order.tolist()]
 
 
 def open_samples(config: Config, task: Task, stream: TokenStream) -> Samples:

@@ -61,6 +61,7 @@ from raystride.pipelines.plugins import Carried
 from raystride.pipelines.prepare.fingerprint import identity
 from raystride.pipelines.prepare.one_source import Prepared
 from raystride.pipelines.prepare.prepare import check_data
+from raystride.pipelines.prepare.stage_speed import kept, speeds
 from raystride.pipelines.record import describe_environment
 from raystride.pipelines.record.environment import DataOfRun, Environment, RunEnvironment, describe_node
 from raystride.pipelines.record.links import job_link, on_a_server, run_link
@@ -142,7 +143,8 @@ def train(
             # Once more, since only now it is known whether the same settings still mean the same data.
             refuse_changes(earlier, config, prepared.identity)
         milestones["data"] = time.time()
-        environment: RunEnvironment = {**surroundings(config, there, share), "attempt": attempt, **_of_data(prepared)}
+        data = _of_data(prepared, earlier)
+        environment: RunEnvironment = {**surroundings(config, there, share), "attempt": attempt, **data}
         job = Job(
             config=config,
             run=str(config.run),
@@ -210,6 +212,8 @@ def _check_settings(config: Config, earlier: Earlier | None) -> None:
     check_tensorboard(config.record)
     if earlier:
         refuse_changes(earlier, config, same_data=lambda: _same_data(config, earlier))
+        if earlier.sources and config.data.sources:  # one that comes back is in no settings to compare with
+            refuse_changes(earlier, config, identity(config, build_task(config), earlier.learned))
     elif config.model.init_from:
         _check_init(config.model.init_from, config)
 
@@ -234,12 +238,13 @@ def _proved(config: Config, storage: Folder, screen: Screen) -> tuple[Config, Re
     return config, there, share
 
 
-def _of_data(prepared: Prepared) -> DataOfRun:
-    """What `environment.json` says of the data: what another attempt is compared with."""
-    known = prepared.identity
+def _of_data(prepared: Prepared, earlier: Earlier | None) -> DataOfRun:
+    """What `environment.json` says of the data: what another attempt is compared with, sources that have ended with it."""
+    known, stages = prepared.identity, kept(prepared.folder)
+    found = DataOfRun(data=known.data) if not stages else DataOfRun(data=known.data, prepared_at=speeds(stages))
     if not known.sources:
-        return {"data": known.data}
-    return {"data": known.data, "sources": dict(known.sources), "learned": known.learned}
+        return found
+    return {**found, "sources": {**(earlier.sources if earlier else {}), **known.sources}, "learned": known.learned}
 
 
 def _prepare(config: Config, storage: Folder) -> int:

@@ -41,7 +41,7 @@ class Earlier:
     summary: RunSummary | None
     """Its summary, where it came to an end."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Fingerprints of a mixture's sources, by name."""
+    """Fingerprints of a mixture's sources, by name; of those that have ended, too."""
     learned: str = ""
     """Fingerprint of what was learned from these together."""
 

@@ -19,7 +19,7 @@ from raystride.pipelines.prepare.fingerprint import fingerprint_of, open_sources
 from raystride.pipelines.prepare.learning import Echo
 from raystride.pipelines.prepare.one_source import Divided, job_of, look_at, manifest_of, publisher_of, run
 from raystride.pipelines.prepare.parts import divide
-from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.sources.faults import DataError, NoFiles
 from raystride.pipelines.sources.pieces import File, Part
 from raystride.pipelines.tasks.task import Task
 
@@ -34,6 +34,8 @@ def follow_source(config: Config, storage: Folder, task: Task, *, on_ray: bool, 
     look_at(config, source, validation)
     digest = fingerprint_of(config, task, source, validation)
     followed = Followed(storage / ".prepared" / digest)
+    if not followed.known and not source.files:
+        raise NoFiles(f"data.source {config.data.source!r} has no files to begin with: put some there")
     begun = followed.parts(0) is not None  # then its tokenizers are there, and its files need not be
     first = source if begun else replace(source, files=followed.next(0, source.files, settle=False))
     parts = () if begun else divide(first, validation, config.data)
@@ -54,9 +56,14 @@ def follow_source(config: Config, storage: Folder, task: Task, *, on_ray: bool, 
                 run(job, parts, on_ray, echo)
             known = len(parts)
             echo(f"data: {len(files)} files of {config.data.source} are prepared, {before + known} parts in all")
+            if not publisher.begun:
+                echo("data: that is not a sample of each split yet: training begins when more files have come")
         else:
             time.sleep(LOOK_S)
-            source, _ = open_sources(config, task)
+            try:
+                source, _ = open_sources(config, task)
+            except NoFiles:  # what was published has gone
+                source = replace(source, files=())
             continue
         number, before = number + 1, before + known
 
@@ -77,6 +84,11 @@ class Followed:
         except FileNotFoundError:
             self._batches = []
         self._seen: dict[str, File] = {}
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a batch."""
+        return bool(self._batches)
 
     def parts(self, number: int) -> int | None:
         """Into how many parts a batch was cut; None where it was not."""

@@ -88,7 +88,8 @@ class Publisher:
     def publishing(self, parts: Sequence[Part]) -> Iterator[None]:
         """Publishes these parts, which come after those before, while the block prepares them, and at its end the rest.
 
-        Where the block raises DataError, all who wait are told.
+        What is not enough for the first generation waits for the parts that are given next. Where the block raises
+        DataError, all who wait are told.
         """
         self._parts += in_order(parts)
         forget_failure(self._folder)
@@ -104,7 +105,13 @@ class Publisher:
             ended.set()
             thread.join()
         self._publish()
-        self._write()
+        if self._number or (self._records and self._enough(self._manifest())):
+            self._write()
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is a generation, with which a training can begin."""
+        return self._number > 0
 
     def skip(self, parts: int) -> None:
         """Passes over parts that are published."""

@@ -27,6 +27,7 @@ from raystride.pipelines.prepare.near_duplicates import FOUND, SIGNATURES, find_
 from raystride.pipelines.prepare.parts import divide
 from raystride.pipelines.prepare.progress import Meter, shown
 from raystride.pipelines.prepare.shards import same_file
+from raystride.pipelines.prepare.stage_speed import SPEED_FILE, kept, speeds, summed
 from raystride.pipelines.prepare.stages import SPLITS, Preparation, id_type, read_part, tokenise, write_part
 from raystride.pipelines.sources.checking import check_source
 from raystride.pipelines.sources.faults import DataError
@@ -83,6 +84,7 @@ def prepare_source(
         publisher.end()
     manifest = describe(records)
     _check(config, manifest)
+    folder.put_json(SPEED_FILE, summed(record.get("stages", {}) for record in records))
     manifest.save(folder)
     # Only an interrupted preparation needs what goes here, and the manifest ends that.
     folder.remove("parts")
@@ -274,6 +276,8 @@ def _report(
         echo(f"data: left out {', '.join(counts)}")
     if cut := manifest.source.get("cut"):
         echo(f"data: {cut:,} examples are longer than model.context allows and were cut")
+    if stages := kept(folder):
+        echo(f"data: {speeds(stages)}")
     echo(f"data: {_counts(manifest, task)}, prepared in {seconds:.1f} s ({folder})")
 
 

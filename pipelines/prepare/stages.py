@@ -11,6 +11,7 @@ record["shards"]                                          # {"train": {...}, "va
 """
 
 import json
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -26,6 +27,7 @@ from raystride.pipelines.prepare.cleaning import Cleaning
 from raystride.pipelines.prepare.near_duplicates import duplicates_of
 from raystride.pipelines.prepare.parts import part_items
 from raystride.pipelines.prepare.shards import ShardWriter
+from raystride.pipelines.prepare.stage_speed import Timed
 from raystride.pipelines.sources.faults import Fault
 from raystride.pipelines.sources.pieces import Part, Piece, Reader
 from raystride.pipelines.tasks.task import Document, Encoded, Facts, Task
@@ -77,13 +79,17 @@ class Preparation:
         items = self.cleaning.items((Piece(document) for document in documents), "a sample", Counter())
         return (item.document for item in items if isinstance(item, Piece))
 
-    def items(self, part: Part, dropped: Counter[str]) -> Iterator[Piece | Fault]:
-        """What a part gives, in order; `dropped` counts what was left out, by reason. Raises DataError for a bad step."""
+    def items(self, part: Part, dropped: Counter[str], seconds: dict[str, float]) -> Iterator[Piece | Fault]:
+        """What a part gives, in order; `dropped` counts what was left out, by reason. Raises DataError for a bad step.
+
+        Where it is cleaned, `seconds` has what reading took, and what both took as `clean`.
+        """
         items = part_items(self.readers[part.split or "train"], part)
         if self.cleaning is None:
             return items
         duplicates = duplicates_of(self.folder, part.number) if self.finds_duplicates else frozenset()
-        return self.cleaning.items(items, f"part {part.number}", dropped, duplicates)
+        read = Timed(items, seconds, "read")
+        return Timed(self.cleaning.items(read, f"part {part.number}", dropped, duplicates), seconds, "clean")
 
 
 def validates(identity: str, fraction: float) -> bool:
@@ -93,14 +99,14 @@ def validates(identity: str, fraction: float) -> bool:
 
 
 def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
-    """The part's pieces in order, then an empty row to say that it is whole, whose place has what was dropped as JSON.
-
-    Raises DataError unless faults are skipped.
+    """The part's pieces in order, then an empty row to say that it is whole, whose place has as JSON what was dropped, and
+    what it took. Raises DataError unless faults are skipped.
     """
     dropped: Counter[str] = Counter()
+    took = {"read": 0.0, "clean": 0.0}
     rows: list[tuple[Any, ...]] = []
-    size, document, ended = 0, -1, True
-    for item in job.items(part, dropped):
+    size, document, ended, spent, began = 0, -1, True, 0.0, time.perf_counter()
+    for item in job.items(part, dropped, took):
         if isinstance(item, Fault):
             if not job.skip:
                 raise item.error()
@@ -116,9 +122,13 @@ def read_part(job: Preparation, part: Part) -> Iterator[pa.Table]:
         rows.append((part.number, document, item.begins, item.ends, validation, text, item.place, None))
         size += len(text)
         if size >= _TABLE_BYTES or len(rows) >= _TABLE_ROWS:
-            yield _table(rows)
-            rows, size = [], 0
-    rows.append((part.number, None, None, None, None, None, json.dumps({**+dropped}), None))
+            table = _table(rows)
+            spent += time.perf_counter() - began
+            yield table
+            rows, size, began = [], 0, time.perf_counter()
+    cleaning = max(0.0, took["clean"] - took["read"])
+    seconds = {"read": spent + time.perf_counter() - began - cleaning, "clean": cleaning}
+    rows.append((part.number, None, None, None, None, None, json.dumps({"dropped": {**+dropped}, "seconds": seconds}), None))
     yield _table(rows)
 
 
@@ -128,7 +138,7 @@ def survey_part(job: Preparation, part: Part) -> Facts:
 
 
 def _documents(job: Preparation, part: Part) -> Iterator[Document]:
-    for item in job.items(part, Counter()):
+    for item in job.items(part, Counter(), {"read": 0.0, "clean": 0.0}):
         if isinstance(item, Piece):
             yield item.document
         elif not job.skip:
@@ -154,6 +164,7 @@ def tokenise(job: Preparation, table: pa.Table) -> pa.Table:
     A document that the task cannot encode becomes a fault. Raises DataError unless faults are skipped, and RuntimeError
     where the task gives an id that is not below its `ids`.
     """
+    began, texts = time.perf_counter(), pc.sum(pc.binary_length(table["text"])).as_py() or 0
     ids: list[np.ndarray] = []
     masks: list[np.ndarray | None] = []
     cuts: list[bool] = []
@@ -183,7 +194,11 @@ def tokenise(job: Preparation, table: pa.Table) -> pa.Table:
     lists = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values.astype(kind.to_pandas_dtype()), kind))
     mask_column = pa.array(masks, pa.large_list(pa.uint8()))
     encoded = table.drop_columns(["text"]).append_column("ids", lists).append_column("loss_mask", mask_column)
-    return encoded.append_column("cut", pa.array(cuts, pa.bool_()))
+    encoded = encoded.append_column("cut", pa.array(cuts, pa.bool_()))
+    # In the first row what the table took; Ray Data puts tables together and cuts them where it likes.
+    for name, value in (("tokenise_s", time.perf_counter() - began), ("text_bytes", texts)):
+        encoded = encoded.append_column(name, pa.array([float(value), *[0.0] * (encoded.num_rows - 1)], pa.float64()))
+    return encoded
 
 
 _NOTHING = Encoded(np.empty(0, np.uint32), None)
@@ -221,16 +236,20 @@ def id_type(task: Task) -> pa.DataType:
 
 def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
     """Writes a part's shards, then its record, which is returned: part, shards by split, faults, and how many there were, as
-    well as of how many documents something was cut off (`Encoded.cut`), and how many were dropped, by reason.
+    well as of how many documents something was cut off (`Encoded.cut`), how many were dropped, by reason, and what the
+    stages took.
 
     Raises RuntimeError where the row that ends a part is missing, OSError where a shard reads otherwise than it was written.
     """
     writers: dict[str, ShardWriter] = {}
     faults: list[dict[str, str]] = []
     skipped, cut, number, whole = 0, 0, -1, False
-    dropped: dict[str, int] = {}
-    for table in tables:
+    told: dict[str, Any] = {}
+    took, texts, began = {"tokenise": 0.0, "others": 0.0}, 0.0, time.perf_counter()
+    for table in Timed(tables, took, "others"):
         number = table["part"][0].as_py()
+        took["tokenise"] += pc.sum(table["tokenise_s"]).as_py()
+        texts += pc.sum(table["text_bytes"]).as_py()
         for split, chosen in zip(SPLITS, (pc.invert(table["validation"]), table["validation"]), strict=True):
             rows = table.filter(chosen)  # a null, as faults and the last row have, is in neither
             if rows.num_rows:
@@ -244,11 +263,15 @@ def write_part(job: Preparation, tables: Iterable[pa.Table]) -> dict[str, Any]:
         last = table.slice(table.num_rows - 1)
         whole = not (last["document"][0].is_valid or last["fault"][0].is_valid)
         if whole:
-            dropped = json.loads(last["place"][0].as_py())
+            told = json.loads(last["place"][0].as_py())
     if not whole:
         raise RuntimeError(f"part {number} ended before its last row: this is a defect of Raystride, please report it")
     shards = {split: writer.finish(job.folder, f"{split}/{number:05d}.arrow") for split, writer in writers.items()}
     written = {split: asdict(shard) if (shard := shards.get(split)) else None for split in SPLITS}
-    record = {"part": number, "shards": written, "faults": faults, "skipped": skipped, "cut": cut, "dropped": dropped}
+    seconds = told["seconds"] | {"tokenise": took["tokenise"], "write": time.perf_counter() - began - took["others"]}
+    documents = sum(shard.documents for shard in shards.values() if shard)
+    stages = {"bytes": round(texts), "documents": documents, "seconds": seconds}
+    record = {"part": number, "shards": written, "faults": faults, "skipped": skipped, "cut": cut}
+    record |= {"dropped": told["dropped"], "stages": stages}
     (job.folder / "parts").put_json(f"{number:05d}.json", record)
     return record

@@ -73,6 +73,8 @@ class DataOfRun(TypedDict):
     """The fingerprint of a run's data; of a mixture also those of its sources, by name, and of what they have in common."""
 
     data: str
+    prepared_at: NotRequired[str]
+    """How fast the stages of its preparation went, in words."""
     sources: NotRequired[dict[str, str]]
     learned: NotRequired[str]
 

@@ -55,6 +55,7 @@ class Origin:
             "data": self._data(flat),
             "validated on": flat["data.validation_source"] if flat.get("data.validation") == "source" else None,
             "data's fingerprint": self.environment.get("data"),
+            "prepared at": self.environment.get("prepared_at"),
             "began": datetime.fromtimestamp(began, UTC).strftime("%Y-%m-%d %H:%M UTC") if began else None,
             "commit": f"{commit}{', with changes' if self.environment.get('dirty') else ''}" if commit else None,
             "machine": cards[0]["name"] if cards else self.environment.get("cpu"),

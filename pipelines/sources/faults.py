@@ -24,6 +24,10 @@ class DataError(ValueError):
         super().__init__(hidden(message))
 
 
+class NoFiles(DataError):
+    """There is no file where a source is looked for."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """One file or document that cannot be read."""

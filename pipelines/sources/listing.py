@@ -16,7 +16,7 @@ from raystride.pipelines.credentials import stripped
 from raystride.pipelines.files import absolute, filesystem
 from raystride.pipelines.retries import retried
 from raystride.pipelines.sources.archives import is_archive, members
-from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.sources.faults import DataError, NoFiles
 from raystride.pipelines.sources.pieces import File
 from raystride.pipelines.stores import address_of
 
@@ -61,11 +61,11 @@ def _list(place: str) -> list[File]:
     if kind == "Directory":
         files = [_file(found, uri, path) for found in _below(system, path, recursive=True)]
         if not files:
-            raise DataError(f"data.source {place!r} is a folder without files: put the data there, or name another place")
+            raise NoFiles(f"data.source {place!r} is a folder without files: put the data there, or name another place")
         return files
     if re.search(r"[*?\[]", path):
         return _matching(system, uri, path, place)
-    raise DataError(f"data.source {place!r} does not exist ({uri}): name a file, a folder, a glob or a URI that does")
+    raise NoFiles(f"data.source {place!r} does not exist ({uri}): name a file, a folder, a glob or a URI that does")
 
 
 def place_exists(place: str) -> bool:
@@ -103,7 +103,7 @@ def _matching(system: "FileSystem", uri: str, pattern: str, place: str) -> list[
     found = _below(system, base, recursive="/" in rest or "**" in rest)
     files = [_file(info, uri, base) for info in found if wanted.fullmatch(os.path.relpath(info.path, base))]
     if not files:
-        raise DataError(f"data.source {place!r} matches no file: mend the pattern (`**/` stands for any folders)")
+        raise NoFiles(f"data.source {place!r} matches no file: mend the pattern (`**/` stands for any folders)")
     return files
 
 

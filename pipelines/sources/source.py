@@ -18,7 +18,7 @@ from raystride.pipelines.config import Data
 from raystride.pipelines.files import Folder, absolute
 from raystride.pipelines.sources.archives import ARCHIVES
 from raystride.pipelines.sources.dialects import Form
-from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.sources.faults import DataError, NoFiles
 from raystride.pipelines.sources.fields import Columns
 from raystride.pipelines.sources.hub import HuggingFaceReader, saved_dataset
 from raystride.pipelines.sources.lines import JsonReader, LabelledReader, LineReader, ParallelReader
@@ -91,7 +91,14 @@ def open_source(data: Data, name: str, columns: Columns, *, whole: bool = False)
         place = absolute(place) if place_exists(place) else place
         hub = HuggingFaceReader(place, split or data.split, columns, image_root)
         return Source(kind, (hub.file(),), hub)
-    listed = list_packed(name, data.encoding)
+    try:
+        listed = list_packed(name, data.encoding)
+    except NoFiles as error:
+        if not data.follow:
+            raise
+        if kind == "files":
+            raise NoFiles(f"{error}; of what is followed the last file may go where data.kind says what comes") from None
+        return Source(kind, (), WebDatasetReader(columns) if kind == "webdataset" else _reader(kind, data, columns, whole))
     if kind == "webdataset" or (
         kind == "files" and all(is_shard(file.name) for file in listed) and holds_documents(listed[0])
     ):

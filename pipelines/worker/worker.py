@@ -4,7 +4,6 @@ summary = run_worker(job, WorkerInfo(rank=0, world=1), recorder.receive, stoppin
 """
 
 import json
-import math
 import os
 import time
 from collections.abc import Callable
@@ -17,8 +16,10 @@ import torch.distributed as dist
 from raystride.model.dropout import number_dropouts
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.combinations import SHARDED
-from raystride.pipelines.feed.loader import Loader, validation_batches
+from raystride.pipelines.feed.growth import GrowingOrder
+from raystride.pipelines.feed.loader import Loader, validated, validation_batches
 from raystride.pipelines.feed.opening import Feed, open_feed, open_manifest
+from raystride.pipelines.feed.order import SampleOrder
 from raystride.pipelines.feed.samples import Samples
 from raystride.pipelines.observers.gpu_monitor import GpuMonitor
 from raystride.pipelines.observers.host_monitor import HostMonitor
@@ -165,7 +166,7 @@ def build_training(
     since = {"step": state.step, "position": state.position}
     feed = open_feed(config, task, job.prepared, past=past, **since, clock=f"{job.folder} {job.attempt}", said=tell)
     choice = _choose_products(job, config, worker, network, feed.train, found, log)
-    loader = _loader(config, strategy, feed, state, stopping)
+    loader = _loader(config, worker, strategy, feed, state, stopping)
     bits = choice.bits | choose_attention(config, device=device, found=found, rank=rank, world=world, log=log)
     made = {"run": job.run, "bits": bits, "data": manifest.fingerprint} | ({HEADER: {"base": base}} if base else {})
     return Training(
@@ -185,7 +186,16 @@ def build_training(
     )
 
 
-def _loader(config: Config, strategy: Strategy, feed: Feed, state: TrainState, stopping: Callable[[], bool]) -> Loader:
+def _agreement(worker: WorkerInfo, order: SampleOrder) -> Callable[[bool], tuple[float, bool]] | None:
+    """How workers find out what all of them can read of data that is still being prepared."""
+    if worker.world == 1 or not isinstance(order, GrowingOrder):
+        return None
+    return partial(order.common, group=dist.new_group(backend="gloo"))
+
+
+def _loader(
+    config: Config, worker: WorkerInfo, strategy: Strategy, feed: Feed, state: TrainState, stopping: Callable[[], bool]
+) -> Loader:
     """What reads this worker's micro-batches from a position on."""
     return Loader(
         plan=feed.plan,
@@ -199,6 +209,7 @@ def _loader(config: Config, strategy: Strategy, feed: Feed, state: TrainState, s
         left_out=frozenset((each.step, each.slot) for each in state.left_out),
         prefetch=config.data.prefetch,
         stopping=stopping,
+        agree=_agreement(worker, feed.plan.order),
         device=strategy.device,
         ahead=feed.ahead(config, strategy.rank, strategy.world),
     )
@@ -265,17 +276,12 @@ def _validation(
     """Measures the validation samples in batches of a slot's size, which surely fits in memory; of a mixture by source."""
     size = config.train.slot_samples
 
-    def counted(name: str, samples: Samples) -> int:
-        """How many of a source's samples are looked at: its share of those that are wanted, or all."""
-        wanted = math.ceil(config.validation.samples * feed.shares.get(name, 0.0) / samples.examples) or samples.count
-        return min(wanted, samples.count)
-
     def measure() -> dict[str, float]:
         sums: dict[str, ValidationSums] = {}
         for name, samples in feed.held_out.items():
             batches = validation_batches(
                 samples,
-                wanted=(wanted := counted(name, samples)),
+                wanted=(wanted := validated(samples, config.validation.samples, feed.shares.get(name, 0.0))),
                 size=size,
                 rank=strategy.rank,
                 world=strategy.world,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import Config, Data
+from raystride.pipelines.config import Config, Data, SettingError
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.driver import train
 from raystride.pipelines.launch.screen import Quiet
@@ -68,6 +68,10 @@ def test_weights_change_and_sources_come_and_go_on_resume(folder: Path, tmp_path
     before, after = (checkpoints.read_json(f"step-{step:08d}/{MANIFEST}") for step in (6, 24))
     assert before["order"]["sources"][0]["order"] == after["order"]["sources"][0]["order"]
     assert "epochs by source: text" in str(found)
+    other = _data(folder, {"text": 0.75, "sums": 0.25})
+    other.sources["text"]["source"] = str(folder / "code.txt")
+    with pytest.raises(SettingError, match=r"the data of data\.sources\.text: fingerprint"):
+        _run(replace(config, train=replace(longer, steps=30), data=other), tmp_path)
     again = _run(replace(config, train=replace(longer, steps=30)), tmp_path)
     assert again["status"] == "finished", "the text comes back where it was"
     assert audit(checkpoints).by_source["text"][0] == 36 + 36

@@ -16,6 +16,7 @@ import pytest
 from raystride.pipelines.config import Config
 from raystride.pipelines.feed import cache as module
 from raystride.pipelines.feed.cache import NodeCache, RemotePiece, node_cache
+from raystride.pipelines.feed.ledger import DATABASE
 from tests.pipelines.feed.far import FarStore, far_folder, forget
 
 SIZE = 1000
@@ -153,4 +154,19 @@ def test_the_default_place_is_the_node_s_and_the_user_s_alone(
     _read(cache, _piece(far, 1))
     assert stat.S_IMODE(cache.root.stat().st_mode) == 0o700
     monkeypatch.setenv("RAYSTRIDE_CACHE", "~/elsewhere")
-    assert node_cache(Config()).root == Path("~/elsewhere").expanduser()
+    assert node_cache(Config()).root.parent == Path("~/elsewhere").expanduser()
+
+
+def test_hosts_that_share_a_disk_have_a_folder_each(far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYSTRIDE_CACHE", str(tmp_path))
+    own: dict[str, NodeCache] = {}
+    for host in ("node1", "node2", "gone"):
+        monkeypatch.setattr("socket.gethostname", lambda name=host: name)
+        own[host] = node_cache(Config())
+        _read(own[host], _piece(far, 1))
+    for path in (tmp_path / "gone").glob(f"{DATABASE}*"):
+        os.utime(path, (1e9, 1e9))
+    monkeypatch.setattr("socket.gethostname", lambda: "node2")
+    assert node_cache(Config()).root == own["node2"].root
+    assert [each.root.exists() for each in own.values()] == [True, True, False]
+    assert own["node1"].ledger.held() == own["node2"].ledger.held() == SIZE

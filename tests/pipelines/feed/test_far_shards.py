@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raystride.pipelines.feed.cache import NodeCache
-from raystride.pipelines.feed.far_shards import LARGEST, SMALLEST, FarShards, piece_bytes
+from raystride.pipelines.feed.far_shards import FEWEST_MAPS, LARGEST, SMALLEST, FarShards, piece_bytes
 from raystride.pipelines.feed.samples import Windows
 from raystride.pipelines.feed.stream import TokenStream
 from raystride.pipelines.files import Folder
@@ -76,13 +76,24 @@ def test_rows_are_those_of_a_disk_and_lie_about_where_they_are_looked_for(prepar
     assert [each.tolist() for each in far.heads()] == [each.tolist() for each in near.heads()]
 
 
+def test_what_nobody_expected_is_let_go_soon_or_it_would_take_disk_beyond_the_bound(
+    prepared: Prepared, tmp_path: Path
+) -> None:
+    _, far = _streams(prepared, tmp_path / "cache", 32 * SMALLEST)
+    far.windows(np.arange(0, far.tokens - 17, SMALLEST // 2), 17)  # a window in each piece
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path / "cache/pieces") in line]
+    assert len(FarStore.reads) > 2 * FEWEST_MAPS
+    assert 0 < len(mapped) <= FEWEST_MAPS
+
+
 def test_a_cache_decides_how_large_pieces_are() -> None:
     assert piece_bytes(1) == piece_bytes(60 << 20) == SMALLEST
     assert piece_bytes(1 << 28) == 512 << 10
     assert piece_bytes(1 << 40) == LARGEST
 
 
-def test_a_flipped_byte_is_fetched_again_and_told(prepared: Prepared, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", [".arrow", ".hashes"])
+def test_a_flipped_byte_is_fetched_again_and_told(prepared: Prepared, tmp_path: Path, ending: str) -> None:
     _, far = _streams(prepared, tmp_path)
     said: list[str] = []
     assert far.far
@@ -90,7 +101,7 @@ def test_a_flipped_byte_is_fetched_again_and_told(prepared: Prepared, tmp_path: 
     left = [1]
 
     def flip(path: str, content: bytes) -> bytes:
-        if not path.endswith(".arrow") or not left:
+        if not path.endswith(ending) or not left:
             return content
         left.pop()
         return bytes([content[0] ^ 1]) + content[1:]

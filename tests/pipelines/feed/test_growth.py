@@ -1,19 +1,22 @@
 """Training on what is prepared so far: every sample once an epoch, at the same position whenever it is looked at."""
 
+import os
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from threading import Semaphore, Thread
+from threading import Semaphore, Thread, Timer
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raystride.pipelines.config import Config, Data
-from raystride.pipelines.feed.growth import GrownOrder
+from raystride.pipelines.feed.growth import GrowingOrder, GrownOrder
 from raystride.pipelines.feed.loader import Loader
 from raystride.pipelines.feed.opening import open_feed, open_manifest
 from raystride.pipelines.feed.order import Order
@@ -24,6 +27,7 @@ from raystride.pipelines.prepare.one_source import prepare_source
 from raystride.pipelines.prepare.stages import write_part
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.tasks import build_task
+from tests.distributed import run_distributed
 from tests.tiny import tiny
 
 FILES, LIMIT_S = 9, 60.0
@@ -170,3 +174,37 @@ def test_who_waits_heeds_a_request_to_stop(beside: Beside) -> None:
     for _ in loader.steps(0, 10**9):
         pass
     assert loader.stopped
+
+
+def _reads_its_own(rank: int, world: int, config: Config, storage: Path, until: int) -> tuple[list[int], bool]:
+    """A worker that reads what it sees, and at step `until` is asked to stop, if it is the first; which steps it took."""
+    folder = Folder.at(str(storage / str(rank)))
+    feed = open_feed(config, build_task(config, open_manifest(config, folder).facts), folder)
+    order, taken = feed.plan.order, list[int]()
+    assert isinstance(order, GrowingOrder)
+    loader = Loader(feed.plan, feed.train, rank, world, agree=order.common)
+    loader.stopping = lambda: rank == 0 and len(taken) >= until
+    for step in loader.steps(0, 10**9):
+        if rank == 1 and not taken:
+            Timer(1.0, os.rename, (storage / "000001", folder.local / "generations" / "000001")).start()  # type: ignore
+        dist.all_reduce(torch.ones(1))  # as the sum of a step's gradients
+        taken.append(step.number)
+    return taken, loader.stopped
+
+
+def test_workers_that_see_generations_at_different_moments_take_and_stop_at_the_same_steps(
+    beside: Beside, tmp_path: Path
+) -> None:
+    beside.finish()
+    order = _loader(beside).plan.order
+    assert order.ready(10**9)
+    config = replace(beside.config, train=replace(beside.config.train, slots=16, slot_size=16))
+    ends = [end // (16 * 16) for end in order.to_json()["generations"]]
+    assert ends[1] < ends[-1]
+    for rank in range(2):
+        shutil.copytree(str(beside.folder.local), tmp_path / str(rank))
+    # The second worker sees one generation after a second, and no other, while the first one sees all.
+    for name in ("000001", "000002", "end.json"):
+        (tmp_path / "1" / "generations" / name).rename(tmp_path / name)
+    found = run_distributed(_reads_its_own, 2, config, tmp_path, ends[1])
+    assert found == [(list(range(ends[1])), True)] * 2

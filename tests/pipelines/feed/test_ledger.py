@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raystride.pipelines.feed import ledger as module
+from raystride.pipelines.feed import victims
 from raystride.pipelines.feed.ledger import Claim, Ledger
 from raystride.pipelines.feed.shuffling import belady
 
@@ -178,3 +179,24 @@ def test_a_disk_that_is_short_bounds_what_is_kept(root: Path, monkeypatch: pytes
     assert not ledger.claim([(_name(3), 100)])  # nobody waits for it, and when it is needed is not known ...
     assert _fetch(ledger, 3, 100)  # ... but now somebody does
     assert ledger.held() == 100
+
+
+def test_what_came_is_not_lost_with_a_transaction_that_fails(root: Path) -> None:
+    ledger = Ledger(root, 4)
+    ledger.claim([(_name(1), 1)], urgent=True)
+    ledger.arrived(_name(1), 1)
+    with pytest.raises(ZeroDivisionError):
+        ledger.announce((_name(number), 1 // number) for number in (1, 0))
+    assert ledger.state(_name(1)) == Claim.HERE
+
+
+def test_what_another_reader_needs_meanwhile_stays_though_a_look_holds_for_a_while(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(victims, "HOLDS_S", 1e9)
+    ledger, other = Ledger(root, 3, "run"), Ledger(root, 3, "run")
+    other.pass_on([], step=0, pace=1.0)
+    assert all(_fetch(ledger, piece) for piece in (1, 2, 3, 4))
+    other.announce([(_name(2), 1)])
+    assert _fetch(ledger, 5)
+    assert [ledger.state(_name(piece)) for piece in range(1, 6)] == [None, Claim.HERE, None, Claim.HERE, Claim.HERE]

@@ -1,13 +1,16 @@
 """Mixtures: counts, positions and what is before a change, for any weights, sources and changes."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raystride.pipelines.config import Config, Data, SettingError
 from raystride.pipelines.feed.mixture import PERIOD, SHIFT, Mixture, MixtureSource, in_units, schedule, split_samples
+from raystride.pipelines.feed.opening import build_mixture
 from raystride.pipelines.feed.order import Order, digest
 
 WEIGHTS = st.lists(st.floats(0, 1).map(lambda x: 0.0 if x < 1e-3 else x**3), min_size=1, max_size=9).filter(any)
@@ -139,6 +142,15 @@ def test_weights_that_stay_go_on_in_the_middle_of_their_schedule() -> None:
     np.testing.assert_array_equal(grown.at(positions), past.at(positions))
 
 
+def test_shares_are_those_that_are_wanted_last() -> None:
+    sources = _sources([100, 10, 10], [math.inf, 25, 15])
+    past = Mixture.planned(sources, [(0, [0.5, 0.25, 0.25]), (64, [0.25, 0.0, 0.75])])
+    assert past.shares() == {"s0": 0.25, "s2": 0.75}, "also once s2 has given all that it may"
+    fewer = Mixture.planned(sources[:2], [(0, [0.75, 0.25])], past, 500)
+    assert fewer.shares() == {"s0": 0.75, "s1": 0.25}
+    assert Mixture.from_json(fewer.to_json()).shares() == {"s0": 1.0}, "what is dealt out by then"
+
+
 def test_sources_of_one_size_have_sample_numbers_of_their_own() -> None:
     mixture = Mixture.planned(_sources([8, 8]), [(0, [0.5, 0.5])])
     first_epochs = mixture.at(np.arange(16, dtype=np.int64))
@@ -153,6 +165,15 @@ def test_positions_of_ten_to_the_twelve_are_found_at_once() -> None:
     assert mixture.counts(10**12).sum() == 10**12
     numbers, inside = split_samples(mixture.at(far))
     assert ((inside >= 0) & (inside < np.array([10**10, 10**9, 3])[numbers])).all()
+
+
+def test_a_source_that_comes_back_as_another_one_is_refused() -> None:
+    config = Config(data=Data(sources={name: {"source": name} for name in ("web", "code")}))
+    past = build_mixture(config, {"web": 100, "code": 50})
+    without = build_mixture(replace(config, data=Data(sources={"code": {"source": "code"}})), {"code": 50}, past, 40)
+    assert build_mixture(config, {"web": 100, "code": 50}, without, 60).counts(40).tolist() == [20, 20]
+    with pytest.raises(SettingError, match=r"data\.sources\.web has 101 samples in another order than the 100"):
+        build_mixture(config, {"web": 101, "code": 50}, without, 60)
 
 
 def test_more_sources_than_shares_there_are_is_refused() -> None:

@@ -1,6 +1,8 @@
 """Read-ahead: a worker finds its pieces there, none is fetched more often than by the best cache, and the bound holds."""
 
-from collections.abc import Iterator
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from raystride.pipelines.config import Config
 from raystride.pipelines.feed import ledger, read_ahead
 from raystride.pipelines.feed.cache import NodeCache
+from raystride.pipelines.feed.growth import GrowingOrder, GrownOrder, Growth
 from raystride.pipelines.feed.loader import Loader
 from raystride.pipelines.feed.mixture import Mixture, MixtureSource
 from raystride.pipelines.feed.opening import open_feed
@@ -124,13 +127,16 @@ def test_a_thread_that_fails_costs_time_alone(prepared: Prepared, tmp_path: Path
     said: list[str] = []
     cache.said = said.append
 
-    def fails(*_: object) -> None:
+    def fails(ahead: ReadAhead) -> None:
+        assert ahead._walk_exactly()
         raise ValueError("no more")
 
     monkeypatch.setattr(ReadAhead, "_fetch", fails)
     plan = Plan(Order(samples.count), slots=2, slot_size=2)
     assert len(_digests(_loader(samples, cache, plan), 0, 10)) == 10
     assert said == ["shards are not fetched ahead any more: ValueError: no more"]
+    with sqlite3.connect(cache.root / ledger.DATABASE) as db:
+        assert db.execute("SELECT COUNT(*) FROM uses").fetchone() == (0,), "its needs would hold room for ever"
 
 
 def test_looking_far_is_bounded(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +148,49 @@ def test_looking_far_is_bounded(prepared: Prepared, tmp_path: Path, monkeypatch:
     loader = _loader(samples, cache, plan)
     assert len(_digests(loader, 0, 3 * samples.count // 16)) == 3 * samples.count // 16
     assert cache.ledger.held() <= 8 * PIECE
+
+
+def _until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_data_that_is_still_being_prepared_is_fetched_as_far_as_it_is_there(prepared: Prepared, tmp_path: Path) -> None:
+    folder, manifest, task = prepared
+    assert folder.local
+    cache = NodeCache(tmp_path / "cache", 32 * PIECE)
+    stream = TokenStream(far_folder(folder.local), manifest, "train", cache)
+    samples = Windows(task, stream)
+    order = GrowingOrder(GrownOrder(Order(1)), Growth(folder, stream, lambda: samples.count))
+    plan = Plan(order, slots=3, slot_size=2)
+    assert not order.ready(samples.count + 1)
+    ahead = ReadAhead(plan, samples, cache, rank=0, world=1, most_bytes=1 << 30)
+    with ahead.reading(0, 10**9):
+        _until(lambda: cache.ledger.held() >= 16 * PIECE)
+
+
+def test_what_a_step_needed_that_was_overtaken_keeps_no_room(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_ahead, "SEGMENT", 64)
+    samples, cache = _samples(prepared, tmp_path / "cache", 8)
+    plan, stands, fetch = Plan(Order(samples.count), slots=2, slot_size=2), [True], ReadAhead._fetch
+    monkeypatch.setattr(ReadAhead, "_fetch", lambda ahead: not stands and fetch(ahead))
+    ahead = ReadAhead(plan, samples, cache, rank=0, world=1, most_bytes=1 << 30)
+    past = 100  # in the middle of a segment of 16 steps, of which others are before it
+
+    def uses(before: int) -> int:
+        with sqlite3.connect(cache.root / ledger.DATABASE) as db:
+            return int(db.execute("SELECT COUNT(*) FROM uses WHERE step < ?", (before,)).fetchone()[0])
+
+    with ahead.reading(0, 10**9):
+        _until(lambda: ahead._far_stop > 2 * past)
+        assert uses(past) > 0
+        ahead.passed(past - 1)
+        stands.clear()
+        _until(lambda: uses(past) == 0)
 
 
 def test_what_validates_is_brought_at_once_and_then_makes_room(

@@ -10,9 +10,11 @@ import torch
 
 from raystride.pipelines.config import Config, Data, Train
 from raystride.pipelines.feed.cache import NodeCache
-from raystride.pipelines.feed.loader import Loader, validation_batches
-from raystride.pipelines.feed.plan import build_plan
-from raystride.pipelines.feed.samples import Bundled, Examples, Samples, open_samples
+from raystride.pipelines.feed.loader import Loader, validated, validation_batches
+from raystride.pipelines.feed.mixture import Mixture, MixtureSource, split_samples
+from raystride.pipelines.feed.order import Order
+from raystride.pipelines.feed.plan import Plan, build_plan
+from raystride.pipelines.feed.samples import Bundled, Examples, Mixed, Samples, open_samples
 from raystride.pipelines.feed.stream import TokenStream
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.one_source import Prepared
@@ -95,6 +97,14 @@ def test_an_empty_micro_batch_has_real_shapes_and_no_target(prepared: Prepared) 
         assert (targets == -100).all()
 
 
+def test_a_source_validates_by_its_share_and_one_without_by_one_sample(prepared: Prepared) -> None:
+    samples = _samples(prepared, _config(Path("x")), "validation")
+    assert [validated(samples, 100, share) for share in (1.0, 0.301, 0.0)] == [100, 31, 1]
+    assert validated(samples, 0, 0.0) == validated(samples, 10**9) == samples.count
+    bundles = _samples(prepared, _config(Path("x"), slot_tokens=2000), "validation")
+    assert 1 < validated(bundles, 1000) < validated(bundles, 0)
+
+
 def test_validation_takes_bundles_spread_over_the_split(prepared: Prepared) -> None:
     samples = _samples(prepared, _config(Path("x"), slot_tokens=2000), "validation")
     batches = list(validation_batches(samples, wanted=3, size=1, rank=0, world=1, device=torch.device("cpu")))
@@ -102,3 +112,54 @@ def test_validation_takes_bundles_spread_over_the_split(prepared: Prepared) -> N
     lengths = [batch.inputs[0].shape[1] for batch in batches]
     assert lengths == sorted(lengths)
     assert lengths[0] < lengths[2]
+
+
+@pytest.mark.parametrize("slot_tokens", [0, 4000], ids=["examples", "bundles"])
+def test_samples_of_a_mixture_come_in_the_order_in_which_they_are_asked_for(prepared: Prepared, slot_tokens: int) -> None:
+    config = _config(Path("x"), slot_tokens=slot_tokens)
+    sources = {name: _samples(prepared, config, split) for name, split in (("a", "train"), ("b", "validation"))}
+    orders = [MixtureSource(name, Order(each.count, number)) for number, (name, each) in enumerate(sources.items())]
+    mixture = Mixture.planned(orders, [(0, (0.6, 0.4))])
+    mixed, asked = Mixed(sources["a"].task, sources, mixture), mixture.at(np.arange(40, dtype=np.int64))
+    alone = [
+        text
+        for source, number in zip(*split_samples(asked), strict=True)
+        for text in _texts(list(sources.values())[source].batch(np.array([number]))[0])
+    ]
+    assert _texts(mixed.batch(asked)[0]) == alone
+
+
+class Drawn(Lines):
+    """The first number of a row is what was drawn for it, in thousandths."""
+
+    draws = 1
+
+    def collate_drawn(self, rows: Rows, masks: Rows | None, draws: np.ndarray) -> tuple[Inputs, torch.Tensor]:
+        drawn = [np.array([int(1000 * draw[0]), *row]) for row, draw in zip(rows, draws, strict=True)]
+        return self.collate(drawn, masks)
+
+
+def test_what_is_drawn_for_a_sample_of_a_mixture_is_its_own_however_many_workers_read_it(prepared: Prepared) -> None:
+    config = _config(Path("x"))
+    task = Drawn(config, prepared.manifest.facts)
+    sources = {
+        name: Examples(task, TokenStream(prepared.folder, prepared.manifest, split, NodeCache(Path("/none"), 0)))
+        for name, split in (("a", "train"), ("b", "validation"))
+    }
+    orders = [MixtureSource(name, Order(each.count, number)) for number, (name, each) in enumerate(sources.items())]
+    mixture = Mixture.planned(orders, [(0, (0.5, 0.5))])
+    plan, mixed = Plan(mixture, slots=6, slot_size=2), Mixed(task, sources, mixture)
+
+    def fed(world: int, group: int) -> dict[int, tuple[int, str]]:
+        found = {}
+        for rank in range(world):
+            for batch in Loader(plan, mixed, rank, world, micro_batch_slots=group).read_step(3).micro_batches:
+                rows = batch.inputs[0]
+                for place, row in enumerate(rows, batch.slot * plan.slot_size):
+                    (text,) = _texts((row[None, 1:],))
+                    found[place] = int(row[0]), text
+        return found
+
+    alone = fed(6, 1)
+    assert len(set(alone.values())) == len(alone) == 12
+    assert fed(1, 6) == fed(2, 3) == fed(3, 2) == alone

@@ -6,14 +6,20 @@ import shlex
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import psutil
 import pytest
 
+from raystride.pipelines.config import Data, Launch, Train
 from raystride.pipelines.files import Folder
+from raystride.pipelines.launch.driver import train
+from raystride.pipelines.launch.screen import Quiet
 from raystride.pipelines.record.audit import audit
+from tests.tiny import tiny
 
 LIMIT_S = 120.0
 FLAGS = shlex.split(
@@ -157,3 +163,31 @@ def test_a_preparation_and_a_training_run_at_once(
         assert code == 0, output
     assert "another process prepares" in output
     assert training.same(undisturbed)
+
+
+@pytest.mark.long
+def test_a_training_follows_a_folder_that_begins_with_too_little_and_whose_files_go(tmp_path: Path) -> None:
+    source, storage = tmp_path / "data", tmp_path / "runs"
+
+    def add(name: str, files: int) -> None:
+        for number in range(files):
+            (source / f"{name}{number:02d}.txt").write_text(f"{name} {number} has more to say " * 9)
+
+    def grow() -> None:
+        _until(lambda: list(storage.glob(".prepared/*/parts/*.json")), "nothing is prepared")
+        add("then", 20)
+        _until(lambda: list(storage.glob("mine/checkpoints/step-*/MANIFEST.json")), "no checkpoint")
+        for file in source.iterdir():
+            file.unlink()
+        add("last", 40)
+
+    source.mkdir()
+    (source / "a.txt").write_text("too little")
+    data = Data(source=str(source), kind="text", validation_fraction=0.3, start_after_mib=0.0001, follow=True)
+    config = tiny(source, data=data, train=Train(steps=50, slots=4, slot_size=2), run="mine", launch=Launch(mode="inline"))
+    Thread(target=grow, daemon=True).start()
+    summary = train(replace(config, storage=str(storage)), Folder.at(str(storage)), Quiet())
+    assert summary["steps"] == 50
+    assert audit(Folder.at(str(storage)) / "mine" / "checkpoints").samples == 400
+    newest = json.loads((storage / "mine/checkpoints/step-00000050/MANIFEST.json").read_text())
+    assert newest["order"]["generations"][0] < 400

@@ -13,6 +13,7 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.following import follow_source
 from raystride.pipelines.prepare.generations import read_generation
 from raystride.pipelines.prepare.manifest import Manifest
+from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.tasks import build_task
 from tests.tiny import tiny
 
@@ -87,11 +88,12 @@ def test_what_is_added_comes_once_and_last_and_what_is_published_may_go(followin
     assert then[:20] == first
     assert then[20].startswith("sorts before")
     following.end()
-    for file in following.source.glob("b*.txt"):
+    for file in following.source.iterdir():
         file.unlink()
-    (following.source / "c.txt").write_text("after a kill " + "z" * 60)
     again = Following(following.source, following.storage)
     try:
+        time.sleep(1.0)  # it begins where there is no file, as a rule
+        (following.source / "c.txt").write_text("after a kill " + "z" * 60)
         last = again.wait(lambda texts: len(texts) == 22)
     finally:
         again.end()
@@ -109,8 +111,12 @@ def test_a_file_that_is_still_written_is_waited_for(following: Following) -> Non
     assert len(found[20]) == 506
 
 
-def test_what_cannot_be_followed_is_refused() -> None:
-    config = tiny(Path("unused"))
+def test_what_cannot_be_followed_is_refused(tmp_path: Path) -> None:
+    config, data = tiny(Path("unused")), Data(source=str(tmp_path), follow=True, start_after_mib=1)
+    with pytest.raises(DataError, match=r"the last file may go where data\.kind says what comes"):
+        _follow(replace(config, data=data), str(tmp_path / "runs"))
+    with pytest.raises(DataError, match="has no files to begin with"):
+        _follow(replace(config, data=replace(data, kind="text")), str(tmp_path / "runs"))
     with pytest.raises(SettingError, match=r"data\.follow is True: it needs data\.start_after_mib"):
         replace(config, data=Data(follow=True))
     with pytest.raises(SettingError, match=r"data\.follow is True: it must be false with data\.validation `tail`"):

@@ -21,6 +21,7 @@ from raystride.pipelines.config import Config, Tokenizer, Train
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.fingerprint import fingerprint as fingerprint_for
 from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.prepare.stage_speed import SPEED_FILE
 from raystride.pipelines.prepare.stages import validates
 from raystride.pipelines.tasks.language_model import LanguageModel
 from raystride.pipelines.tasks.task import Column, Document, Facts
@@ -37,8 +38,9 @@ LINES = "".join(f"line {i}: some words of text\n" for i in range(20_000))
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder with its content."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    """Every file below a folder with its content, but what says how long it took."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != SPEED_FILE]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.fixture
@@ -57,7 +59,7 @@ def test_a_finished_preparation_is_reused_until_a_file_is_lost(corpus: Path, tmp
     assert (first.reused, again.reused) == (False, True)
     assert again.manifest == first.manifest
     assert "prepared before" in lines[-1]
-    assert first.folder.names() == ["manifest.json", "tokenizer", "train", "validation"]
+    assert first.folder.names() == ["manifest.json", SPEED_FILE, "tokenizer", "train", "validation"]
     assert first.folder.local
     (first.folder.local / first.manifest.splits["train"][0].file).unlink()
     repaired = prepared(config, tmp_path / "runs")

@@ -16,14 +16,15 @@ def test_the_page_has_data_date_commit_changed_settings_and_sample(tmp_path: Pat
     folder = Folder(str(tmp_path / "runs" / "a"))
     config = tiny(Path("/data/my <texts>.txt"), run="a", storage=str(tmp_path / "runs"))
     folder.put("config.yaml", to_yaml(config))
-    folder.put_json("environment.json", {"commit": "abc123", "dirty": True, "data": "f" * 16, "gpus": [], "cpu": "A CPU"})
+    known = {"commit": "abc123", "dirty": True, "data": "f" * 16, "gpus": [], "cpu": "A CPU", "prepared_at": "read 3 MB/s"}
+    folder.put_json("environment.json", known)
     folder.put("sample.txt", "def f():\n    return 1 < 2\n")
     entry = {"kind": "metrics", "step": 1, "time": 1_767_312_000.0, "values": {"train_loss": 1.0}}
     write_page(folder, gather_figures([entry]), {"run": "a"})  # type: ignore[list-item]
     page = folder.read("report.html").decode()
     for shown in (
         "/data/my &lt;texts&gt;.txt", "2026-01-02 00:00 UTC", "abc123, with changes", "A CPU", "train.steps", ">6<",
-        "<pre>def f():\n    return 1 &lt; 2",
+        "read 3 MB/s", "<pre>def f():\n    return 1 &lt; 2",
     ):  # fmt: skip
         assert shown in page, shown
     assert "train.clip_norm" not in page
