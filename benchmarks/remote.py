@@ -42,7 +42,7 @@ from tests.cluster.hosts import Hosts, unable
 from tests.storage import BUCKET, KEYS
 
 WORKERS, BATCH = 2, 64
-SHARD_BYTES = 32 << 20
+PART_BYTES = 32 << 20
 PORT = 9000
 PEERS = ("mosaic", "litdata")
 WAYS = ("ours", "former", *PEERS)
@@ -71,6 +71,11 @@ class Bench:
     def tokens(self) -> int:
         """Tokens of two bytes in the data."""
         return int(self.given.mib * 2**19)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of a shard, about, whoever writes it."""
+        return int(self.given.shard_mib * 2**20)
 
     def received(self) -> int:
         """Bytes that have come from the store's host."""
@@ -109,14 +114,14 @@ def write(bench: Bench, way: str) -> None:
     file = bench.folder / "tokens.npy"
     if not file.exists():
         draw, values = np.random.default_rng(0), np.lib.format.open_memmap(file, "w+", np.uint16, (bench.tokens,))
-        for at in range(0, bench.tokens, SHARD_BYTES):  # it may be more than memory holds
-            values[at : at + SHARD_BYTES] = draw.integers(0, 2**16, len(values[at : at + SHARD_BYTES]), dtype=np.uint16)
+        for at in range(0, bench.tokens, PART_BYTES):  # it may be more than memory holds
+            values[at : at + PART_BYTES] = draw.integers(0, 2**16, len(values[at : at + PART_BYTES]), dtype=np.uint16)
     if way == "ours":
-        far_ours.write(place, np.load(file, mmap_mode="r"), max(4, 2 * bench.tokens // SHARD_BYTES))
+        far_ours.write(place, np.load(file, mmap_mode="r"), max(4, 2 * bench.tokens // bench.shard_bytes))
         return
     command = [bench.python(way), "-m", f"benchmarks.peers.far_{way}", "write", str(file), str(place)]
     done = subprocess.run(
-        [*command, str(bench.given.context), str(SHARD_BYTES)], cwd=ROOT, capture_output=True, text=True, check=False
+        [*command, str(bench.given.context), str(bench.shard_bytes)], cwd=ROOT, capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise Failed(f"{way} cannot write its data: {done.stderr.strip().splitlines()[-1:]}")
@@ -216,6 +221,7 @@ def main() -> None:
     parser.add_argument("--cache", type=float, default=0.25, help="of the data that the node's cache holds")
     parser.add_argument("--rate", type=float, default=20, help="MB a second that all workers use up")
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--shard-mib", type=float, default=32, help="of a shard; mosaicml-streaming's cache holds four")
     parser.add_argument("--context", type=int, default=1024, help="tokens in a sample")
     parser.add_argument("--shuffle", default="auto")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS[:2]))
