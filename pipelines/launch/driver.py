@@ -61,7 +61,7 @@ from raystride.pipelines.plugins import Carried
 from raystride.pipelines.prepare.fingerprint import identity
 from raystride.pipelines.prepare.one_source import Prepared
 from raystride.pipelines.prepare.prepare import check_data
-from raystride.pipelines.prepare.stage_speed import kept, speeds
+from raystride.pipelines.prepare.stage_speed import kept_stages, speeds
 from raystride.pipelines.record import describe_environment
 from raystride.pipelines.record.environment import DataOfRun, Environment, RunEnvironment, describe_node
 from raystride.pipelines.record.links import job_link, on_a_server, run_link
@@ -143,8 +143,7 @@ def train(
             # Once more, since only now it is known whether the same settings still mean the same data.
             refuse_changes(earlier, config, prepared.identity)
         milestones["data"] = time.time()
-        data = _of_data(prepared, earlier)
-        environment: RunEnvironment = {**surroundings(config, there, share), "attempt": attempt, **data}
+        environment: RunEnvironment = {**surroundings(config, there, share), "attempt": attempt, **_data(prepared, earlier)}
         job = Job(
             config=config,
             run=str(config.run),
@@ -232,9 +231,9 @@ def _proved(config: Config, storage: Folder, screen: Screen) -> tuple[Config, Re
     return config, there, share
 
 
-def _of_data(prepared: Prepared, earlier: Earlier | None) -> DataOfRun:
+def _data(prepared: Prepared, earlier: Earlier | None) -> DataOfRun:
     """What `environment.json` says of the data: what another attempt is compared with, sources that have ended with it."""
-    known, stages = prepared.identity, kept(prepared.folder)
+    known, stages = prepared.identity, kept_stages(prepared.folder)
     found = DataOfRun(data=known.data) if not stages else DataOfRun(data=known.data, prepared_at=speeds(stages))
     if not known.sources:
         return found
