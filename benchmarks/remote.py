@@ -168,13 +168,17 @@ def run(bench: Bench, way: str) -> dict[str, float]:
         log = (bench.folder / f"{way}-{rank}.log").open("w")
         processes.append(subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=log, text=True))
     found: list[dict[str, float]] = []
-    for process in processes:
-        lines = (process.communicate(timeout=bench.given.limit)[0] or "").strip().splitlines()
-        for line in lines[:-1]:
-            print(f"    {line}", flush=True)
-        if process.returncode or not lines:
-            raise Failed(f"{way} ended with {process.returncode}: see {bench.folder}/{way}-*.log")
-        found.append(json.loads(lines[-1]))
+    try:
+        for process in processes:
+            lines = (process.communicate(timeout=bench.given.limit)[0] or "").strip().splitlines()
+            for line in lines[:-1]:
+                print(f"    {line}", flush=True)
+            if process.returncode or not lines:
+                raise Failed(f"{way} ended with {process.returncode}: see {bench.folder}/{way}-*.log")
+            found.append(json.loads(lines[-1]))
+    finally:
+        for process in processes:
+            process.kill()  # who is too slow would take the link from the next one
     seconds = max(each["seconds"] for each in found)
     return {
         "times": (bench.received() - before) / (2 * bench.tokens),
