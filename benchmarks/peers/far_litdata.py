@@ -37,11 +37,12 @@ def write(tokens: str, folder: str, context: int, shard_bytes: int) -> None:
 def batches(job: ReadingJob) -> Any:
     """The batches of all epochs."""
     from litdata import StreamingDataLoader, StreamingDataset
+    from litdata.streaming import downloader
 
-    # Its client of S3 wants the endpoint among its options, and that plain HTTP is meant.
-    options = {"aws_endpoint": os.environ["AWS_ENDPOINT_URL"], "aws_allow_http": "true"}
-    options |= {"aws_access_key_id": os.environ["AWS_ACCESS_KEY_ID"], "aws_region": "us-east-1"}
-    options |= {"aws_secret_access_key": os.environ["AWS_SECRET_ACCESS_KEY"]}
+    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # its second one refuses plain HTTP, whatever is set
+    # Its first client of S3 is boto3's, which takes these as arguments.
+    options = {"endpoint_url": os.environ["AWS_ENDPOINT_URL"], "region_name": "us-east-1"}
+    options |= {name.lower(): os.environ[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
     data = StreamingDataset(
         job.place, cache_dir=job.cache, shuffle=True, seed=job.seed, max_cache_size=job.cache_bytes,
         storage_options=options,

@@ -3,11 +3,31 @@
 python -m benchmarks.peers.far_mosaic write tokens.npy FOLDER CONTEXT SHARD_BYTES
 """
 
+import sys
+from contextlib import suppress
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from benchmarks.peers.far_reading import ReadingJob, peer
+
+NAMES = {"torchvision.datasets": ["VisionDataset", "CIFAR10"], "torchvision.transforms.functional": ["to_tensor"]}
+"""What `streaming` imports of torchvision, for data sets of images, which nobody reads here."""
+
+
+def without_torchvision() -> None:
+    """Has `streaming` be imported where torchvision, which it needs, is built for another PyTorch than the one for CPUs."""
+    with suppress(ImportError, RuntimeError):
+        __import__("torchvision")
+        return
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        del sys.modules[name]
+    for name in ("torchvision", "torchvision.transforms", *NAMES):
+        sys.modules[name] = module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        vars(module).update(dict.fromkeys(NAMES.get(name, ()), object))
 
 
 def write(tokens: str, folder: str, context: int, shard_bytes: int) -> None:
@@ -41,4 +61,5 @@ def batches(job: ReadingJob) -> Any:
 
 
 if __name__ == "__main__":
+    without_torchvision()
     peer(write, batches)

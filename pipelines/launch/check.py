@@ -5,6 +5,7 @@ checks_for(config, storage, there, share)                 # a training's preflig
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from raystride.pipelines.cluster.cluster import cluster, joined
 from raystride.pipelines.cluster.nodes import measure_network
@@ -18,6 +19,7 @@ from raystride.pipelines.launch.hosts import look_at_hosts
 from raystride.pipelines.launch.mesh_choice import choose_mesh
 from raystride.pipelines.launch.place import locate
 from raystride.pipelines.launch.preflight import Check, preflight
+from raystride.pipelines.launch.preparing import prepared_before
 
 
 def run_check(parsed: Parsed[Config]) -> int:
@@ -54,8 +56,11 @@ def resources_for(config: Config, storage: Folder, said: Callable[[str], None]) 
     asked = config.scaling.device != "cpu"
     inline = config.launch.mode == "inline"
     there = Resources.of_this_machine(gpus=asked) if inline else Resources.of_cluster(gpus=asked)
-    config = choose_mesh(config, there, storage, said)
-    return config, there, resolve(config, there)
+    # What is prepared already needs no processor beside those of the workers.
+    alone = prepared_before(config, storage)
+    asked_for = replace(config, data=replace(config.data, start_after_mib=0.0, follow=False)) if alone else config
+    chosen = choose_mesh(asked_for, there, storage, said)
+    return replace(chosen, data=config.data), there, resolve(chosen, there)
 
 
 def checks_for(config: Config, storage: Folder, there: Resources, share: Share) -> list[Check]:

@@ -61,7 +61,7 @@ from raystride.pipelines.plugins import Carried
 from raystride.pipelines.prepare.fingerprint import identity
 from raystride.pipelines.prepare.one_source import Prepared
 from raystride.pipelines.prepare.prepare import check_data
-from raystride.pipelines.prepare.stage_speed import kept_speeds, speeds
+from raystride.pipelines.prepare.stage_speed import kept_stages, speeds
 from raystride.pipelines.record import describe_environment
 from raystride.pipelines.record.environment import DataOfRun, Environment, RunEnvironment, describe_node
 from raystride.pipelines.record.links import job_link, on_a_server, run_link
@@ -143,7 +143,7 @@ def train(
             # Once more, since only now it is known whether the same settings still mean the same data.
             refuse_changes(earlier, config, prepared.identity)
         milestones["data"] = time.time()
-        environment = _environment(config, there, share, attempt, prepared, earlier)
+        environment: RunEnvironment = {**surroundings(config, there, share), "attempt": attempt, **_data(prepared, earlier)}
         job = Job(
             config=config,
             run=str(config.run),
@@ -237,9 +237,9 @@ def _proved(config: Config, storage: Folder, screen: Screen) -> tuple[Config, Re
     return config, there, share
 
 
-def _of_data(prepared: Prepared, earlier: Earlier | None) -> DataOfRun:
+def _data(prepared: Prepared, earlier: Earlier | None) -> DataOfRun:
     """What `environment.json` says of the data: what another attempt is compared with, sources that have ended with it."""
-    known, stages = prepared.identity, kept_speeds(prepared.folder)
+    known, stages = prepared.identity, kept_stages(prepared.folder)
     found = DataOfRun(data=known.data) if not stages else DataOfRun(data=known.data, prepared_at=speeds(stages))
     if not known.sources:
         return found
@@ -254,13 +254,6 @@ def _prepare(config: Config, storage: Folder) -> int:
     print("mlflow   not logged there")
     print(f"next     {program()} train with the same settings {of_storage(str(storage))}".rstrip())
     return DONE
-
-
-def _environment(
-    config: Config, there: Resources, share: Share, attempt: str, prepared: Prepared, earlier: Earlier | None
-) -> RunEnvironment:
-    """What `environment.json` says of an attempt."""
-    return {**surroundings(config, there, share), "attempt": attempt, **_of_data(prepared, earlier)}
 
 
 def surroundings(config: Config, there: Resources, share: Share) -> Environment:

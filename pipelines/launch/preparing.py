@@ -59,7 +59,7 @@ def data_for(config: Config, storage: Folder, screen: Screen, carried: Carried, 
 
     Raises SettingError, DataError.
     """
-    if not config.data.start_after_mib or finished(_place(config, storage)) is not None:
+    if not config.data.start_after_mib or prepared_before(config, storage):
         yield prepare_data(config, storage, screen, learned)
         return
     with beside(config, storage, screen, carried) as begun:
@@ -67,6 +67,11 @@ def data_for(config: Config, storage: Folder, screen: Screen, carried: Carried, 
         _check_samples(config, prepared)
         screen.line(f"data: {prepared.manifest.tokens('train'):,} tokens are prepared to begin with, the rest follows")
         yield prepared
+
+
+def prepared_before(config: Config, storage: Folder) -> bool:
+    """Whether data that would be prepared beside a training is there as a whole. Raises SettingError, DataError."""
+    return config.data.start_after_mib > 0 and finished(_place(config, storage)) is not None
 
 
 class Begun:

@@ -119,8 +119,11 @@ class Shards(Sequence[Shard]):
 
 
 def with_more(first: Shards, second: Shards) -> Shards:
-    """The shards of both, in order."""
-    return Shards.of([*first, *second])
+    """The shards of both, in order; columns are joined as they are, since a source may grow a million times."""
+    names = (*TEXTS, *NUMBERS)
+    if any(first.packed(name).dtype.kind != second.packed(name).dtype.kind for name in names):
+        return Shards.of([*first, *second])  # one's hashes are digits, the other's bytes
+    return Shards({name: np.concatenate((first.packed(name), second.packed(name))) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from raystride.pipelines.prepare.near_duplicates import FOUND, SIGNATURES, find_
 from raystride.pipelines.prepare.parts import divide
 from raystride.pipelines.prepare.progress import Meter, shown
 from raystride.pipelines.prepare.shards import same_file
-from raystride.pipelines.prepare.stage_speed import SPEED_FILE, kept_speeds, speeds, summed
+from raystride.pipelines.prepare.stage_speed import SPEED_FILE, kept_stages, speeds, summed
 from raystride.pipelines.prepare.stages import SPLITS, Preparation, id_type, read_part, tokenise, write_part
 from raystride.pipelines.sources.checking import check_source
 from raystride.pipelines.sources.faults import DataError
@@ -276,7 +276,7 @@ def _report(
         echo(f"data: left out {', '.join(counts)}")
     if cut := manifest.source.get("cut"):
         echo(f"data: {cut:,} examples are longer than model.context allows and were cut")
-    if stages := kept_speeds(folder):
+    if stages := kept_stages(folder):
         echo(f"data: {speeds(stages)}")
     echo(f"data: {_counts(manifest, task)}, prepared in {seconds:.1f} s ({folder})")
 

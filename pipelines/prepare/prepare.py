@@ -19,7 +19,7 @@ from raystride.pipelines.prepare.learning import Echo, Learned, Studied, learn
 from raystride.pipelines.prepare.manifest import Manifest, Shards
 from raystride.pipelines.prepare.one_source import Prepared, finished, look_at, prepare_source
 from raystride.pipelines.prepare.parts import divide
-from raystride.pipelines.prepare.stage_speed import SPEED_FILE, kept_speeds, summed
+from raystride.pipelines.prepare.stage_speed import SPEED_FILE, kept_stages, summed
 from raystride.pipelines.prepare.stages import SPLITS, Preparation
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.tasks.task import Task
@@ -114,6 +114,6 @@ def _commit(folder: Folder, known: Identity, prepared: Mapping[str, Prepared], t
         learned=first.manifest.learned,
         sources=dict(known.sources),
     )
-    folder.put_json(SPEED_FILE, summed(kept_speeds(each.folder) for each in prepared.values()))
+    folder.put_json(SPEED_FILE, summed(kept_stages(each.folder) for each in prepared.values()))
     manifest.save(folder)
     return manifest

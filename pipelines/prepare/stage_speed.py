@@ -51,7 +51,7 @@ def summed(found: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def kept_speeds(folder: Folder) -> dict[str, Any]:
+def kept_stages(folder: Folder) -> dict[str, Any]:
     """What a prepared folder remembers of its stages; empty where nothing, as of earlier versions."""
     try:
         return dict(folder.read_json(SPEED_FILE))

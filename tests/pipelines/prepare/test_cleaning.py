@@ -11,7 +11,7 @@ import pytest
 from raystride.pipelines.config import Config, Data, SettingError
 from raystride.pipelines.prepare.cleaning import cleaning_of
 from raystride.pipelines.prepare.fingerprint import fingerprint
-from raystride.pipelines.prepare.stage_speed import kept_speeds, speeds
+from raystride.pipelines.prepare.stage_speed import kept_stages, speeds
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.tasks import build_task
 from tests.pipelines.conftest import documents, prepared, settings
@@ -69,7 +69,7 @@ def test_steps_change_and_leave_out_documents_in_their_order(tmp_path: Path) -> 
     assert _all(result) == sorted(f"text {number}" for number in range(60) if number % 3)
     assert result.manifest.source["dropped"] == {f"{HERE}.without_spam": 20}
     assert any(f"left out 20 by {HERE}.without_spam" in line for line in said)
-    stages = kept_speeds(result.folder)
+    stages = kept_stages(result.folder)
     assert sorted(stages["seconds"]) == ["clean", "read", "tokenise", "write"]
     assert (stages["documents"], stages["bytes"]) == (40, sum(map(len, _all(result))))
     assert f"data: {speeds(stages)}" in said

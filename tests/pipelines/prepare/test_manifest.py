@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raystride.pipelines.files import Folder
-from raystride.pipelines.prepare.manifest import COLUMNS, MOST_LISTED, Manifest, Shard, Shards
+from raystride.pipelines.prepare.manifest import COLUMNS, MOST_LISTED, Manifest, Shard, Shards, with_more
 
 offsets = st.integers(0, 2**40)
 drawn_shards = st.builds(
@@ -50,6 +50,7 @@ def test_columns_give_back_every_shard(shards: list[Shard]) -> None:
     assert kept == Shards.of(shards)
     assert kept.column("tokens").tolist() == [shard.tokens for shard in shards]
     assert list(kept[1:]) == shards[1:]
+    assert list(with_more(kept, kept[:3])) == shards + shards[:3]
 
 
 @pytest.mark.parametrize("place", ["local", "remote"])
@@ -63,6 +64,8 @@ def test_what_is_saved_is_loaded(place: str, count: int, tmp_path: Path) -> None
     assert loaded == saved
     assert [len(loaded.splits[name]) for name in ("train", "validation", "test")] == [count, 2, 0]
     assert loaded.tokens("train") == sum(range(count))
+    more = with_more(with_more(loaded.splits["train"], saved.splits["validation"]), loaded.splits["validation"])
+    assert list(more) == [*many("train", count), *many("validation", 2), *many("validation", 2)]
 
 
 def test_opening_a_million_shards_reads_no_shard(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raystride.pipelines.feed.mixture import Mixture, MixtureSource
 from raystride.pipelines.feed.order import Order, digest
 from raystride.pipelines.feed.plan import Plan, share
 from raystride.pipelines.files import Folder
@@ -128,3 +129,53 @@ def test_the_command_prints_one_line_and_says_by_its_exit_code(tmp_path: Path, c
     assert out.count("\n") == 1
     assert main(["yours", "--storage", str(tmp_path)]) == 2
     assert "--storage" in capsys.readouterr().err
+
+
+NAMES = ("web", "code", "math", "chat")
+WEIGHTS = st.dictionaries(st.sampled_from(NAMES), st.sampled_from((0.0, 0.2, 0.5, 1.0)), min_size=1)
+WANTED = WEIGHTS.filter(lambda each: any(each.values()))
+ATTEMPTS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3), WANTED), min_size=1, max_size=6)
+"""Of each attempt its steps, its workers, and the weights of the sources that it has."""
+
+
+@given(attempts=ATTEMPTS, sizes=st.tuples(*[st.integers(1, 40)] * 4), seed=st.integers(0, 99), data=st.data())
+@settings(max_examples=12, deadline=None)
+def test_a_mixture_whose_weights_and_sources_change_is_proven_and_one_sample_less_is_found(
+    tmp_path_factory: pytest.TempPathFactory,
+    attempts: list[tuple[int, int, dict[str, float]]],
+    sizes: tuple[int, ...],
+    seed: int,
+    data: st.DataObject,
+) -> None:
+    folder, step, position = Folder(str(tmp_path_factory.mktemp("audit"))), 0, 0
+    known = {name: MixtureSource(name, Order(size, seed)) for name, size in zip(NAMES, sizes, strict=True)}
+    mixture: Mixture | None = None
+    saved = []
+    for number, (steps, world, weights) in enumerate(attempts):
+        mixture = Mixture.planned([known[name] for name in weights], [(0, list(weights.values()))], mixture, position)
+        plan, parent = Plan(mixture, slots=3, slot_size=4, first_step=step, first_position=position), step
+        fed = [0] * world
+        for at in range(step, step + steps):
+            for rank in range(world):
+                for slot in share(plan.slots, rank, world):
+                    positions = plan.slot(at, slot)
+                    fed[rank] = (fed[rank] + digest(mixture.epochs(positions), mixture.at(positions))) % 2**64
+        step, before, position = step + steps, position, position + steps * plan.batch
+        saved.append(
+            {"attempt": f"a{number}", "world": world, "step": step, "parent_step": parent, "positions": [before, position]}
+            | {"order": mixture.to_json(), "fed": {str(rank): f"{each:016x}" for rank, each in enumerate(fed)}}
+        )
+        folder.put_json(f"step-{step:08d}/MANIFEST.json", saved[-1])
+    assert mixture
+    found = audit(folder)
+    counts = dict(zip((each.name for each in mixture.sources), mixture.counts(position).tolist(), strict=True))
+    assert {name: count for name, (count, _) in found.by_source.items()} == counts
+    assert found.samples == sum(counts.values()) == position
+    tampered = data.draw(st.sampled_from(saved), label="the manifest that is tampered with")
+    lost = np.array([data.draw(st.integers(tampered["positions"][0], tampered["positions"][1] - 1), label="lost")])
+    rest = (int(tampered["fed"]["0"], 16) - digest(mixture.epochs(lost), mixture.at(lost))) % 2**64
+    folder.put_json(
+        f"step-{tampered['step']:08d}/MANIFEST.json", tampered | {"fed": tampered["fed"] | {"0": f"{rest:016x}"}}
+    )
+    with pytest.raises(Broken, match=f"step-{tampered['step']:08d}"):
+        audit(folder)
