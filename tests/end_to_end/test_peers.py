@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import remote
 from benchmarks.peers.__main__ import Results, measure, options
 from benchmarks.peers.counting import code_lines, user_lines
 from benchmarks.peers.environments import PINS, WARM
@@ -34,7 +35,8 @@ def test_the_table_has_ranges_the_best_in_bold_and_what_failed() -> None:
 
 
 def test_every_environment_is_warmed_with_what_its_peer_imports() -> None:
-    assert WARM.keys() == PINS.keys() == {way.environment for way in WAYS.values() if way.environment}
+    peers = {way.environment for way in WAYS.values() if way.environment}
+    assert WARM.keys() == PINS.keys() == {*peers, *remote.PEERS}
 
 
 def test_where_a_peer_is_better_it_says_so() -> None:
