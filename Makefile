@@ -22,8 +22,7 @@ NEXT := .venv-ray-next
 TRITON_36 := .venv-triton-3.6
 AUDIT := .venv-audit
 # A file's tests stay in one process, which has their trainings; the files are taken in tests/conftest.py's order.
-PYTEST = $(RUN) -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
-PROCESSES := 2
+PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: help install train test test-all test-of test-processors test-ray-next report-3.6 ui pictures sanitize lint bill audit
@@ -50,8 +49,6 @@ test: install
 	@echo "running the tests of what a change usually breaks: some eight minutes on two cores; the rest: make test-all"
 	@$(PYTEST) -m "not long"
 
-# Long tests wait most of their time, for Ray, Slurm and servers: one process more than cores has some done meanwhile.
-test-all: PROCESSES := 3
 test-all: install
 	@echo "running all tests: some thirty minutes on two cores"
 	@$(PYTEST)

@@ -38,9 +38,12 @@ _LONG_MINUTES = float(os.environ.get("RAYSTRIDE_LONG_MINUTES", "inf"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files without long tests first, so that these always run; then those that take most: processes end together."""
+    """Files without long tests first, so that these always run; then those of whole trainings.
+
+    At the end both processes have short files left.
+    """
     with_long = {item.path for item in items if item.get_closest_marker("long")}
-    heavy = tuple(f"tests/{name}" for name in ("browser", "cluster", "deploy", "end_to_end", "faults", "triton_kernels"))
+    heavy = ("tests/end_to_end", "tests/faults", "tests/browser")
     items.sort(key=lambda item: (item.path in with_long, not item.nodeid.startswith(heavy)))
 
 
