@@ -50,7 +50,7 @@ test: install
 	@$(PYTEST) -m "not long"
 
 test-all: install
-	@echo "running all tests: some thirty minutes on two cores"
+	@echo "running all tests: some fifty minutes on two cores"
 	@$(PYTEST)
 
 ifeq ($(firstword $(MAKECMDGOALS)),test-of)
