@@ -252,7 +252,7 @@ def main() -> None:
                     f"--ways {way} needs its Python: --{way} PYTHON, or --environments .peers, where it is made"
                 )
             setattr(given, way, environments.make(way, given.environments))
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         folder = (given.folder or Path(scratch)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         with Hosts(folder, 1, bandwidth=f"{given.mbit:g}mbit") as hosts:
