@@ -49,7 +49,7 @@ SOON = {
     "RAY_health_check_timeout_ms": "3000",
     "RAY_health_check_failure_threshold": "4",
 }
-"""Has the head give up a host that does not answer after some 15 s, as docs/cluster.md proposes; Ray's own takes 30."""
+"""Has the head give up a host that does not answer sooner than by Ray's own settings, which takes some 30 s."""
 LIMIT_S = 420.0
 AIMS = {"worker": 10.0, "host": 25.0, "head": 40.0, "partition": 60.0}
 """Seconds of standstill on a quiet machine, at most."""
