@@ -104,20 +104,8 @@ def test_they_train_together_although_each_is_called_loopback_and_another_waits(
 def test_a_job_is_stopped_and_goes_on_with_its_record_on_a_server_elsewhere(cluster: RayHosts) -> None:
     user, storage = _user(cluster), cluster.folder / "runs"
     server = user.start(
-        *(
-            "env",
-            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false",
-            str(PYTHON),
-            "-m",
-            "mlflow",
-            "server",
-            "--host",
-            "0.0.0.0",
-            "--port",
-            "5000",
-            "--workers",
-            "1",
-        ),
+        *("env", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false", str(PYTHON)),
+        *("-m", "mlflow", "server", "--host", "0.0.0.0", "--port", "5000", "--workers", "1"),
         *("--backend-store-uri", f"sqlite:///{cluster.folder}/mlflow.db", "--allowed-hosts", "*"),
         log=cluster.folder / "mlflow.log",
     )
