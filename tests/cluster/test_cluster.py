@@ -86,7 +86,7 @@ def test_what_one_host_lacks_is_told_by_its_name(cluster: RayHosts) -> None:
 def test_they_train_together_although_each_is_called_loopback_and_another_waits(cluster: RayHosts) -> None:
     exact = ["--train.exact", "true", "--train.steps", "1000", "--record.mlflow", "false"]
     job = cluster.start_job(_user(cluster), "train", *_flags(cluster, "together", *exact, "--scaling.workers", "4"))
-    _wait_for_journal(cluster, "together", job)
+    _wait_for_first("journal", cluster, "together", job)
     short = ["--train.steps", "5", "--record.mlflow", "false", "--scaling.workers", "2"]
     code, second = cluster.submit(_user(cluster), "train", *_flags(cluster, "second", *short))
     said = job.communicate(timeout=300)[0]
@@ -142,10 +142,10 @@ def _assert_audited(cluster: RayHosts, run: str) -> None:
     assert code == 0, said
 
 
-def _wait_for_journal(cluster: RayHosts, run: str, job: "subprocess.Popen[str]") -> None:
-    """Waits until a run has told of its first steps."""
+def _wait_for_first(kind: str, cluster: RayHosts, run: str, job: "subprocess.Popen[str]") -> None:
+    """Waits until a run has anything in this folder of its own, `journal` or `checkpoints`."""
     deadline = time.monotonic() + WAITS_S
-    while not any((cluster.folder / "runs" / run / "journal").glob("*")):
+    while not any((cluster.folder / "runs" / run / kind).glob("*")):
         assert job.poll() is None, job.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.2)
@@ -175,7 +175,7 @@ def test_a_run_leaves_a_host_that_is_about_to_be_taken_away_and_loses_no_step(cl
     short = ["--train.exact", "true", "--train.steps", "3000", "--checkpoint.every", "100000", "--record.mlflow", "false"]
     flags = _flags(cluster, "preempted", *short, "--scaling.workers", "2")
     job = cluster.start_job(_user(cluster), "train", *flags)
-    _wait_for_journal(cluster, "preempted", job)
+    _wait_for_first("journal", cluster, "preempted", job)
     deadline = time.monotonic() + WAITS_S
     while not (nodes := cluster.nodes_of_workers() - {cluster.head.address}):
         assert time.monotonic() < deadline, job.poll()
@@ -220,13 +220,8 @@ def test_a_host_that_loses_its_power_costs_no_sample_and_changes_no_bit(cluster:
     """The last of this file: the host stays away."""
     exact = ["--train.exact", "true", "--train.steps", "1200", "--checkpoint.every", "100", "--record.mlflow", "false"]
     elastic = ["--scaling.workers", "4", "--scaling.least_workers", "1", "--launch.restarts", "3"]
-    checkpoints = cluster.folder / "runs" / "lost" / "checkpoints"
     job = cluster.start_job(_user(cluster), "train", *_flags(cluster, "lost", *exact, *elastic))
-    deadline = time.monotonic() + WAITS_S
-    while not checkpoints.is_dir() or not any(checkpoints.iterdir()):
-        assert job.poll() is None, job.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    _wait_for_first("checkpoints", cluster, "lost", job)
     cluster.hosts[2].end()
     said = job.communicate(timeout=400)[0]
     assert job.returncode == 0, said
