@@ -4,7 +4,7 @@ What a generation holds is fixed once it stands (`prepare.generations`), so the 
 generations up to it, on every rank, after every restart: those of a generation are permuted among themselves, and once all
 are there, later epochs are permuted as a whole.
 
-    order = GrowingOrder(GrownOrder(build_order(config, 1)), Growth(folder, stream, count), said=print)
+    order = GrowingOrder(GrownOrder(build_order(config, 1)), Growth(folder, samples, stream), said=print)
     order.ready(10_000)                                   # False: whoever wants these positions has to wait
 """
 
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from raystride.pipelines.feed.order import Order
+from raystride.pipelines.feed.samples import Samples
 from raystride.pipelines.feed.stream import TokenStream
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.generations import failure, generations, read_generation
@@ -24,6 +25,8 @@ from raystride.pipelines.sources.faults import DataError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+    from raystride.pipelines.feed.loader import Requests
 
 PATIENCE_S = 5.0
 """Seconds of waiting for another generation after which it is said."""
@@ -85,10 +88,10 @@ class Growth:
     """What a run reads of a preparation that goes on."""
 
     folder: Folder
+    samples: Samples
+    """Those of the stream."""
     stream: TokenStream
     """Has the first generation already, or all shards of a preparation that is whole."""
-    count: Callable[[], int]
-    """Tells the samples in the stream as it is now."""
     generations: int = 1
     """Generations that the stream has."""
     whole: bool = False
@@ -99,7 +102,7 @@ class Growth:
         while not self.whole and (manifest := read_generation(self.folder, self.generations)):
             self.stream.extend(manifest.splits["train"])
             self.generations += 1
-            yield self.count()
+            yield self.samples.count
         self.whole = self.whole or generations(self.folder) == self.generations
 
 
@@ -109,7 +112,7 @@ class GrowingOrder:
     def __init__(self, known: GrownOrder, growth: Growth, said: Callable[[str], None] = lambda _: None) -> None:
         """`known` are the generations of a run that goes on, which hold whatever those of the preparation are now."""
         self._growth, self._said = growth, said
-        self._there = growth.count()
+        self._there = growth.samples.count
         self.known = known.grown(self._there)
         self._since: float | None = None
 
@@ -131,18 +134,18 @@ class GrowingOrder:
         self._say()
         return False
 
-    def common(self, stop: bool, group: "dist.ProcessGroup | None" = None) -> tuple[float, bool]:
-        """The positions that all workers can read, and whether one of them is to stop; all of the group call it together.
+    def common(self, requests: "Requests", group: "dist.ProcessGroup | None" = None) -> tuple[float, "Requests"]:
+        """The positions that all workers can read, and what any of them is asked; all of the group call it together.
 
         Each looks for generations by itself, and what one has seen another may not have.
         """
         import torch  # the driver opens feeds without it
         import torch.distributed as dist
 
-        least = torch.tensor([self._readable, float(not stop)], dtype=torch.float64)
+        least = torch.tensor([self._readable, *(-float(each) for each in requests)], dtype=torch.float64)
         dist.all_reduce(least, dist.ReduceOp.MIN, group)
-        positions, goes_on = least.tolist()
-        return positions, not goes_on
+        positions, stop, late = least.tolist()
+        return positions, (-stop, -late)
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """Sample numbers (int64) at positions (int64, any shape). Raises IndexError for those that are not `ready`."""

@@ -72,6 +72,9 @@ class Placement:
         return placed
 
 
+Requests = tuple[float, float]
+"""Whether somebody asked to stop, and whether the time is over, as numbers: they travel with those that are reduced."""
+NO_REQUESTS = (0.0, 0.0)
 LOOK_S = 0.5
 """Between two looks at whether data that is still being prepared is there."""
 STARVED_S = 2.0
@@ -128,13 +131,13 @@ class Loader:
     """Where micro-batches are wanted; for a GPU they are staged in pinned memory."""
     waited: float = 0.0
     """Seconds that the consumer has waited so far."""
-    stopping: Callable[[], bool] = lambda: False
-    """Whether to end where there is no data yet: there is no step in which that could be heeded."""
-    agree: Callable[[bool], tuple[float, bool]] | None = None
-    """Where several workers read data that is still being prepared: from whether one is to stop, the positions that all can
-    read and whether any is to stop. All of them call it before the same steps."""
-    stopped: bool = False
-    """Whether they have ended for such a request."""
+    requests: Callable[[], Requests] = lambda: NO_REQUESTS
+    """What this worker is asked, looked at where there is no data yet: there is no step in which it could be heeded."""
+    agree: Callable[[Requests], tuple[float, Requests]] | None = None
+    """Where several workers read data that is still being prepared: from what one is asked, the positions that all can read
+    and what any is asked. All of them call it before the same steps."""
+    heeded: Requests = NO_REQUESTS
+    """The requests for which the steps have ended, the same on all workers."""
     ahead: ReadAhead | None = None
     """What has far shards fetched before they are read."""
 
@@ -158,37 +161,38 @@ class Loader:
                 with phase("data"):
                     began = time.perf_counter()
                     item = self._taken(ready) if isinstance(item, _NothingYet) else item
-                    if ready.qsize() <= self._few:
-                        room.set()
                     if item is None:
                         return
                     if isinstance(item, BaseException):
                         raise item
-                    waits, self.stopped = self._may_wait(number, not isinstance(item, _NothingYet))
+                    waits, self.heeded = self._may_wait(number, not isinstance(item, _NothingYet))
                     self.waited += time.perf_counter() - began
-                    if self.stopped:
+                    if any(self.heeded):
                         return
                     if waits or isinstance(item, _NothingYet):
                         continue
                     step = item if self.device.type == "cpu" else self._placed(item)
+                    # Last, since the step before is let go of by now: whom this wakes takes the core from this thread.
+                    if ready.qsize() <= self._few:
+                        room.set()
                 yield step
                 number, item = number + 1, NOTHING_YET
         finally:
             stopped.set()
 
-    def _may_wait(self, number: int, here: bool) -> tuple[bool, bool]:
-        """Whether a step has to wait, since it is not `here` or another worker cannot read it yet, and whether to stop.
+    def _may_wait(self, number: int, here: bool) -> tuple[bool, Requests]:
+        """Whether a step has to wait, since it is not `here` or another worker cannot read it yet, and for what to end.
 
         Where all can read a step all take it, and heed a request in it: none ends while another goes on without it.
         """
         if self.agree is None:
-            return not here, not here and self.stopping()
+            return not here, NO_REQUESTS if here else self.requests()
         end = self.plan.position(number + 1)
         if end <= self._common:
-            return not here, False
-        self._common, stop = self.agree(self.stopping())
+            return not here, NO_REQUESTS
+        self._common, requests = self.agree(self.requests())
         waits = end > self._common
-        return waits, waits and stop
+        return waits, requests if waits else NO_REQUESTS
 
     def _taken(self, ready: "queue.Queue[Item]") -> Item:
         """The next thing that is ready; NOTHING_YET after a while without, where data is still being prepared."""

@@ -121,7 +121,7 @@ def _growing(
     # How much there will be is not known yet: it is chosen by what there is.
     data = choose_shuffle(config.data, _reading([samples], cache), past, said)
     config = replace(config, data=data)
-    growth = Growth(prepared, stream, lambda: open_samples(config, task, stream).count, whole="parts" not in first.source)
+    growth = Growth(prepared, samples, stream, whole="parts" not in first.source)
     known = GrownOrder.from_json(past) if past else GrownOrder(build_order(config, 1))
     order = GrowingOrder(replace(known, complete=False), growth, said)
     order.ready(position + 1)

@@ -34,8 +34,6 @@ class Samples(Protocol):
     """The samples of a split, by number."""
 
     task: Task
-    count: int
-    """Samples in an epoch."""
     examples: float
     """Examples in a sample, on average; windows are one each."""
     tokens: float
@@ -43,6 +41,11 @@ class Samples(Protocol):
 
     example: float
     """Tokens in an example, on average; a window's examples are the documents in it."""
+
+    @property
+    def count(self) -> int:
+        """Samples in an epoch: so far, where more are still being prepared."""
+        ...
 
     def read(self, samples: np.ndarray) -> Read:
         """The numbers and masks of the samples of these numbers, (n) int64, as `Task.collate` takes them."""
@@ -112,9 +115,13 @@ class Windows(_OfStream):
     def __init__(self, task: Task, stream: TokenStream) -> None:
         assert task.window
         self.task, self._stream, self._window = task, stream, task.window
-        self.count = windows_in(task, stream.tokens)
         self.tokens = float(task.window.stride)
         self.example = min(self.tokens, stream.tokens / max(1, stream.examples))
+
+    @property
+    def count(self) -> int:
+        """Windows of the stream."""
+        return windows_in(self.task, self._stream.tokens)
 
     def read(self, samples: np.ndarray) -> Read:
         """The windows of these numbers, (n) int64: ids (n, length) and masks likewise, or None."""
@@ -137,8 +144,12 @@ class Examples(_OfStream):
 
     def __init__(self, task: Task, stream: TokenStream) -> None:
         self.task, self._stream = task, stream
-        self.count = stream.examples
         self.tokens = self.example = task.tokens_of(stream.tokens / max(1, stream.examples))
+
+    @property
+    def count(self) -> int:
+        """Examples of the stream."""
+        return self._stream.examples
 
     def read(self, samples: np.ndarray) -> Read:
         """The examples of these numbers, (n) int64: n vectors of ids, and masks likewise, or None."""
@@ -160,10 +171,14 @@ class Bundled(_OfStream):
     def __init__(self, task: Task, stream: TokenStream, most: int, seed: int) -> None:
         self.task, self._stream, self._rows = task, stream, Examples(task, stream)
         self.bundles: Bundles = bundle(task.sizes(*stream.heads()), most, seed)
-        self.count = self.bundles.count
         self.examples = stream.examples / max(1, self.count)
         self.example = self._rows.example
         self.tokens = self.examples * self.example
+
+    @property
+    def count(self) -> int:
+        """Bundles."""
+        return self.bundles.count
 
     def read(self, samples: np.ndarray) -> Read:
         """The examples in the bundles of these numbers, (n) int64, as `Examples.read` gives them."""
@@ -191,11 +206,15 @@ class Mixed(Samples):
     def __init__(self, task: Task, sources: Mapping[str, Samples], mixture: Mixture) -> None:
         self.task, self._sources = task, [sources.get(each.name) for each in mixture.sources]
         shares = mixture.shares()
-        self.count = sum(each.count for each in sources.values())
         self.examples, self.tokens, self.example = (
             sum(shares.get(name, 0.0) * getattr(each, figure) for name, each in sources.items())
             for figure in ("examples", "tokens", "example")
         )
+
+    @property
+    def count(self) -> int:
+        """Samples of all sources that have not ended."""
+        return sum(source.count for source in self._sources if source is not None)
 
     def read(self, samples: np.ndarray) -> Read:
         """The samples of these numbers, (n) int64, in this order. Raises IndexError for those of a source that has ended."""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from raystride.pipelines.config import Config
-from raystride.pipelines.feed.loader import Loader, Step
+from raystride.pipelines.feed.loader import Loader, Requests, Step
 from raystride.pipelines.phases import phase
 from raystride.pipelines.strategies import OUT_OF_TIME, STOP, TARGETS
 from raystride.pipelines.strategies.strategy import Strategy
@@ -43,6 +43,11 @@ class Ending(StrEnum):
     STOPPED = "stopped"
     OUT_OF_TIME = "out_of_time"
     EARLY = "stopped_early"
+
+
+def _asked(stop: float, late: float) -> Ending | None:
+    """The ending that these requests make."""
+    return Ending.STOPPED if stop else Ending.OUT_OF_TIME if late else None
 
 
 class LoopWatcher(Protocol):
@@ -83,6 +88,7 @@ class Training:
         train = self.config.train
         self.total_steps = min(train.steps or math.inf, self.loader.plan.steps)
         self._began = time.perf_counter()
+        self.loader.requests = self._requests
         self._validated_at = self._saved_at = -1
         self._begin()
 
@@ -129,7 +135,7 @@ class Training:
             self._learning_rate = self._learning_rate_at(step.number)
             with phase("step"):
                 result = train_step(
-                    self.strategy, self.model, self.optimizer, step, self.rules, self._learning_rate, self._stop_requests()
+                    self.strategy, self.model, self.optimizer, step, self.rules, self._learning_rate, self._requests()
                 )
             self._after(step, result)
             if reason := self._reason_to_end(step, result):
@@ -137,9 +143,7 @@ class Training:
         # What the workers agree on comes a step late, so nobody has looked at the last step yet.
         if step and result:
             self._heed_now(step, result)
-        if self.loader.stopped:
-            return Ending.STOPPED
-        return Ending.EARLY if exhausted else Ending.DONE
+        return _asked(*self.loader.heeded) or (Ending.EARLY if exhausted else Ending.DONE)
 
     def _after(self, step: Step, result: StepResult) -> None:
         """Everything that may follow an update: counting, logging, validation, a checkpoint."""
@@ -191,24 +195,17 @@ class Training:
         total = self.total_steps if math.isfinite(self.total_steps) else 0
         return learning_rate(self.config.optimizer, step, int(total), self.config.model.width)
 
-    def _stop_requests(self) -> tuple[float, float]:
-        """Whether this worker wants to end: because someone asked, because its time is over."""
+    def _requests(self) -> Requests:
+        """What asks this worker to end."""
         hours = self.config.train.hours
         late = hours > 0 and time.perf_counter() - self._began > 3600 * hours
-        # As numbers, since they travel at the end of the gradients.
         return float(self.stopping()), float(late)
 
     def _reason_to_end(self, step: Step, result: StepResult) -> Ending | None:
         """Why to end, the same on every rank: stop requests summed in the step before, or too many bad validations."""
         agreed = self._agreement.previous(result.measured)
         self._guard.handle(step.number - 1, agreed[VERDICT])
-        reason = None
-        if agreed[STOP]:
-            reason = Ending.STOPPED
-        elif agreed[OUT_OF_TIME]:
-            reason = Ending.OUT_OF_TIME
-        elif self._out_of_patience():
-            reason = Ending.EARLY
+        reason = _asked(agreed[STOP], agreed[OUT_OF_TIME]) or (Ending.EARLY if self._out_of_patience() else None)
         if reason:
             self._heed_now(step, result)
         return reason

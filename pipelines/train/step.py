@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from raystride.pipelines.config import Config
-from raystride.pipelines.feed.loader import Step
+from raystride.pipelines.feed.loader import NO_REQUESTS, Requests, Step
 from raystride.pipelines.feed.order import mix64
 from raystride.pipelines.feed.samples import Samples
 from raystride.pipelines.phases import phase
@@ -153,14 +153,14 @@ def train_step(
     step: Step,
     rules: StepRules,
     learning_rate: float,
-    stop: tuple[float, float] = (0.0, 0.0),
+    requests: Requests = NO_REQUESTS,
 ) -> StepResult:
-    """Runs a step at a learning rate. `stop`: whether this worker wants to end (by signal, by the clock)."""
+    """Runs a step at a learning rate. `requests`: what asks this worker to end."""
     device = strategy.device
     strategy.begin()
     forward = StepForward(rules, step.number, device)
-    if any(stop):
-        forward.measured[STOP], forward.measured[OUT_OF_TIME] = stop
+    if any(requests):
+        forward.measured[STOP], forward.measured[OUT_OF_TIME] = requests
     strategy.run(model, step.micro_batches, forward)
     with phase("reduce"):
         measured = strategy.reduce(forward.measured)

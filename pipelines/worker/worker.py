@@ -17,7 +17,7 @@ from raystride.model.dropout import number_dropouts
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.combinations import SHARDED
 from raystride.pipelines.feed.growth import GrowingOrder
-from raystride.pipelines.feed.loader import Loader, validated, validation_batches
+from raystride.pipelines.feed.loader import Loader, Requests, validated, validation_batches
 from raystride.pipelines.feed.opening import Feed, open_feed, open_manifest
 from raystride.pipelines.feed.order import SampleOrder
 from raystride.pipelines.feed.samples import Samples
@@ -166,7 +166,7 @@ def build_training(
     since = {"step": state.step, "position": state.position}
     feed = open_feed(config, task, job.prepared, past=past, **since, clock=f"{job.folder} {job.attempt}", said=tell)
     choice = _choose_products(job, config, worker, network, feed.train, found, log)
-    loader = _loader(config, worker, strategy, feed, state, stopping)
+    loader = _loader(config, worker, strategy, feed, state)
     bits = choice.bits | choose_attention(config, device=device, found=found, rank=rank, world=world, log=log)
     made = {"run": job.run, "bits": bits, "data": manifest.fingerprint} | ({HEADER: {"base": base}} if base else {})
     return Training(
@@ -186,16 +186,14 @@ def build_training(
     )
 
 
-def _agreement(worker: WorkerInfo, order: SampleOrder) -> Callable[[bool], tuple[float, bool]] | None:
+def _agreement(worker: WorkerInfo, order: SampleOrder) -> Callable[[Requests], tuple[float, Requests]] | None:
     """How workers find out what all of them can read of data that is still being prepared."""
     if worker.world == 1 or not isinstance(order, GrowingOrder):
         return None
     return partial(order.common, group=dist.new_group(backend="gloo"))
 
 
-def _loader(
-    config: Config, worker: WorkerInfo, strategy: Strategy, feed: Feed, state: TrainState, stopping: Callable[[], bool]
-) -> Loader:
+def _loader(config: Config, worker: WorkerInfo, strategy: Strategy, feed: Feed, state: TrainState) -> Loader:
     """What reads this worker's micro-batches from a position on."""
     return Loader(
         plan=feed.plan,
@@ -208,7 +206,6 @@ def _loader(
         fed=strategy.leads,
         left_out=frozenset((each.step, each.slot) for each in state.left_out),
         prefetch=config.data.prefetch,
-        stopping=stopping,
         agree=_agreement(worker, feed.plan.order),
         device=strategy.device,
         ahead=feed.ahead(config, strategy.rank, strategy.world),

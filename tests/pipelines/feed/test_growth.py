@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from raystride.pipelines.config import Config, Data
 from raystride.pipelines.feed.growth import GrowingOrder, GrownOrder
-from raystride.pipelines.feed.loader import Loader
+from raystride.pipelines.feed.loader import Loader, Requests
 from raystride.pipelines.feed.opening import open_feed, open_manifest
 from raystride.pipelines.feed.order import Order
 from raystride.pipelines.files import Folder
@@ -170,26 +170,26 @@ def test_a_preparation_that_fails_is_told_to_those_who_wait(beside: Beside) -> N
 def test_who_waits_heeds_a_request_to_stop(beside: Beside) -> None:
     beside.generation(0)
     loader = _loader(beside)
-    loader.stopping = lambda: True
+    loader.requests = lambda: (0.0, 1.0)
     for _ in loader.steps(0, 10**9):
         pass
-    assert loader.stopped
+    assert loader.heeded == (0.0, 1.0)
 
 
-def _reads_its_own(rank: int, world: int, config: Config, storage: Path, until: int) -> tuple[list[int], bool]:
+def _reads_its_own(rank: int, world: int, config: Config, storage: Path, until: int) -> tuple[list[int], Requests]:
     """A worker that reads what it sees, and at step `until` is asked to stop, if it is the first; which steps it took."""
     folder = Folder.at(str(storage / str(rank)))
     feed = open_feed(config, build_task(config, open_manifest(config, folder).facts), folder)
     order, taken = feed.plan.order, list[int]()
     assert isinstance(order, GrowingOrder)
     loader = Loader(feed.plan, feed.train, rank, world, agree=order.common)
-    loader.stopping = lambda: rank == 0 and len(taken) >= until
+    loader.requests = lambda: (0.0, float(rank == 0 and len(taken) >= until))
     for step in loader.steps(0, 10**9):
         if rank == 1 and not taken:
             Timer(1.0, os.rename, (storage / "000001", folder.local / "generations" / "000001")).start()  # type: ignore
         dist.all_reduce(torch.ones(1))  # as the sum of a step's gradients
         taken.append(step.number)
-    return taken, loader.stopped
+    return taken, loader.heeded
 
 
 def test_workers_that_see_generations_at_different_moments_take_and_stop_at_the_same_steps(
@@ -207,4 +207,4 @@ def test_workers_that_see_generations_at_different_moments_take_and_stop_at_the_
     for name in ("000001", "000002", "end.json"):
         (tmp_path / "1" / "generations" / name).rename(tmp_path / name)
     found = run_distributed(_reads_its_own, 2, config, tmp_path, ends[1])
-    assert found == [(list(range(ends[1])), True)] * 2
+    assert found == [(list(range(ends[1])), (0.0, 1.0))] * 2

@@ -1,7 +1,6 @@
 """Trainings beside a preparation that goes on: stopped, killed and started again, to the bits of an undisturbed one."""
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.driver import train
 from raystride.pipelines.launch.screen import Quiet
 from raystride.pipelines.record.audit import audit
+from tests.gated import write_plugin, write_source
 from tests.tiny import tiny
 
 LIMIT_S = 120.0
@@ -32,49 +32,24 @@ FLAGS = shlex.split(
 )
 
 
-GATED = """
-import os, time
-from raystride.pipelines.tasks.language_model import LanguageModel
-from raystride import register_task
-
-@register_task("gated")
-class Gated(LanguageModel):
-    def encode(self, document):
-        while document[0][:6] > "part 1" and not os.path.exists(os.environ["GATE"]):
-            time.sleep(0.05)
-        return super().encode(document)
-"""
-
-
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text of six parts, of which all but two are not read before the gate is open."""
-    folder = tmp_path_factory.mktemp("preparing")
-    for number in range(6):
-        (folder / f"{number:02d}.txt").write_text("".join(f"part {number} line {line}\n" for line in range(14_000)))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def gated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plug-in: a language model's task that encodes all but two of the texts when the file GATE is there."""
-    file = tmp_path_factory.mktemp("plugin") / "gated.py"
-    file.write_text(GATED)
-    return file
+    """Text of six parts, of which all but two are not read before a training's gate is open."""
+    return write_source(tmp_path_factory.mktemp("preparing"))
 
 
 class Training:
     """A training, or a preparation, beside which others may run."""
 
-    def __init__(self, source: Path, gated: Path, storage: Path, job: str = "train") -> None:
+    def __init__(self, source: Path, storage: Path, job: str = "train", *more: str) -> None:
         self.storage, self.gate = storage, storage / "gate"
-        where = ["--data.source", str(source), "--storage", str(storage), "--run", "mine", "--plugins", f'["{gated}"]']
+        where = ["--data.source", str(source), "--storage", str(storage), "--run", "mine"]
+        where += ["--plugins", write_plugin(self.gate)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "raystride", job, *where, *FLAGS, "--task", "gated"],
+            [sys.executable, "-m", "raystride", job, *where, *FLAGS, "--task", "gated", *more],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=os.environ | {"GATE": str(self.gate)},
         )
 
     def begun(self) -> psutil.Process:
@@ -104,20 +79,18 @@ def _until(true: Any, what: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(source: Path, gated: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def undisturbed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The summary of a training that nothing disturbs."""
     storage = tmp_path_factory.mktemp("undisturbed")
     (storage / "gate").touch()
-    code, output = Training(source, gated, storage).end()
+    code, output = Training(source, storage).end()
     assert code == 0, output
     assert "tokens are prepared to begin with, the rest follows" in output
     return dict(json.loads((storage / "mine" / "summary.json").read_text()))
 
 
-def test_a_training_that_is_faster_waits_and_says_so(
-    source: Path, gated: Path, tmp_path: Path, undisturbed: dict[str, Any]
-) -> None:
-    training = Training(source, gated, tmp_path)
+def test_a_training_that_is_faster_waits_and_says_so(source: Path, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    training = Training(source, tmp_path)
     training.begun()
     said = b"training waits for its data"
     _until(lambda: any(said in file.read_bytes() for file in (tmp_path / "mine").rglob("*.jsonl")), "no word")
@@ -128,12 +101,21 @@ def test_a_training_that_is_faster_waits_and_says_so(
     assert training.same(undisturbed)
 
 
+def test_a_training_whose_time_is_over_while_it_waits_ends(source: Path, tmp_path: Path) -> None:
+    code, output = Training(source, tmp_path, "train", "--train.hours", "0.002").end()
+    assert code == 0, output
+    summary = json.loads((tmp_path / "mine" / "summary.json").read_text())
+    assert summary["ending"] == "out_of_time"
+    assert 0 < summary["steps"] < 45
+    assert audit(Folder.at(str(tmp_path)) / "mine" / "checkpoints").steps == summary["steps"]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("victim", ["preparation", "training"])
 def test_what_is_killed_goes_on_to_the_same_bits(
-    source: Path, gated: Path, tmp_path: Path, undisturbed: dict[str, Any], victim: str
+    source: Path, tmp_path: Path, undisturbed: dict[str, Any], victim: str
 ) -> None:
-    training = Training(source, gated, tmp_path)
+    training = Training(source, tmp_path)
     preparing = training.begun()
     (preparing if victim == "preparation" else training.process).kill()
     code, output = training.end()
@@ -143,19 +125,17 @@ def test_what_is_killed_goes_on_to_the_same_bits(
     psutil.wait_procs([preparing], LIMIT_S)
     assert not preparing.is_running(), "it ends with its driver"
     training.gate.touch()
-    again = Training(source, gated, tmp_path)
+    again = Training(source, tmp_path)
     code, output = again.end()
     assert code == 0, output
     assert again.same(undisturbed)
 
 
 @pytest.mark.long
-def test_a_preparation_and_a_training_run_at_once(
-    source: Path, gated: Path, tmp_path: Path, undisturbed: dict[str, Any]
-) -> None:
-    alone = Training(source, gated, tmp_path, "prepare")
+def test_a_preparation_and_a_training_run_at_once(source: Path, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    alone = Training(source, tmp_path, "prepare")
     _until(lambda: list(tmp_path.glob(".prepared/*/generations/000000/manifest.json")), "no generation")
-    training = Training(source, gated, tmp_path)
+    training = Training(source, tmp_path)
     training.begun()
     alone.gate.touch()
     for each in (alone, training):
