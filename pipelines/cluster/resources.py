@@ -105,6 +105,11 @@ class Share:
         """The resources of one worker, as Ray counts them."""
         return {"GPU": 1} if self.device == "cuda" else {"CPU": self.threads}
 
+    @property
+    def cpus(self) -> float:
+        """Processors of all workers, as Ray counts them."""
+        return self.workers * self.per_worker.get("CPU", 0.0)
+
 
 def resolve(config: Config, there: Resources) -> Share:
     """Replaces every `auto` by what fits. Raises SettingError where the settings contradict each other."""

@@ -39,7 +39,7 @@ from raystride.pipelines.launch.many import train_many
 from raystride.pipelines.launch.owner import Ownership, new_attempt
 from raystride.pipelines.launch.place import locate, settled
 from raystride.pipelines.launch.preflight import failing
-from raystride.pipelines.launch.preparing import data_for, prepare_data
+from raystride.pipelines.launch.preparing import data_for, prepare_data, use_at_most
 from raystride.pipelines.launch.profiled import under_profiler
 from raystride.pipelines.launch.resume import (
     Earlier,
@@ -138,7 +138,7 @@ def train(
         milestones["cluster"] = time.time()
         _watch_over(config, dashboard, screen)
         config, there, share = _proved(config, storage, screen)
-        prepared = until_end.enter_context(data_for(config, storage, screen, carried, learned))
+        prepared = until_end.enter_context(data_for(config, storage, screen, carried, learned, there.cpus - share.cpus))
         if earlier:
             # Once more, since only now it is known whether the same settings still mean the same data.
             refuse_changes(earlier, config, prepared.identity)
@@ -249,6 +249,10 @@ def _data(prepared: Prepared, earlier: Earlier | None) -> DataOfRun:
 def _prepare(config: Config, storage: Folder) -> int:
     check_data(config, storage, build_task(config))
     with cluster(config.launch):
+        if config.data.start_after_mib and config.launch.mode != "inline":
+            with suppress(SettingError):  # whoever does not fit here trains elsewhere
+                _, there, share = resources_for(config, storage, Screen().line)
+                use_at_most(there.cpus - share.cpus)
         prepared = prepare_data(config, storage, Screen(), alone=True)
     print(f"results  {prepared.folder}")
     print("mlflow   not logged there")

@@ -1,6 +1,6 @@
 """A training's data: prepared before it, or in a process of its own beside it (`data.start_after_mib`).
 
-    with data_for(config, storage, screen, carried, "") as prepared:
+    with data_for(config, storage, screen, carried, "", 2.0) as prepared:
         ...                                               # trains, while the rest may be prepared
 
 One process at a time prepares a folder: another one, of another training or `raystride prepare`, waits for its end, and goes
@@ -54,15 +54,17 @@ def prepare_data(config: Config, storage: Folder, screen: Screen, learned: str =
 
 
 @contextmanager
-def data_for(config: Config, storage: Folder, screen: Screen, carried: Carried, learned: str) -> Iterator[Prepared]:
+def data_for(
+    config: Config, storage: Folder, screen: Screen, carried: Carried, learned: str, cpus: float
+) -> Iterator[Prepared]:
     """The prepared data of a training; with `data.start_after_mib` what is ready of it, while another process goes on.
 
-    Raises SettingError, DataError.
+    That one has so many of the cluster's `cpus` at a time, one at least. Raises SettingError, DataError.
     """
     if not config.data.start_after_mib or prepared_before(config, storage):
         yield prepare_data(config, storage, screen, learned)
         return
-    with beside(config, storage, screen, carried) as begun:
+    with beside(config, storage, screen, carried, cpus) as begun:
         prepared = begun.first()
         _check_samples(config, prepared)
         screen.line(f"data: {prepared.manifest.tokens('train'):,} tokens are prepared to begin with, the rest follows")
@@ -109,8 +111,11 @@ def _check_samples(config: Config, prepared: Prepared) -> None:
 
 
 @contextmanager
-def beside(config: Config, storage: Folder, screen: Screen, carried: Carried) -> Iterator[Begun]:
-    """Prepares in another process until the block ends. With Ray, this process has joined the cluster."""
+def beside(config: Config, storage: Folder, screen: Screen, carried: Carried, cpus: float) -> Iterator[Begun]:
+    """Prepares in another process until the block ends. With Ray, this process has joined the cluster.
+
+    The tasks at a time are as many as `cpus`, or workers would wait for their places until all is prepared.
+    """
     from ray import cloudpickle  # what the user's script has registered lies nowhere that another process could import
 
     folder, address = _place(config, storage), None
@@ -122,7 +127,7 @@ def beside(config: Config, storage: Folder, screen: Screen, carried: Carried) ->
     hear, tell = context.Pipe(duplex=False)
     forget_failure(folder)
     process = context.Process(
-        target=_prepare, args=(cloudpickle.dumps((config, storage, carried)), address, tell), daemon=True
+        target=_prepare, args=(cloudpickle.dumps((config, storage, carried)), address, cpus, tell), daemon=True
     )
     process.start()
     tell.close()
@@ -152,7 +157,7 @@ def prepare_alone(config: Config, storage: Folder, echo: Callable[[str], None]) 
     return prepare(config, storage, task, on_ray=False, echo=echo)
 
 
-def _prepare(pickled: bytes, address: str | None, tell: Connection) -> None:
+def _prepare(pickled: bytes, address: str | None, cpus: float, tell: Connection) -> None:
     """The other process."""
     end_with_parent()
     from ray import cloudpickle
@@ -162,11 +167,19 @@ def _prepare(pickled: bytes, address: str | None, tell: Connection) -> None:
     own = address and not (config.launch.address or os.environ.get("RAY_ADDRESS"))
     if address:
         os.environ["RAY_ADDRESS"] = address
+        use_at_most(cpus)
     try:
         with on_loopback() if own else nullcontext(), cluster(config.launch):
             prepare_alone(config, storage, tell.send)
     except (DataError, SettingError) as error:
         tell_failure(_place(config, storage), str(error))
+
+
+def use_at_most(cpus: float) -> None:
+    """Has Ray Data in this process use so many processors at a time."""
+    from ray.data import DataContext, ExecutionResources
+
+    DataContext.get_current().execution_options.resource_limits = ExecutionResources.for_limits(cpu=max(1.0, cpus))
 
 
 def _place(config: Config, storage: Folder) -> Folder:

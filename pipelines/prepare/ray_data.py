@@ -93,7 +93,7 @@ def run_each(
     function: Callable[[Preparation, Part], Result], job: Preparation, parts: Iterable[Part], *, gpus: int = 0
 ) -> list[Result]:
     """The function's results, a task a part with so many GPUs, in their order. Raises DataError as it does."""
-    remote, shared = ray.remote(function).options(max_retries=1, num_gpus=gpus), ray.put(job)
+    remote, shared = ray.remote(function).options(num_gpus=gpus), ray.put(job)
     with _unwrapped():
         results: list[Result] = ray.get([remote.remote(shared, part) for part in parts])
         return results
@@ -102,7 +102,7 @@ def run_each(
 def run_alone(function: Callable[..., Result], *arguments: Any) -> Result:
     """The function's result, computed in one task. Raises DataError, SettingError as it does."""
     with _unwrapped():
-        result: Result = ray.get(ray.remote(function).options(max_retries=1).remote(*arguments))
+        result: Result = ray.get(ray.remote(function).remote(*arguments))
         return result
 
 

@@ -7,7 +7,7 @@ import json
 import sqlite3
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import pytest
 
 from tests.cluster.hosts import Host, unable
 from tests.cluster.ray_hosts import PYTHON, RayHosts
+from tests.gated import write_plugin, write_source
 from tests.tiny import write_text
 
 pytestmark = [
@@ -115,7 +116,8 @@ def test_a_job_is_stopped_and_goes_on_with_its_record_on_a_server_elsewhere(clus
         f"http://{user.address}:5000",
     ]
     try:
-        _stop_when_it_has_saved(cluster, [*flags, "--train.steps", "100000"], storage / "stopped" / "checkpoints")
+        saved = storage / "stopped" / "checkpoints"
+        _stop_when(cluster, [*flags, "--train.steps", "100000"], "long", lambda: any(saved.glob("*")))
         before = _summary(cluster, "stopped")
         assert before["status"] == "stopped", before
         steps = int(str(before["steps"])) + 20
@@ -151,22 +153,22 @@ def _wait_for_first(kind: str, cluster: RayHosts, run: str, job: "subprocess.Pop
         time.sleep(0.2)
 
 
-def _stop_when_it_has_saved(cluster: RayHosts, flags: list[str], checkpoints: Path) -> None:
-    """Submits a job, and ends it by `ray job stop` from the user's machine when there is a checkpoint."""
+def _stop_when(cluster: RayHosts, flags: list[str], name: str, true: Callable[[], object]) -> None:
+    """Submits a training, and ends it by `ray job stop` from the user's machine when something is true."""
     ray, address = str(PYTHON.with_name("ray")), f"--address={cluster.address}"
     script = [str(PYTHON), "ray_jobs/train.py", *flags]
     waits = {"RAY_JOB_STOP_WAIT_TIME_S": "60"}
     code, said = cluster.run(
         _user(cluster),
-        *(ray, "job", "submit", address, "--submission-id", "long", "--no-wait", "--working-dir", "."),
+        *(ray, "job", "submit", address, "--submission-id", name, "--no-wait", "--working-dir", "."),
         *("--runtime-env-json", json.dumps({"env_vars": waits}), "--", *script),
     )
     assert code == 0, said
     deadline = time.monotonic() + WAITS_S
-    while not checkpoints.is_dir() or not any(checkpoints.iterdir()):
-        assert time.monotonic() < deadline, cluster.run(_user(cluster), ray, "job", "logs", address, "long")[1]
+    while not true():
+        assert time.monotonic() < deadline, cluster.run(_user(cluster), ray, "job", "logs", address, name)[1]
         time.sleep(0.5)
-    code, said = cluster.run(_user(cluster), ray, "job", "stop", address, "long")
+    code, said = cluster.run(_user(cluster), ray, "job", "stop", address, name)
     assert code == 0, said
 
 
@@ -216,17 +218,70 @@ def test_an_interface_that_hosts_do_not_share_is_named_at_once(cluster: RayHosts
     cluster.restart(1)
 
 
+def _gated(cluster: RayHosts, run: str, *more: str) -> tuple[list[str], Path]:
+    """Flags of a run whose preparation waits for a gate, and the gate."""
+    source = write_source(cluster.folder / f"of-{run}")
+    gate = source.with_name("gate")
+    where = ["--data.source", str(source), "--data.shard_mib", "0.25", "--task", "gated", "--plugins", write_plugin(gate)]
+    return _flags(cluster, run, *where, *more), gate
+
+
+def test_workers_that_wait_for_data_are_stopped_and_go_on_as_more_of_them(cluster: RayHosts) -> None:
+    """What is still being prepared by the processors that training leaves."""
+    more = ["--data.start_after_mib", "0.25", "--train.slot_size", "256", "--train.steps", "80"]
+    more += ["--checkpoint.every", "10", "--train.exact", "true", "--record.mlflow", "false"]
+    flags, gate = _gated(cluster, "growing", *more)
+    journal = cluster.folder / "runs" / "growing" / "journal"
+
+    def waits() -> bool:
+        return any("training waits for its data" in file.read_text() for file in journal.glob("*"))
+
+    _stop_when(cluster, [*flags, "--scaling.workers", "2"], "growing", waits)
+    before = _summary(cluster, "growing")
+    assert (before["status"], before["workers"]) == ("stopped", 2), before
+    gate.touch()
+    code, said = cluster.submit(_user(cluster), "train", *flags, "--scaling.workers", "3")
+    assert code == 0, said
+    found = _summary(cluster, "growing")
+    assert (found["resumed_from"], found["steps"], found["workers"]) == (before["steps"], 80, 3)
+    _assert_audited(cluster, "growing")
+    alone = [*flags, "--run", "grown", "--launch", "inline"]
+    code, said = cluster.run(_user(cluster), str(PYTHON), "-m", "raystride", "train", *alone)
+    assert code == 0, said
+    assert found["parameters_sha256"] == _summary(cluster, "grown")["parameters_sha256"]
+
+
+def test_a_preparation_outlives_a_host_and_makes_the_same_shards(cluster: RayHosts) -> None:
+    """The last but one of this file: the host stays away."""
+    flags, gate = _gated(cluster, "shards")
+    job = cluster.start_job(_user(cluster), "prepare", *flags)
+    parts, deadline = cluster.folder / "runs" / ".prepared", time.monotonic() + WAITS_S
+    while len(list(parts.glob("*/parts/*.json"))) < 2:  # the other four are on the four hosts
+        assert job.poll() is None, job.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    cluster.hosts[3].end()
+    gate.touch()
+    said = job.communicate(timeout=300)[0]
+    assert job.returncode == 0, said
+    alone = [*flags, "--storage", str(cluster.folder / "alone"), "--launch", "inline"]
+    code, said = cluster.run(_user(cluster), str(PYTHON), "-m", "raystride", "prepare", *alone)
+    assert code == 0, said
+    (whole,) = (cluster.folder / "alone" / ".prepared").glob("*/manifest.json")
+    assert (parts / whole.parent.name / "manifest.json").read_text() == whole.read_text()
+
+
 def test_a_host_that_loses_its_power_costs_no_sample_and_changes_no_bit(cluster: RayHosts) -> None:
     """The last of this file: the host stays away."""
     exact = ["--train.exact", "true", "--train.steps", "1200", "--checkpoint.every", "100", "--record.mlflow", "false"]
-    elastic = ["--scaling.workers", "4", "--scaling.least_workers", "1", "--launch.restarts", "3"]
+    elastic = ["--scaling.workers", "3", "--scaling.least_workers", "1", "--launch.restarts", "3"]
     job = cluster.start_job(_user(cluster), "train", *_flags(cluster, "lost", *exact, *elastic))
     _wait_for_first("checkpoints", cluster, "lost", job)
     cluster.hosts[2].end()
     said = job.communicate(timeout=400)[0]
     assert job.returncode == 0, said
     found = _summary(cluster, "lost")
-    assert (found["status"], found["steps"], found["workers"]) == ("finished", 1200, 3), said
+    assert (found["status"], found["steps"], found["workers"]) == ("finished", 1200, 2), said
     alone = _flags(cluster, "whole", *exact, "--launch", "inline")
     code, said = cluster.run(_user(cluster), str(PYTHON), "-m", "raystride", "train", *alone)
     assert code == 0, said
