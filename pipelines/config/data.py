@@ -131,6 +131,9 @@ class Data(Section):
     """Neighbouring samples that stay together when `shuffle` is `blocks`."""
     shuffle_window: int = setting(64, at_least=1, fixed=True)
     """Blocks whose samples are mixed with each other when `shuffle` is `blocks`."""
+    shuffle_first_window: int = setting(0, at_least=0, fixed=True, since="0.3")
+    """Blocks that are mixed at the start of a run, and then a seventh more in each window until they are `shuffle_window`:
+    over a slow link training waits for less. 0: as many from the start, but with `auto` an eighth."""
     start_after_mib: float = setting(0.0, at_least=0, since="0.3")
     """MiB of text that are prepared before training begins, while the rest follows; 0: all. What is prepared by then is gone
     through first, then what came next, in steps of so many MiB; each sample once an epoch, as always."""

@@ -18,7 +18,10 @@ from raystride.pipelines.config.section import SettingError, nearest
 
 OWN = ("weight", "epochs_at_most")
 """What an entry says besides: neither shapes what is prepared, and both may change on resume."""
-OF_ALL = ("sources", "shuffle", "shuffle_block", "shuffle_window", "image_shorter_side", "image_mean", "image_std")
+OF_ALL = (
+    *("sources", "shuffle", "shuffle_block", "shuffle_window", "shuffle_first_window"),
+    *("image_shorter_side", "image_mean", "image_std"),
+)
 """Settings of the whole mixture, which no entry has."""
 KEYS = (*(each.name for each in fields(Data) if each.metadata["fixed"] and each.name not in OF_ALL), "image_root")
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")

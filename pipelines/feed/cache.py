@@ -28,13 +28,15 @@ from pathlib import Path
 import numpy as np
 
 from raystride.pipelines.config import Config
+from raystride.pipelines.feed.concurrency import Concurrency
 from raystride.pipelines.feed.ledger import DATABASE, Claim, Ledger
 from raystride.pipelines.files import Folder
 from raystride.pipelines.node_folder import PLACE, node_folder, open_private
 from raystride.pipelines.ranged_file import RangedFile
 
 AT_ONCE = 8
-"""Pieces that a process fetches ahead at a time: over a link with 50 ms to a store, 1 MiB each make more than 1 Gbit/s."""
+"""Pieces that a process fetches ahead at a time at most: over a link with 50 ms to a store, 1 MiB each make more than
+1 Gbit/s."""
 OTHERS_S = 120.0
 """Seconds that a process waits for another one's fetch of the same piece, and then fetches it itself: it appears whole."""
 LOOK_S = 0.02
@@ -74,6 +76,8 @@ class NodeCache:
         self._lock = threading.Lock()
         self._open: OrderedDict[str, RangedFile] = OrderedDict()
         self._coming: dict[bytes, Future[None]] = {}
+        self._concurrency = Concurrency(AT_ONCE)
+        self._largest = 0
         self.fetched = 0
         """Bytes that this process has fetched."""
 
@@ -106,7 +110,7 @@ class NodeCache:
 
         How many of them, from the first on, are there or on their way; whoever wants the others asks again.
         """
-        free = AT_ONCE - len(self._under_way())
+        free = self._concurrency.now - len(self._under_way())
         if free <= 0 or not pieces:
             return 0
         claims = self.ledger.claim([(piece.name, piece.size) for piece in pieces], most=free)
@@ -183,7 +187,9 @@ class NodeCache:
     def _fetch(self, piece: RemotePiece) -> None:
         """Fetches a piece that is this reader's to fetch. Raises OSError."""
         try:
+            began = time.monotonic()
             content = self._right(piece)
+            took = time.monotonic() - began
             self._put(piece, content)
         except BaseException:
             self.ledger.gone(piece.name)
@@ -191,6 +197,9 @@ class NodeCache:
         self.ledger.arrived(piece.name, piece.size)
         with self._lock:
             self.fetched += piece.size
+            self._largest = max(self._largest, piece.size)
+            if piece.size == self._largest:  # the last of a file takes less
+                self._concurrency.took(took)
 
     def _right(self, piece: RemotePiece) -> bytes:
         """The content of a piece, fetched until it is what it has to be."""

@@ -11,11 +11,14 @@ position of any epoch costs the same microseconds and no memory, with a thousand
 
 import math
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 ROUNDS = 8
+WINDOWS_GROW = 1.15
+"""By how much a window of blocks is larger than the one before it, where they grow."""
 UInt64 = np.ndarray[Any, np.dtype[np.uint64]]
 MOST = 2**62
 """Samples an order can hold; positions beyond it would leave int64."""
@@ -70,6 +73,8 @@ class Order:
     """Neighbouring samples in a block."""
     window: int = 64
     """Blocks in a window."""
+    first_window: int = 0
+    """Blocks in the first window of the first epoch, from which windows grow; 0: as many as in any."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.samples <= MOST:
@@ -121,18 +126,40 @@ class Order:
         # Keys end with -1 for the tail, 0 for the blocks and 1 and up for the windows, so that none is mixed like another.
         blocks = self.samples // self.block
         result = np.empty_like(positions)
-        windows = np.minimum(positions // self.block, blocks) // self.window
+        # What grows is the first epoch, or the first generation of data that is still being prepared.
+        edges = (
+            _growing_windows(self.first_window, self.window) if self.first_window and epoch in (0, -1) else np.zeros(1, int)
+        )
+        grown = len(edges) - 1
+        places = np.minimum(positions // self.block, blocks)
+        windows = np.where(
+            places < edges[-1], np.searchsorted(edges, places, "right") - 1, grown + (places - edges[-1]) // self.window
+        )
         tail = positions >= blocks * self.block
         rest = positions[tail] - blocks * self.block
         result[tail] = blocks * self.block + permute(rest, self.samples - blocks * self.block, (self.seed, epoch, -1))
         for window in np.unique(windows[~tail]):
             here = ~tail & (windows == window)
-            first = int(window) * self.window
-            size = min(self.window, blocks - first) * self.block
+            first = int(edges[min(window, grown)]) + max(0, int(window) - grown) * self.window
+            most = int(edges[window + 1]) - first if window < grown else self.window
+            size = min(most, blocks - first) * self.block
             inside = permute(positions[here] - first * self.block, size, (self.seed, epoch, 1 + int(window)))
             moved = permute(first + inside // self.block, blocks, (self.seed, epoch, 0))
             result[here] = moved * self.block + inside % self.block
         return result
+
+
+@cache
+def _growing_windows(first: int, most: int) -> np.ndarray:
+    """Blocks before each window that is smaller than `most` blocks, the first being of `first`, and after all of these.
+
+    Where a link carries 1.25 times what is used up, all of the next one arrives while a window is used up.
+    """
+    edges, size = [0], first
+    while size < most:
+        edges.append(edges[-1] + size)
+        size = max(size + 1, round(size * WINDOWS_GROW))
+    return np.array(edges)
 
 
 def permute(values: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:

@@ -98,4 +98,4 @@ def build_order(config: Config, samples: int, seed: int | None = None) -> Order:
     data = config.data
     seed = config.seed if seed is None else seed
     assert data.shuffle != "auto"  # `feed.shuffling` has chosen
-    return Order(samples, seed, data.shuffle, data.shuffle_block, data.shuffle_window)
+    return Order(samples, seed, data.shuffle, data.shuffle_block, data.shuffle_window, data.shuffle_first_window)

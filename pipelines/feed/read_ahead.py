@@ -17,6 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -28,8 +29,9 @@ SEGMENT = 1 << 13
 """Samples, about, in a segment: what is looked at in one go."""
 MOST_SAMPLES, MOST_USES, MOST_PIECES = 1 << 23, 1 << 22, 1 << 18
 """How far it is looked: so many samples, uses in segments (of 12 bytes), and pieces whose next use the ledger knows."""
-AT_ONCE = 256
-"""Pieces that the ledger is asked for in one go: most of them are there where much of the data is."""
+LEAST_AT_ONCE, MOST_AT_ONCE = 16, 256
+"""Pieces that the ledger is asked for in one go, twice as many where all were there or under way, as where the cache holds
+much of the data."""
 PAUSE_S = 0.25
 """Seconds between two looks where nothing happens: another process may have made room."""
 PACE = 1 / 16
@@ -60,9 +62,14 @@ class ReadAhead:
         self._most = max(1, min(most_bytes, cache.most_bytes // 2) // max(each.largest for each in samples.far))
         own = max(1, plan.batch // world)
         self._stride = max(1, SEGMENT // own)
-        self._horizon = min(MOST_SAMPLES // own, int(epochs * samples.count / plan.batch) + 1)
+        self._epochs, self._most_steps = epochs, MOST_SAMPLES // own
         self._event, self._stopped = threading.Event(), threading.Event()
         self._passed = 0
+
+    @property
+    def _horizon(self) -> int:
+        """Steps that are looked ahead: further where there are more samples by now."""
+        return min(self._most_steps, int(self._epochs * self._samples.count / self._plan.batch) + 1)
 
     @contextmanager
     def reading(self, first: int, until: float) -> Iterator[None]:
@@ -97,6 +104,7 @@ class ReadAhead:
         """Pieces that the steps up to `_fetch_step` need, ..."""
         self._left: deque[int] = deque()
         """... and those of them that nobody was seen to fetch yet."""
+        self._at_once = LEAST_AT_ONCE
         self._at, self._since, self._pace = first, time.monotonic(), 1.0
         try:
             self._cache.ledger.pass_on([], step=first, pace=self._pace)
@@ -131,10 +139,11 @@ class ReadAhead:
             self._left.popleft()
         if not self._left:
             return False
-        some = [self._left[number] for number in range(min(AT_ONCE, len(self._left)))]
+        some = list(islice(self._left, self._at_once))
         taken = self._cache.fetch_ahead([self._samples.piece(number) for number in some])
         for _ in range(taken):
             self._left.popleft()
+        self._at_once = min(MOST_AT_ONCE, 2 * self._at_once) if taken == len(some) else LEAST_AT_ONCE
         return taken > 0
 
     def _walk(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:

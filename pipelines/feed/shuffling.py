@@ -25,6 +25,8 @@ WORTH = 1.5
 """How often a full shuffle may fetch the data in an epoch before `auto` takes blocks."""
 PIECES_OF_BLOCK = 16
 """Pieces that a block has at least: those at its ends belong to two blocks, and are fetched for each."""
+FIRST_WINDOW = 1 / 8
+"""The share of a window that the first one is: all of it has to be there soon after a start."""
 WINDOW_OF_CACHE = 1 / 4
 """The share of the cache that a window of blocks may have: the next one is fetched beside it, and others read, too."""
 
@@ -55,7 +57,8 @@ def choose_shuffle(data: Data, reading: Reading | None, past: Mapping[str, Any] 
     if data.shuffle not in ("auto", "full"):
         return data
     if data.shuffle == "auto" and past and (order := _first_order(past)):
-        return replace(data, shuffle=order["shuffle"], shuffle_block=order["block"], shuffle_window=order["window"])
+        before = {f"shuffle_{name}": order.get(name, 0) for name in ("block", "window", "first_window")}
+        return replace(data, shuffle=order["shuffle"], **before)
     times = 1.0 if reading is None else full_cost(reading)
     if reading is None or times <= WORTH:
         return replace(data, shuffle="full")
@@ -67,13 +70,13 @@ def choose_shuffle(data: Data, reading: Reading | None, past: Mapping[str, Any] 
         )
         return data
     block = max(data.shuffle_block, math.ceil(PIECES_OF_BLOCK * reading.piece / reading.sample))
-    window = int(WINDOW_OF_CACHE * reading.cache / (block * reading.sample))
-    chosen = replace(data, shuffle="blocks", shuffle_block=block, shuffle_window=max(1, min(data.shuffle_window, window)))
+    window = max(1, min(data.shuffle_window, int(WINDOW_OF_CACHE * reading.cache / (block * reading.sample))))
+    first = data.shuffle_first_window or math.ceil(window * FIRST_WINDOW)
     said(
-        f"data.shuffle auto is blocks of {block:,} samples, {chosen.shuffle_window} of them mixed at a time: "
+        f"data.shuffle auto is blocks of {block:,} samples, {window} of them mixed at a time, and {first} at first: "
         f"full would fetch about {times:.1f} times the data in each epoch, since {held}"
     )
-    return chosen
+    return replace(data, shuffle="blocks", shuffle_block=block, shuffle_window=window, shuffle_first_window=first)
 
 
 def full_cost(reading: Reading) -> float:

@@ -80,7 +80,7 @@ def audit(checkpoints: Folder) -> Audit:
     newest, order = chain[-1], _order(chain[-1]["order"])
     epochs: Epochs = defaultdict(int)
     for manifest in chain:
-        if manifest["order"] != newest["order"] and isinstance(order, Order):
+        if isinstance(order, Order) and _order(manifest["order"]) != order:
             raise Broken(f"{step_name(manifest['step'])} has the samples in another order than {step_name(newest['step'])}")
         first, end = manifest["positions"]
         # Sums modulo 2^64: neither the order nor the number of workers changes them.

@@ -1,6 +1,7 @@
 """The order is a permutation of every epoch, whatever its size, and costs nothing to store."""
 
 import tracemalloc
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -19,11 +20,12 @@ SHUFFLES = st.sampled_from(["full", "blocks", "none"])
     shuffle=SHUFFLES,
     block=st.integers(1, 50),
     window=st.integers(1, 10),
+    first_window=st.integers(0, 10),
 )
 def test_every_epoch_holds_every_sample_once(
-    samples: int, seed: int, epoch: int, shuffle: str, block: int, window: int
+    samples: int, seed: int, epoch: int, shuffle: str, block: int, window: int, first_window: int
 ) -> None:
-    order = Order(samples, seed, shuffle, block, window)  # type: ignore[arg-type]
+    order = Order(samples, seed, shuffle, block, window, first_window)  # type: ignore[arg-type]
     positions = np.arange(epoch * samples, (epoch + 1) * samples)
     assert np.array_equal(np.sort(order.at(positions)), np.arange(samples))
 
@@ -52,6 +54,16 @@ def test_blocks_stay_together_inside_windows() -> None:
     order = Order(10_000, 0, "blocks", block=100, window=2)
     first_window = order.at(np.arange(200))
     assert len(np.unique(first_window // 100)) == 2
+
+
+def test_windows_of_the_first_epoch_grow_by_a_seventh_from_a_few_blocks() -> None:
+    order, alike = (Order(10_000, 0, "blocks", block=10, window=12, first_window=first) for first in (4, 0))
+    sizes = [4, 5, 6, 7, 8, 9, 10, *[12] * 3]
+    edges = np.cumsum([0, *sizes])
+    windows = [order.at(np.arange(10 * first, 10 * stop)) // 10 for first, stop in pairwise(edges.tolist())]
+    assert [len(np.unique(each)) for each in windows] == sizes
+    later = np.arange(10_000, 20_000)
+    assert np.array_equal(order.at(later), alike.at(later))
 
 
 def test_a_trillion_samples_cost_no_memory() -> None:

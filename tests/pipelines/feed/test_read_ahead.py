@@ -26,7 +26,7 @@ from raystride.pipelines.feed.samples import Examples, Mixed, Samples, Windows
 from raystride.pipelines.feed.shuffling import belady
 from raystride.pipelines.feed.stream import TokenStream
 from raystride.pipelines.files import Folder
-from raystride.pipelines.prepare.manifest import Manifest
+from raystride.pipelines.prepare.manifest import Manifest, Shards
 from raystride.pipelines.tasks import Task
 from tests.pipelines.feed.far import FarStore, far_folder, fetched, forget, prepared_text
 
@@ -160,15 +160,22 @@ def _until(true: Callable[[], bool]) -> None:
 def test_data_that_is_still_being_prepared_is_fetched_as_far_as_it_is_there(prepared: Prepared, tmp_path: Path) -> None:
     folder, manifest, task = prepared
     assert folder.local
-    cache = NodeCache(tmp_path / "cache", 32 * PIECE)
-    stream = TokenStream(far_folder(folder.local), manifest, "train", cache)
+    cache = NodeCache(tmp_path / "cache", 64 * PIECE)
+    first, *rest = manifest.splits["train"]
+    begun = replace(manifest, splits={**manifest.splits, "train": Shards.of([first])})
+    stream = TokenStream(far_folder(folder.local), begun, "train", cache)
     samples = Windows(task, stream)
-    order = GrowingOrder(GrownOrder(Order(1)), Growth(folder, stream, lambda: samples.count))
+    growth = Growth(folder, samples, stream)
+    order = GrowingOrder(GrownOrder(Order(1)), growth)
     plan = Plan(order, slots=3, slot_size=2)
     assert not order.ready(samples.count + 1)
     ahead = ReadAhead(plan, samples, cache, rank=0, world=1, most_bytes=1 << 30)
     with ahead.reading(0, 10**9):
-        _until(lambda: cache.ledger.held() >= 16 * PIECE)
+        _until(lambda: cache.ledger.held() >= first.bytes // PIECE * PIECE)
+        assert 3 * first.bytes < 30 * PIECE, "farther ahead than two epochs of what there was"
+        stream.extend(Shards.of(rest))
+        order.known = order.known.grown(samples.count)
+        _until(lambda: cache.ledger.held() >= 30 * PIECE)
 
 
 def test_what_a_step_needed_that_was_overtaken_keeps_no_room(

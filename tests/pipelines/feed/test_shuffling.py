@@ -1,5 +1,7 @@
 """The shuffle of far shards: full where the cache holds them, blocks where it would fetch them many times."""
 
+import math
+
 import pytest
 
 from raystride.pipelines.config import Data
@@ -26,7 +28,7 @@ def test_auto_is_blocks_whose_window_the_cache_holds() -> None:
     block = data.shuffle_block * FAR.sample
     assert 16 * FAR.piece <= block
     assert data.shuffle_window * block <= FAR.cache / 4
-    assert data.shuffle_window > 1
+    assert data.shuffle_window > data.shuffle_first_window == math.ceil(data.shuffle_window / 8)
     assert f"{full_cost(FAR):.1f} times" in said[0]
 
 
@@ -37,16 +39,17 @@ def test_full_is_kept_and_its_cost_is_told() -> None:
     assert _chosen(Data(shuffle="blocks"), FAR) == (Data(shuffle="blocks"), [])
 
 
-@pytest.mark.parametrize("of", ["source", "mixture", "growing"])
-def test_a_run_that_goes_on_keeps_its_order_whatever_the_cache_is_now(of: str) -> None:
-    order = Order(100, 1, "blocks", block=7, window=5)
+@pytest.mark.parametrize(("of", "first"), [("source", 0), ("mixture", 2), ("growing", 0)])
+def test_a_run_that_goes_on_keeps_its_order_whatever_the_cache_is_now(of: str, first: int) -> None:
+    order = Order(100, 1, "blocks", block=7, window=5, first_window=first)
     past = {
-        "source": order.to_json(),
+        "source": {name: value for name, value in order.to_json().items() if name != "first_window"},  # as 0.2 wrote it
         "mixture": Mixture.planned([MixtureSource("a", order)], [(0, (1.0,))]).to_json(),
         "growing": {"generations": [], "complete": False, "order": order.to_json()},
     }[of]
     data, said = _chosen(Data(shuffle="auto"), None, past)
     assert (data.shuffle, data.shuffle_block, data.shuffle_window) == ("blocks", 7, 5)
+    assert data.shuffle_first_window == first
     assert not said
 
 
