@@ -43,6 +43,8 @@ class Attempt:
     """Moves the blow into some part of a step."""
     scaling: Scaling | None = None
     """How the model is spread over the workers; None: as the job says."""
+    job: Job | None = None
+    """The run with other settings, and other data; None: as it was begun."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,9 @@ def run_schedule(job: Job, schedule: Sequence[Attempt], scratch: Path) -> Outcom
     """Runs the attempts one after the other until one comes to its end; without any, one worker that is undisturbed."""
     resumed = 0
     for number, attempt in enumerate([*schedule, Attempt(1)]):
-        config = replace(job.config, scaling=attempt.scaling or job.config.scaling)
-        summary = _attempt(replace(job, attempt=f"a{number}", config=config), attempt, scratch)
+        now = attempt.job or job
+        config = replace(now.config, scaling=attempt.scaling or now.config.scaling)
+        summary = _attempt(replace(now, attempt=f"a{number}", config=config), attempt, scratch)
         if summary:
             resumed += bool(summary["resumed_from"])
             if summary["complete"]:

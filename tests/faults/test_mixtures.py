@@ -2,17 +2,21 @@
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import Config, Data, SettingError
+from raystride.pipelines.config import Config, Data, SettingError, Train
+from raystride.pipelines.feed.mixture import PERIOD, Mixture
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.driver import train
 from raystride.pipelines.launch.screen import Quiet
 from raystride.pipelines.record.audit import audit
 from raystride.pipelines.train.names import MANIFEST
+from raystride.pipelines.worker.job import Job
 from tests.faults.moments import Blow, Group, finish, short_job
+from tests.faults.schedules import draw_schedule, run_schedule
 from tests.tiny import tiny, write_text
 
 
@@ -75,3 +79,27 @@ def test_weights_change_and_sources_come_and_go_on_resume(folder: Path, tmp_path
     again = _run(replace(config, train=replace(longer, steps=30)), tmp_path)
     assert again["status"] == "finished", "the text comes back where it was"
     assert audit(checkpoints).by_source["text"][0] == 36 + 36
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(3))
+def test_drawn_kills_resizes_weights_and_sources_lose_and_repeat_no_sample(folder: Path, seed: int) -> None:
+    draw, steps = Random(seed), 40
+
+    def job() -> Job:
+        names = draw.sample(["text", "sums", "code"], draw.randint(1, 3))
+        data = _data(folder, {name: draw.uniform(0.1, 1) for name in names})
+        train = Train(steps=steps, slots=7, slot_size=2, exact=True)
+        return short_job(folder / "text.txt", folder, f"drawn-{seed}", data=data, train=train)
+
+    schedule = [replace(attempt, job=job()) for attempt in draw_schedule(seed, steps)]
+    outcome = run_schedule(job(), schedule, folder)
+    assert outcome.summary["steps"] == steps
+    checkpoints = job().folder / "checkpoints"
+    found = audit(checkpoints)
+    assert found.samples == steps * 14 == sum(count for count, _ in found.by_source.values())
+    mixture = Mixture.from_json(checkpoints.read_json(f"step-{steps:08d}/{MANIFEST}")["order"])
+    ends = [*(phase.first for phase in mixture.phases[1:]), found.samples]
+    for number, source in enumerate(mixture.sources):
+        due = sum((end - each.first) * each.units[number] for each, end in zip(mixture.phases, ends, strict=True)) / PERIOD
+        assert abs(found.by_source[source.name][0] - due) < 2 * len(ends), (source.name, schedule)
