@@ -86,7 +86,10 @@ class OwnRay:
         command += [f"--dashboard-agent-listen-port={free_ports(1)[0]}"]
         variables = {**os.environ, **QUIET, **environment, MARK: str(folder)}
         try:
-            tls = certified(folder, host, variables)
+            try:
+                tls = certified(folder, host, variables)
+            except OSError as error:
+                raise CannotRun(f"this node's certificate cannot be written on {where}: {error}") from None
             variables = {name: value for name, value in variables.items() if name != AUTHORITY_VARIABLE} | tls
             for _ in range(STARTS):
                 failed = _start(folder, command, variables)

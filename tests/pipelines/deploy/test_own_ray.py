@@ -1,5 +1,6 @@
 """A Ray of one's own: Ray's words where it does not start, and an end that touches no other."""
 
+import json
 import os
 import signal
 import subprocess
@@ -36,6 +37,17 @@ def test_a_start_that_fails_says_why_in_rays_words_and_leaves_nothing() -> None:
     with (
         pytest.raises(CannotRun, match=r"(?s)`ray start` ended with exit code 1 on .*must be nonnegative"),
         OwnRay.head(address_towards("127.0.0.1"), cpus=-5, environment=TOKEN),
+    ):
+        pass
+    assert set(Path("/tmp").glob("rs-*")) <= before
+
+
+def test_a_certificate_that_cannot_be_written_is_told_in_one_line_and_leaves_nothing() -> None:
+    before = set(Path("/tmp").glob("rs-*"))
+    too_long = TOKEN | {AUTHORITY_VARIABLE: json.dumps({"x" * 300: ""})}
+    with (
+        pytest.raises(CannotRun, match=r"^this node's certificate cannot be written on .*File name too long"),
+        OwnRay.head(address_towards("127.0.0.1"), cpus=1, environment=too_long),
     ):
         pass
     assert set(Path("/tmp").glob("rs-*")) <= before
