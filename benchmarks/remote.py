@@ -50,6 +50,7 @@ FIGURES = (
     ("times", "bytes fetched, times the data", ".2f", 1.0),
     ("waited", "% of the time waited", ".1f", 100.0),
     ("first_s", "seconds to the first batch", ".1f", 1.0),
+    ("epoch_s", "seconds to the first batch of a later epoch", ".2f", 1.0),
 )
 """Of a run: its key, what it is, its format, and by what it is multiplied."""
 
@@ -102,6 +103,7 @@ class Bench:
             batch=BATCH,
             context=context,
             rate=self.given.rate * 1e6 / WORKERS,
+            first=self.given.first_step,
             shuffle=self.given.shuffle if way == "ours" else "full" if self.given.shuffle == "auto" else self.given.shuffle,
         )
 
@@ -176,6 +178,9 @@ def run(bench: Bench, way: str) -> dict[str, float]:
             if process.returncode or not lines:
                 raise Failed(f"{way} ended with {process.returncode}: see {bench.folder}/{way}-*.log")
             found.append(json.loads(lines[-1]))
+    except subprocess.TimeoutExpired:
+        times = (bench.received() - before) / (2 * bench.tokens)
+        raise Failed(f"not through after {bench.given.limit:g} s, and {times:.2f} times the data was fetched") from None
     finally:
         for process in processes:
             process.kill()  # who is too slow would take the link from the next one
@@ -184,6 +189,7 @@ def run(bench: Bench, way: str) -> dict[str, float]:
         "times": (bench.received() - before) / (2 * bench.tokens),
         "waited": statistics.mean(each["waited_s"] / each["seconds"] for each in found),
         "first_s": max(each["first_s"] for each in found),
+        "epoch_s": max(each["epoch_s"] for each in found),
         "seconds": seconds,
         "wall_s": time.perf_counter() - began,
     }
@@ -228,6 +234,7 @@ def main() -> None:
     parser.add_argument("--shard-mib", type=float, default=32, help="of a shard; mosaicml-streaming's cache holds four")
     parser.add_argument("--context", type=int, default=1024, help="tokens in a sample")
     parser.add_argument("--shuffle", default="auto")
+    parser.add_argument("--first-step", type=int, default=0, help="at which all begin, as a run that goes on")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS[:2]))
     parser.add_argument("--environments", type=Path, help="folder of the peers' environments, `.peers`")
     parser.add_argument("--mosaic", type=Path, help="a Python with mosaicml-streaming")
@@ -279,13 +286,13 @@ def measure(bench: Bench) -> None:
             for way in given.ways[:: 1 if number % 2 == 0 else -1]:
                 try:
                     each = run(bench, way)
-                except (Failed, subprocess.TimeoutExpired) as error:
+                except Failed as error:
                     print(f"  {way}: {error}", flush=True)
                     continue
                 runs[way].append(each)
                 print(
                     f"  {way}: {each['times']:.2f} times the data, waited {100 * each['waited']:.1f} %, first batch "
-                    f"{each['first_s']:.1f} s, {each['seconds']:.0f} s after it",
+                    f"{each['first_s']:.1f} s, a later epoch's {each['epoch_s']:.2f} s, {each['seconds']:.0f} s in all",
                     flush=True,
                 )
     whole = {way: each for way, each in runs.items() if len(each) == given.rounds}

@@ -1,6 +1,5 @@
 """As ours was: whole shards, fetched when they are read, of which the least recently used make room."""
 
-import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,7 +63,7 @@ def _batches(job: ReadingJob) -> Iterator[np.ndarray]:
     former, config = Former(job), config_of(job)
     order = build_order(config, former.count)
     plan = Plan(order, job.world, job.batch)
-    for step in itertools.islice(itertools.count(), job.epochs * job.batches):
+    for step in range(job.first, job.last):
         samples = order.at(plan.positions(step, step + 1, job.rank, job.world)[0])
         for sample in samples.tolist():
             former.window(sample)

@@ -3,6 +3,7 @@
 python -m benchmarks.peers.far_litdata write tokens.npy FOLDER CONTEXT SHARD_BYTES
 """
 
+import itertools
 import os
 from typing import Any
 
@@ -47,11 +48,10 @@ def batches(job: ReadingJob) -> Any:
         job.place, cache_dir=job.cache, shuffle=True, seed=job.seed, max_cache_size=job.cache_bytes,
         storage_options=options,
     )  # fmt: skip
-    for _ in range(job.epochs):
-        for number, batch in enumerate(StreamingDataLoader(data, batch_size=job.batch, num_workers=1)):
-            if number == job.batches:
-                break
-            yield batch
+    if job.first:
+        raise SystemExit("litdata is not begun in the middle of an epoch here: leave it out with --first-step")
+    for _, _, end in job.parts():
+        yield from itertools.islice(StreamingDataLoader(data, batch_size=job.batch, num_workers=1), end)
 
 
 if __name__ == "__main__":

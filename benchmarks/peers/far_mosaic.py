@@ -3,6 +3,7 @@
 python -m benchmarks.peers.far_mosaic write tokens.npy FOLDER CONTEXT SHARD_BYTES
 """
 
+import itertools
 import sys
 from contextlib import suppress
 from importlib.machinery import ModuleSpec
@@ -52,12 +53,12 @@ def batches(job: ReadingJob) -> Any:
         shuffle_block_size=max(1024, samples_of_cache // 8), cache_limit=job.cache_bytes, predownload=8 * job.batch,
         shuffle_seed=job.seed, num_canonical_nodes=1,
     )  # fmt: skip
-    for _ in range(job.epochs):
-        loader = DataLoader(data, batch_size=job.batch, num_workers=0)
-        for number, batch in enumerate(loader):
-            if number == job.batches:
-                break
-            yield batch
+    for epoch, first, end in job.parts():
+        if first or epoch == job.first // job.batches > 0:
+            data.load_state_dict(
+                data.state_dict(0, False) | {"epoch": epoch, "sample_in_epoch": first * job.batch * job.world}
+            )
+        yield from itertools.islice(DataLoader(data, batch_size=job.batch, num_workers=0), end - first)
 
 
 if __name__ == "__main__":

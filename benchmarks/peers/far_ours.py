@@ -50,7 +50,7 @@ def main() -> None:
     feed = open_feed(config, task, prepared, clock="run", said=print if job.rank == 0 else lambda _: None)
     ahead = feed.ahead(config, job.rank, job.world)
     loader = Loader(feed.plan, feed.train, job.rank, job.world, ahead=ahead)
-    read(job, loader.steps(0, job.epochs * job.batches))
+    read(job, loader.steps(job.first, job.last))
 
 
 if __name__ == "__main__":

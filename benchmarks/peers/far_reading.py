@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,19 @@ class ReadingJob:
     rate: float
     """Bytes of samples a second that this process uses up."""
     shuffle: str
+    first: int = 0
+    """Batches of this process before the first one that is read: of a run that goes on."""
     seed: int = 7
+
+    @property
+    def last(self) -> int:
+        """Batches up to the end of the last epoch that is read."""
+        return (self.first // self.batches + self.epochs) * self.batches
+
+    def parts(self) -> Iterator[tuple[int, int, int]]:
+        """Each epoch that is read, the first batch of it, and the one after its last."""
+        for epoch in range(self.first // self.batches, self.last // self.batches):
+            yield epoch, max(0, self.first - epoch * self.batches), self.batches
 
 
 def reading_job() -> ReadingJob:
@@ -62,7 +74,7 @@ def peer(write: Callable[[str, str, int, int], None], batches: Callable[[Reading
 
 def read(job: ReadingJob, batches: Iterable[Any]) -> None:
     """Takes all batches, each as long as it would be worked on, and prints what became of it; the process ends here."""
-    each_s, waited, count, first = 2 * job.context * job.batch / job.rate, 0.0, 0, 0.0
+    each_s, waited, count, first, later = 2 * job.context * job.batch / job.rate, 0.0, 0, 0.0, 0.0
     iterator, began = iter(batches), time.perf_counter()
     while True:
         asked = time.perf_counter()
@@ -73,11 +85,19 @@ def read(job: ReadingJob, batches: Iterable[Any]) -> None:
         now = time.perf_counter()
         if count:
             waited += now - asked
+            if (job.first + count) % job.batches == 0:
+                later = max(later, now - asked)
         else:
             first, began = now - STARTED, now
         count += 1
         # From when it came: who waits works as long as everybody afterwards.
         time.sleep(max(0.0, now + each_s - time.perf_counter()))
-    found = {"batches": count, "waited_s": waited, "seconds": time.perf_counter() - began, "first_s": first}
+    found = {
+        "batches": count,
+        "waited_s": waited,
+        "seconds": time.perf_counter() - began,
+        "first_s": first,
+        "epoch_s": later,
+    }
     print(json.dumps(found), flush=True)
     os._exit(0)  # a peer's threads and processes may not want to
