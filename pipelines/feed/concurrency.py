@@ -10,6 +10,7 @@ eight took 0.9 s at most, and filled the link as well.
 import math
 
 FIRST = 1
+"""Fetches at first: what one takes by itself is what an idle link takes."""
 LEAST_QUEUED, MOST_QUEUED = 2.0, 4.0
 """Fetches of a process that may wait in the link's queue: with fewer there is one more at a time, with more one less."""
 

@@ -127,9 +127,7 @@ class Order:
         blocks = self.samples // self.block
         result = np.empty_like(positions)
         # What grows is the first epoch, or the first generation of data that is still being prepared.
-        edges = (
-            _growing_windows(self.first_window, self.window) if self.first_window and epoch in (0, -1) else np.zeros(1, int)
-        )
+        edges = _growing_windows(self.first_window if epoch in (0, -1) else 0, self.window)
         grown = len(edges) - 1
         places = np.minimum(positions // self.block, blocks)
         windows = np.where(
@@ -153,10 +151,11 @@ class Order:
 def _growing_windows(first: int, most: int) -> np.ndarray:
     """Blocks before each window that is smaller than `most` blocks, the first being of `first`, and after all of these.
 
-    Where a link carries 1.25 times what is used up, all of the next one arrives while a window is used up.
+    Where a link carries 1.25 times what is used up, all of the next one arrives while a window is used up. Without a `first`
+    one there are none.
     """
     edges, size = [0], first
-    while size < most:
+    while 0 < size < most:
         edges.append(edges[-1] + size)
         size = max(size + 1, round(size * WINDOWS_GROW))
     return np.array(edges)

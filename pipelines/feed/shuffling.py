@@ -71,7 +71,7 @@ def choose_shuffle(data: Data, reading: Reading | None, past: Mapping[str, Any] 
         return data
     block = max(data.shuffle_block, math.ceil(PIECES_OF_BLOCK * reading.piece / reading.sample))
     window = max(1, min(data.shuffle_window, int(WINDOW_OF_CACHE * reading.cache / (block * reading.sample))))
-    first = data.shuffle_first_window or math.ceil(window * FIRST_WINDOW)
+    first = min(window, data.shuffle_first_window or math.ceil(window * FIRST_WINDOW))
     said(
         f"data.shuffle auto is blocks of {block:,} samples, {window} of them mixed at a time, and {first} at first: "
         f"full would fetch about {times:.1f} times the data in each epoch, since {held}"

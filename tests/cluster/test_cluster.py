@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -144,13 +145,21 @@ def _assert_audited(cluster: RayHosts, run: str) -> None:
     assert code == 0, said
 
 
+def _until(
+    true: Callable[[], Any], job: "subprocess.Popen[str] | None" = None, said: Callable[[], str] = lambda: "it did not come"
+) -> Any:
+    """Waits for something true, which is returned, as long as a job runs; where it does not come, what is `said`."""
+    deadline = time.monotonic() + WAITS_S
+    while not (found := true()):
+        assert job is None or job.poll() is None, job.communicate()[0]
+        assert time.monotonic() < deadline, said()
+        time.sleep(0.2)
+    return found
+
+
 def _wait_for_first(kind: str, cluster: RayHosts, run: str, job: "subprocess.Popen[str]") -> None:
     """Waits until a run has anything in this folder of its own, `journal` or `checkpoints`."""
-    deadline = time.monotonic() + WAITS_S
-    while not any((cluster.folder / "runs" / run / kind).glob("*")):
-        assert job.poll() is None, job.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    _until(lambda: any((cluster.folder / "runs" / run / kind).glob("*")), job)
 
 
 def _stop_when(cluster: RayHosts, flags: list[str], name: str, true: Callable[[], object]) -> None:
@@ -164,10 +173,7 @@ def _stop_when(cluster: RayHosts, flags: list[str], name: str, true: Callable[[]
         *("--runtime-env-json", json.dumps({"env_vars": waits}), "--", *script),
     )
     assert code == 0, said
-    deadline = time.monotonic() + WAITS_S
-    while not true():
-        assert time.monotonic() < deadline, cluster.run(_user(cluster), ray, "job", "logs", address, name)[1]
-        time.sleep(0.5)
+    _until(true, said=lambda: cluster.run(_user(cluster), ray, "job", "logs", address, name)[1])
     code, said = cluster.run(_user(cluster), ray, "job", "stop", address, name)
     assert code == 0, said
 
@@ -178,11 +184,7 @@ def test_a_run_leaves_a_host_that_is_about_to_be_taken_away_and_loses_no_step(cl
     flags = _flags(cluster, "preempted", *short, "--scaling.workers", "2")
     job = cluster.start_job(_user(cluster), "train", *flags)
     _wait_for_first("journal", cluster, "preempted", job)
-    deadline = time.monotonic() + WAITS_S
-    while not (nodes := cluster.nodes_of_workers() - {cluster.head.address}):
-        assert time.monotonic() < deadline, job.poll()
-        time.sleep(0.5)
-    taken = nodes.pop()
+    taken = _until(lambda: cluster.nodes_of_workers() - {cluster.head.address}, job).pop()
     (leaving,) = (host for host in cluster.hosts.all if host.address == taken)
     code, said = cluster.run(leaving, str(PYTHON), "-m", "raystride.pipelines.deploy.before_end", "--seconds", "120")
     assert code == 0, said  # nobody works there any more
@@ -255,11 +257,8 @@ def test_a_preparation_outlives_a_host_and_makes_the_same_shards(cluster: RayHos
     """The last but one of this file: the host stays away."""
     flags, gate = _gated(cluster, "shards")
     job = cluster.start_job(_user(cluster), "prepare", *flags)
-    parts, deadline = cluster.folder / "runs" / ".prepared", time.monotonic() + WAITS_S
-    while len(list(parts.glob("*/parts/*.json"))) < 2:  # the other four are on the four hosts
-        assert job.poll() is None, job.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    parts = cluster.folder / "runs" / ".prepared"
+    _until(lambda: len(list(parts.glob("*/parts/*.json"))) == 2, job)  # the other four are on the four hosts
     cluster.hosts[3].end()
     gate.touch()
     said = job.communicate(timeout=300)[0]
