@@ -85,16 +85,10 @@ def test_what_one_host_lacks_is_told_by_its_name(cluster: RayHosts) -> None:
     assert f"h2 ({cluster.hosts[1].address}): h3: {cluster.hosts[2].address}" in said
 
 
-def test_they_train_together_although_each_is_called_loopback_and_another_waits(cluster: RayHosts) -> None:
+def test_they_train_together_although_each_is_called_loopback(cluster: RayHosts) -> None:
     exact = ["--train.exact", "true", "--train.steps", "1000", "--record.mlflow", "false"]
-    job = cluster.start_job(_user(cluster), "train", *_flags(cluster, "together", *exact, "--scaling.workers", "4"))
-    _wait_for_first("journal", cluster, "together", job)
-    short = ["--train.steps", "5", "--record.mlflow", "false", "--scaling.workers", "2"]
-    code, second = cluster.submit(_user(cluster), "train", *_flags(cluster, "second", *short))
-    said = job.communicate(timeout=300)[0]
-    assert (code, job.returncode) == (0, 0), said + second
-    assert "waiting for 2 workers" in second
-    assert _summary(cluster, "second")["status"] == "finished"
+    code, said = cluster.submit(_user(cluster), "train", *_flags(cluster, "together", *exact, "--scaling.workers", "4"))
+    assert code == 0, said
     found = _summary(cluster, "together")
     assert (found["status"], found["workers"]) == ("finished", 4)
     alone = _flags(cluster, "alone", *exact, "--launch", "inline")
@@ -229,16 +223,25 @@ def _gated(cluster: RayHosts, run: str, *more: str) -> tuple[list[str], Path]:
 
 
 def test_workers_that_wait_for_data_are_stopped_and_go_on_as_more_of_them(cluster: RayHosts) -> None:
-    """What is still being prepared by the processors that training leaves."""
+    """What is still being prepared by the processors that training leaves; another run waits for theirs meanwhile."""
     more = ["--data.start_after_mib", "0.25", "--train.slot_size", "256", "--train.steps", "80"]
     more += ["--checkpoint.every", "10", "--train.exact", "true", "--record.mlflow", "false"]
     flags, gate = _gated(cluster, "growing", *more)
     journal = cluster.folder / "runs" / "growing" / "journal"
 
-    def waits() -> bool:
-        return any("training waits for its data" in file.read_text() for file in journal.glob("*"))
+    short = ["--train.steps", "5", "--record.mlflow", "false", "--scaling.workers", "3"]
+    others: list[subprocess.Popen[str]] = []
 
-    _stop_when(cluster, [*flags, "--scaling.workers", "2"], "growing", waits)
+    def both_wait() -> bool:
+        if not any("training waits for its data" in file.read_text() for file in journal.glob("*")):
+            return False
+        others.append(cluster.start_job(_user(cluster), "train", *_flags(cluster, "second", *short)))
+        assert others[0].stdout
+        return any("waiting for 3 workers" in line for line in others[0].stdout)
+
+    _stop_when(cluster, [*flags, "--scaling.workers", "2"], "growing", both_wait)
+    said = others[0].communicate(timeout=300)[0]
+    assert _summary(cluster, "second")["status"] == "finished", said
     before = _summary(cluster, "growing")
     assert (before["status"], before["workers"]) == ("stopped", 2), before
     gate.touch()
