@@ -8,6 +8,7 @@ on where it was if it dies.
 """
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -35,8 +36,6 @@ LOOK_S = 0.5
 """Between two looks at whether there is enough to begin."""
 OTHERS_S = 5.0
 """Between two looks at whether another process has prepared it, or has died."""
-END_S = 10.0
-"""What a preparation may take to end once the training has."""
 
 
 def prepare_data(config: Config, storage: Folder, screen: Screen, learned: str = "", *, alone: bool = False) -> Prepared:
@@ -137,9 +136,8 @@ def beside(config: Config, storage: Folder, screen: Screen, carried: Carried, cp
         yield Begun(folder, process)
     finally:
         ended.set()
-        process.terminate()
-        process.join(END_S)
         process.kill()
+        process.join()
 
 
 def prepare_alone(config: Config, storage: Folder, echo: Callable[[str], None]) -> Prepared:
@@ -158,7 +156,12 @@ def prepare_alone(config: Config, storage: Folder, echo: Callable[[str], None]) 
 
 
 def _prepare(pickled: bytes, address: str | None, cpus: float, tell: Connection) -> None:
-    """The other process."""
+    """The other process.
+
+    A terminal's ^C, and whoever ends a job, send their signals to this one, too: the training heeds them, and goes on with
+    what it reads until it has saved. When it ends so does this process, by a signal that is not blocked.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     end_with_parent()
     from ray import cloudpickle
 

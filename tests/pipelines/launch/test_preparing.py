@@ -1,7 +1,9 @@
 """Trainings beside a preparation that goes on: stopped, killed and started again, to the bits of an undisturbed one."""
 
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -50,6 +52,7 @@ class Training:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
 
     def begun(self) -> psutil.Process:
@@ -99,6 +102,19 @@ def test_a_training_that_is_faster_waits_and_says_so(source: Path, tmp_path: Pat
     assert code == 0, output
     assert said.decode() in output
     assert training.same(undisturbed)
+
+
+def test_a_stop_that_all_processes_hear_is_heeded_by_the_training(source: Path, tmp_path: Path) -> None:
+    """As a terminal sends ^C, and Ray and batch systems SIGTERM."""
+    training = Training(source, tmp_path)
+    preparing = training.begun()
+    os.killpg(training.process.pid, signal.SIGTERM)
+    code, output = training.end()
+    assert code == 128 + signal.SIGTERM, output
+    summary = json.loads((tmp_path / "mine" / "summary.json").read_text())
+    assert (summary["ending"], summary["interrupted_by"]) == ("stopped", "SIGTERM")
+    psutil.wait_procs([preparing], LIMIT_S)
+    assert not preparing.is_running()
 
 
 def test_a_training_whose_time_is_over_while_it_waits_ends(source: Path, tmp_path: Path) -> None:
