@@ -38,7 +38,9 @@ def config_of(job: ReadingJob) -> Config:
     """The settings of a training that reads so."""
     config = Config(seed=job.seed, model=Model(context=job.context))
     data = Data(shuffle=job.shuffle, cache_gib=job.cache_bytes / 2**30)  # type: ignore[arg-type]
-    return replace(config, data=data, train=Train(slots=job.world, slot_size=job.batch, epochs=float(job.epochs)))
+    return replace(
+        config, data=data, train=Train(slots=job.world, slot_size=job.batch, epochs=float(job.last // job.batches))
+    )
 
 
 def main() -> None:
