@@ -247,6 +247,8 @@ def main() -> None:
     if given.seek:
         seek()
         return
+    if given.first_step and "litdata" in given.ways:
+        raise SystemExit("--first-step: litdata is not begun in the middle of an epoch here, leave it out of --ways")
     if reason := unable("tc"):
         raise SystemExit(f"cannot make a host: {reason}")
     if not rclone():

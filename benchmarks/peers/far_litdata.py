@@ -48,10 +48,8 @@ def batches(job: ReadingJob) -> Any:
         job.place, cache_dir=job.cache, shuffle=True, seed=job.seed, max_cache_size=job.cache_bytes,
         storage_options=options,
     )  # fmt: skip
-    if job.first:
-        raise SystemExit("litdata is not begun in the middle of an epoch here: leave it out with --first-step")
-    for _, _, end in job.parts():
-        yield from itertools.islice(StreamingDataLoader(data, batch_size=job.batch, num_workers=1), end)
+    for _ in range(job.epochs):
+        yield from itertools.islice(StreamingDataLoader(data, batch_size=job.batch, num_workers=1), job.batches)
 
 
 if __name__ == "__main__":

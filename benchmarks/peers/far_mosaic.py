@@ -54,7 +54,7 @@ def batches(job: ReadingJob) -> Any:
         shuffle_seed=job.seed, num_canonical_nodes=1,
     )  # fmt: skip
     for epoch, first, end in job.parts():
-        if first or epoch == job.first // job.batches > 0:
+        if job.first and epoch == job.first // job.batches:
             data.load_state_dict(
                 data.state_dict(0, False) | {"epoch": epoch, "sample_in_epoch": first * job.batch * job.world}
             )

@@ -167,13 +167,14 @@ def test_a_preparation_that_fails_is_told_to_those_who_wait(beside: Beside) -> N
             pass
 
 
-def test_who_waits_heeds_a_request_to_stop(beside: Beside) -> None:
+@pytest.mark.parametrize("requests", [(1.0, 0.0), (0.0, 1.0)], ids=["stop", "time is over"])
+def test_who_waits_heeds_a_request_to_end(beside: Beside, requests: Requests) -> None:
     beside.generation(0)
     loader = _loader(beside)
-    loader.requests = lambda: (0.0, 1.0)
+    loader.requests = lambda: requests
     for _ in loader.steps(0, 10**9):
         pass
-    assert loader.heeded == (0.0, 1.0)
+    assert loader.heeded == requests
 
 
 def _reads_its_own(rank: int, world: int, config: Config, storage: Path, until: int) -> tuple[list[int], Requests]:
