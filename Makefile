@@ -21,8 +21,10 @@ RUN := $(VENV)/bin/python
 NEXT := .venv-ray-next
 TRITON_36 := .venv-triton-3.6
 AUDIT := .venv-audit
-# A file's tests stay in one process, which has their trainings; the files are taken in tests/conftest.py's order.
-PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# One process more than there are cores, six at most: tests wait for a third of their time. A file's tests stay in one process,
+# which has their trainings; tests/schedule.py orders the files.
+WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 5 ? cores + 1 : 6)))
+PYTEST := $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: help install train test test-all test-of test-processors test-ray-next report-3.6 ui pictures sanitize lint bill audit

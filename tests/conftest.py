@@ -2,12 +2,20 @@
 
 import logging
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+pytest_plugins = ["tests.schedule", "tests.seconds"]
+
+# A session starts some thousand interpreters. Where bytecode is not kept, each of them compiles our four hundred modules anew,
+# and pytest rewrites the assertions of three hundred files: 5 s of 14 at each collection.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Triton reads this when it is imported, so it is set before anything could import it. What the tests start inherits it, and
 # nothing there runs a kernel unless it asks for `kernels triton`.
@@ -35,16 +43,6 @@ settings.load_profile("raystride")
 _BEGAN = time.monotonic()
 _LONG_MINUTES = float(os.environ.get("RAYSTRIDE_LONG_MINUTES", "inf"))
 """Minutes after which no test of the mark `long` begins any more."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files without long tests first, so that these always run; then those of whole trainings.
-
-    At the end both processes have short files left.
-    """
-    with_long = {item.path for item in items if item.get_closest_marker("long")}
-    heavy = ("tests/end_to_end", "tests/faults", "tests/browser")
-    items.sort(key=lambda item: (item.path in with_long, not item.nodeid.startswith(heavy)))
 
 
 @pytest.hookimpl(tryfirst=True)

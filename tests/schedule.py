@@ -1,0 +1,76 @@
+"""The order of test files and which process runs which: the longest first, and those that wait beside those that compute.
+
+`tests/seconds.json` has the seconds that each file took (`make test-table` writes it). A file's tests stay in one process, which
+keeps their trainings and clusters. With three processes or more the last one begins with the files of `WAITING`: on two
+cores two processes compute while the third waits for polls, time limits and lost nodes.
+
+    pytest -n 3 --dist loadfile --no-loadscope-reorder     # tests/conftest.py registers this plugin
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
+
+SECONDS_FILE = Path(__file__).with_name("seconds.json")
+UNKNOWN_FILE_S = 5.0
+"""Seconds of a file that was never measured."""
+
+WAITING = (
+    "tests/cluster/",
+    "tests/deploy/test_slurm.py",
+    "tests/deploy/test_launcher.py",
+    "tests/end_to_end/test_answers.py",
+    "tests/end_to_end/test_mlflow_users.py",
+    "tests/end_to_end/test_ray_job.py",
+    "tests/faults/test_elastic.py",
+    "tests/faults/test_hang.py",
+    "tests/faults/test_ray.py",
+    "tests/pipelines/launch/test_preparing.py",
+)
+"""Files, and folders of files, whose tests mostly wait: less than half a core each."""
+
+
+def load_seconds() -> dict[str, dict[str, float]]:
+    """Returns the measured seconds of each test file, of its usual and of its long tests."""
+    return json.loads(SECONDS_FILE.read_text()) if SECONDS_FILE.exists() else {}
+
+
+def file_of(nodeid: str) -> str:
+    """Returns the path of a test's file, relative to the project."""
+    return nodeid.split("::", 1)[0]
+
+
+class WaitingBesideComputing(LoadFileScheduling):
+    """Gives each process the first file of its kind in the queue, and of the other kind once there is none left."""
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        waits = len(self.nodes) >= 3 and node.gateway.id == f"gw{self.numnodes - 1}"
+        suitable = [scope for scope in self.workqueue if scope.startswith(WAITING) == waits]
+        if suitable:
+            self.workqueue.move_to_end(suitable[0], last=False)
+        super()._assign_work_unit(node)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Any:
+    """Replaces xdist's scheduler of whole files."""
+    return WaitingBesideComputing(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sorts files by the seconds of their selected tests, longest first, so that no process is left with a long one at the end."""
+    measured = load_seconds()
+    long = {file_of(item.nodeid) for item in items if item.get_closest_marker("long")}
+
+    def seconds(item: pytest.Item) -> float:
+        file = file_of(item.nodeid)
+        known = measured.get(file, {"usual": UNKNOWN_FILE_S, "long": 0.0})
+        return known["usual"] + known["long"] * (file in long)
+
+    items.sort(key=lambda item: -seconds(item))
