@@ -91,7 +91,6 @@ class PreferenceDecoder(Decoder):
         head = self._head().to(hidden.dtype)  # one that is frozen may be held in fewer bits than what is computed with it
         return linear_log_probabilities(hidden, head, words, ignore_index=IGNORED, product=product).sum(1)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _add_figures(self, ratios: torch.Tensor, counts: torch.Tensor) -> None:
         found = pair_figures(ratios, counts, self.rule.beta).sum(0)
         self._figures = found if self._figures is None else self._figures + found
@@ -100,6 +99,11 @@ class PreferenceDecoder(Decoder):
         """FIGURES (6) in fp64 of the pairs trained on since the last call; None: there were none."""
         found, self._figures = self._figures, None
         return found
+
+
+def leave_figures_uncompiled() -> None:
+    """Makes torch.compile skip the sums of figures. Not a decorator, which would add a second to every start."""
+    PreferenceDecoder._add_figures = torch.compiler.disable(PreferenceDecoder._add_figures)  # type: ignore[method-assign]
 
 
 def answer_lengths(words: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,8 @@ from hypothesis import settings
 
 pytest_plugins = ["tests.schedule", "tests.seconds"]
 
-# A session starts some thousand interpreters. Where bytecode is not kept, each of them compiles our four hundred modules anew,
-# and pytest rewrites the assertions of three hundred files: 5 s of 14 at each collection.
+# A session starts some thousand interpreters. Without bytecode each of them compiles our four hundred modules anew, and
+# pytest rewrites the assertions of three hundred files: 5 s of 14 at each collection.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

@@ -1,8 +1,8 @@
 """The order of test files and which process runs which: the longest first, and those that wait beside those that compute.
 
-`tests/seconds.json` has the seconds that each file took (`make test-table` writes it). A file's tests stay in one process, which
-keeps their trainings and clusters. With three processes or more the last one begins with the files of `WAITING`: on two
-cores two processes compute while the third waits for polls, time limits and lost nodes.
+`tests/seconds.json` has the seconds that each file took (`make test-table` writes it). A file's tests stay in one process,
+which keeps their trainings and clusters. With three processes or more the last one begins with the files of `WAITING`: on
+two cores two processes compute while the third waits for polls, time limits and lost nodes.
 
     pytest -n 3 --dist loadfile --no-loadscope-reorder     # tests/conftest.py registers this plugin
 """
@@ -64,7 +64,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Any:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts files by the seconds of their selected tests, longest first, so that no process is left with a long one at the end."""
+    """Sorts files by the seconds of their selected tests, longest first: no process is left with a long one at the end."""
     measured = load_seconds()
     long = {file_of(item.nodeid) for item in items if item.get_closest_marker("long")}
 

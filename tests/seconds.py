@@ -1,4 +1,4 @@
-"""Seconds of tests by file and group: recorded by pytest, printed at its end, kept in `tests/seconds.json` and CONTRIBUTING.md.
+"""Seconds of tests by file and group: recorded by pytest, printed, kept in `tests/seconds.json` and CONTRIBUTING.md.
 
 A test's seconds are those of one pytest process, from its set-up to its tear-down, whether it computes or waits.
 
@@ -107,9 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("record", type=Path)
     record = json.loads(parser.parse_args().record.read_text())
-    seconds = {
-        file: {key: round(row[key], 1) for key in ("usual", "long")} for file, row in record["files"].items()
-    }
+    seconds = {file: {key: round(row[key], 1) for key in ("usual", "long")} for file, row in record["files"].items()}
     SECONDS_FILE.write_text(json.dumps(seconds, indent=0, sort_keys=True) + "\n")
     page = ROOT / "CONTRIBUTING.md"
     page.write_text(MARKED.sub(lambda found: f"{found[1]}{render_table(record)}{found[2]}", page.read_text()))

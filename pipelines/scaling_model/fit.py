@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from raystride.pipelines.scaling_model.described import ClusterDescription
 from raystride.pipelines.scaling_model.observation import Observation
@@ -148,6 +147,8 @@ class Posterior:
 
     def _climb(self, place: Array) -> tuple[Array, Array]:
         """The likeliest place near one, by least squares with soft bounds on errors, and the covariance there."""
+        from scipy.optimize import least_squares  # half a second of every start
+
         noise = self.names.index("noise")
 
         def residuals(at: Array) -> Array:

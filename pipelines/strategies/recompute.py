@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from raystride.model.linear import bf16_products, in_bf16
+from raystride.model.preference import leave_figures_uncompiled
 from raystride.pipelines.config import Train
 from raystride.triton_kernels.attention_packed import leave_uncompiled
 
@@ -38,6 +39,7 @@ def recompute(model: nn.Module, settings: Train) -> nn.Module:
     if settings.compile != "none":
         _keep_processors_apart()
         leave_uncompiled()
+        leave_figures_uncompiled()
     if settings.compile == "block":
         for block in blocks(model):
             block.compile()

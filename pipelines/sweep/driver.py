@@ -37,7 +37,7 @@ from raystride.pipelines.sweep.result import WITHOUT_FIGURES, Result, forget, ke
 from raystride.pipelines.sweep.shared import measure_shared
 from raystride.pipelines.sweep.space import MESH, Candidate, draw, grid, mesh_flags
 from raystride.pipelines.sweep.tracking import Tracking
-from raystride.pipelines.sweep.tuning import SweepPlan, measure
+from raystride.pipelines.sweep.trial import SweepPlan
 from raystride.pipelines.tasks import build_task
 
 
@@ -124,6 +124,8 @@ def _measure_missing(
         return
     _each_kind(base, missing, lambda config: check_data(config, storage, build_task(config)))
     told = metadata_of(str(base.run), str(storage), base.record.mlflow)
+    from raystride.pipelines.sweep.tuning import measure as measure_by_tune  # Ray Tune takes a second to import
+
     with cluster(base.launch, told):
         if not base.sweep.share_base:
             tell_of_job(told)
@@ -131,7 +133,7 @@ def _measure_missing(
         shared = base.sweep.share_base
         there = Resources.of_this_machine() if shared else Resources.of_cluster()
         plan = SweepPlan(base, storage, price_of(base, described), there, Carried.here())
-        run = measure_shared if shared else measure
+        run = measure_shared if shared else measure_by_tune
         with Board(base.sweep.space, left, quiet=not screen.seen) as board:
             on_end = partial(_on_end, folder, tracking, board)
             if left > 0:

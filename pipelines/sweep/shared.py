@@ -17,8 +17,7 @@ from raystride.pipelines.launch.screen import Quiet
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sweep.result import Result, keep_result
 from raystride.pipelines.sweep.space import Candidate
-from raystride.pipelines.sweep.trial import ended, refusal, result_of, why
-from raystride.pipelines.sweep.tuning import SweepPlan
+from raystride.pipelines.sweep.trial import SweepPlan, ended, refusal, result_of, why
 
 
 def measure_shared(

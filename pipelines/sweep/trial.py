@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from raystride.pipelines.cluster.cluster import CannotRun
 from raystride.pipelines.cluster.resources import Resources, resolve
 from raystride.pipelines.config import SettingError
-from raystride.pipelines.config.sweep import Sweep
+from raystride.pipelines.config.sweep import Sweep, SweepConfig
 from raystride.pipelines.files import Folder
 from raystride.pipelines.hang.detector import Hung
 from raystride.pipelines.launch.driver import train
@@ -47,6 +47,26 @@ from raystride.pipelines.sweep.space import Candidate
 
 LEAVE_S = 30.0
 """How long a trial whose time is up may take to end by itself."""
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """What all trials of a sweep share."""
+
+    base: SweepConfig
+    storage: Folder
+    price_per_hour: float
+    """Of a worker; 0: unknown."""
+    there: Resources
+    """What the cluster has."""
+    carried: Carried = field(default_factory=Carried, repr=False)
+    """What the sweep's own script has registered."""
+
+    @property
+    def folder(self) -> Folder:
+        """The sweep's own folder, with its results and its page."""
+        assert self.base.run
+        return self.storage / self.base.run
 
 
 class TookTooLong(TimeoutError):

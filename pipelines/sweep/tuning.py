@@ -16,7 +16,6 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,13 @@ from ray import tune
 from raystride.pipelines.cluster.cluster import joined
 from raystride.pipelines.cluster.internals import free_places_of_the_dead, head_place
 from raystride.pipelines.cluster.logins import of_mlflow
-from raystride.pipelines.cluster.resources import Resources, resolve
+from raystride.pipelines.cluster.resources import resolve
 from raystride.pipelines.cluster.trainer import ray_storage
 from raystride.pipelines.config.sweep import Sweep, SweepConfig
-from raystride.pipelines.files import Folder
-from raystride.pipelines.plugins import Carried
 from raystride.pipelines.sweep.choice import score, token_score
 from raystride.pipelines.sweep.result import MeasuredWindow, Result, keep_result, result_at
 from raystride.pipelines.sweep.space import Candidate, meets
-from raystride.pipelines.sweep.trial import TookTooLong, ended, refusal, result_of, run_trial
+from raystride.pipelines.sweep.trial import SweepPlan, TookTooLong, ended, refusal, result_of, run_trial
 
 QUIET = {
     "RAY_AIR_NEW_OUTPUT": "0",
@@ -44,26 +41,6 @@ QUIET = {
 SCORE, WINDOW, TRIAL = "score", "window", "trial"
 END_S = 60
 """How long a trial that Tune stops may take to end its training."""
-
-
-@dataclass(frozen=True)
-class SweepPlan:
-    """What all trials of a sweep share."""
-
-    base: SweepConfig
-    storage: Folder
-    price_per_hour: float
-    """Of a worker; 0: unknown."""
-    there: Resources
-    """What the cluster has."""
-    carried: Carried = field(default_factory=Carried, repr=False)
-    """What the sweep's own script has registered."""
-
-    @property
-    def folder(self) -> Folder:
-        """The sweep's own folder, with its results and its page."""
-        assert self.base.run
-        return self.storage / self.base.run
 
 
 def measure(

@@ -23,7 +23,6 @@ from raystride.pipelines.files import Folder
 from tests.ray_jobs.jobs import LIMIT_S, ROOT, environment
 from tests.tiny import write_text
 
-pytest.importorskip("openai")
 LESS = {
     "--model.layers 6 --model.heads 8 --model.width 384 --model.context 256": "--model.layers 1 --model.heads 2 "
     "--model.width 32 --model.context 96 --record.mlflow false --sample.tokens 0",
@@ -77,6 +76,7 @@ def _shell(script: str, place: Path, variables: dict[str, str]) -> Iterator[subp
 
 @pytest.mark.long
 def test_the_walk_leads_to_a_served_model(tmp_path: Path) -> None:
+    pytest.importorskip("openai")
     write_text(tmp_path, 8_000)
     variables, place = _variables(tmp_path), tmp_path / "runs" / "walk"
     *blocks, ask = _blocks()

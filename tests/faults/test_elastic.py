@@ -6,10 +6,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from ray._raylet import AuthenticationMode, get_authentication_mode
-from ray.cluster_utils import Cluster
 
 from raystride.pipelines.config import Checkpoint, Config, Launch, Model, Optimizer, Scaling, Train, Validation
 from raystride.pipelines.launch.exit_codes import INTERRUPTED
@@ -25,8 +24,10 @@ MORE = 5
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
+def cluster() -> Iterator[Any]:
     """A head of one processor; the test adds another node and takes it away."""
+    from ray.cluster_utils import Cluster
+
     quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
     head = {"num_cpus": 1, "include_dashboard": False, "_system_config": quick}
     found = Cluster(initialize_head=True, head_node_args=head)
@@ -35,7 +36,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def config(tmp_path: Path, cluster: Cluster) -> Config:
+def config(tmp_path: Path, cluster: Any) -> Config:
     """One or two workers with exact sums, on that cluster. The run is endless, with a rate that its end does not change."""
     return tiny(
         write_text(tmp_path),
@@ -70,7 +71,9 @@ def _trains(config: Config, workers: int) -> bool:
     return world == workers and len(steps) > MORE
 
 
-def test_it_shrinks_and_grows_and_ends_with_the_same_bits(config: Config, cluster: Cluster) -> None:
+def test_it_shrinks_and_grows_and_ends_with_the_same_bits(config: Config, cluster: Any) -> None:
+    from ray._raylet import AuthenticationMode, get_authentication_mode
+
     node = cluster.add_node(num_cpus=1)
     # The cluster asks for this machine's token where an earlier test of this process has had Ray ask for it, else for none.
     mode = "token" if get_authentication_mode() == AuthenticationMode.TOKEN else "disabled"

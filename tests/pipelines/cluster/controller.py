@@ -3,15 +3,15 @@
 held = ray.get(ray.remote(num_cpus=0)(Controller).remote().reserve.remote())
 """
 
-import ray
-from ray.util.placement_group import placement_group
-
 
 class Controller:
     """As Ray Train's: it reserves places for workers."""
 
     def reserve(self) -> str:
         """A place's number."""
+        import ray
+        from ray.util.placement_group import placement_group
+
         group = placement_group([{"CPU": 1}])
         ray.get(group.ready())
         return str(group.id.hex())

@@ -11,9 +11,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import ray
-import ray.train.torch  # before a name goes that it uses: in another Ray it would use none that is gone
-from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from raystride.pipelines.cluster import fallback, internals
 from raystride.pipelines.cluster.cluster import QUIET
@@ -42,6 +39,12 @@ from tests.processes import make_job
 from tests.tiny import tiny, write_text
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _ray_train_is_imported() -> None:
+    """Before a name goes that it uses: in another Ray it would use none that is gone."""
+    import_module("ray.train.torch")
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +88,8 @@ def _kind(warned: list[str], *, fast_start: bool = True) -> str:
 
 def _falls_back(*words: str) -> None:
     """The stock trainer is made, and one warning names what is missing, and the version of Ray."""
+    import ray
+
     warned: list[str] = []
     assert _kind(warned) == "TorchTrainer"
     (text,) = warned
@@ -142,6 +147,8 @@ def _controller() -> Any:
 def test_a_controller_of_other_keywords_trains_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """They were met in fit() alone, when the record had begun and there was no way back."""
 
+    import ray
+
     class Changed(_controller()):  # type: ignore[misc]
         def __init__(self, train_fn: Any, train_run_context: Any, policies: Any, callbacks: Any) -> None:
             raise AssertionError
@@ -191,6 +198,8 @@ CPU = {"CPU": 1.0}
 
 
 def test_free_places_are_told_by_node_or_as_many_as_are_sure(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
     warned: list[str] = []
     assert [free["CPU"] for free in free_by_node(CPU, warned.append)] == [2.0]
     assert not warned
@@ -225,6 +234,8 @@ def _rename(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ray_train_is_told_of_nodes_where_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
     class Coordinator:
         def __init__(self) -> None:
             self.asked: list[Any] = []
@@ -265,6 +276,9 @@ def test_where_it_does_not_listen_it_is_said_once(monkeypatch: pytest.MonkeyPatc
 @contextmanager
 def _places() -> Iterator[tuple[str, str]]:
     """Two placement groups, the maker of the first of which has died."""
+    import ray
+    from ray.util.placement_group import PlacementGroup, remove_placement_group
+
     dead, alive = (ray.remote(num_cpus=0)(Controller).remote() for _ in range(2))
     held, kept = ray.get([dead.reserve.remote(), alive.reserve.remote()])
     ray.kill(dead)
@@ -277,6 +291,8 @@ def _places() -> Iterator[tuple[str, str]]:
 
 
 def _state(key: str) -> str:
+    from ray.util.placement_group import placement_group_table
+
     return str(placement_group_table()[key]["state"])
 
 
@@ -312,6 +328,8 @@ def _without_accessor(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_the_makers_all_workers_places_are_free_where_one_is_alone(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
+    import ray
+
     change(monkeypatch)
     warned: list[str] = []
     with _places() as places:
@@ -328,6 +346,8 @@ CONSTANTS = "ray._private.ray_constants"
 
 def test_a_cluster_that_others_reach_all_the_same_is_warned_of() -> None:
     """That of the tests was started by itself, at this machine's address, where the variable has no say any more."""
+    import ray
+
     warned: list[str] = []
     with on_loopback(warned.append):
         assert (os.environ[CLUSTERS], import_module(CONSTANTS).ENABLE_RAY_CLUSTER) == ("0", False)
@@ -352,6 +372,8 @@ def test_a_user_who_wants_to_be_reached_is(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_drivers_of_trials_have_a_place_that_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
     warned: list[str] = []
     assert head_place(warned.append) == {"node:__internal_head__": 0.001}
     assert not warned

@@ -5,7 +5,6 @@ from importlib import import_module
 from typing import Any
 
 import pytest
-import ray
 
 from raystride.pipelines.cluster import internals
 from raystride.pipelines.cluster.internals import TRAIN
@@ -25,6 +24,8 @@ def test_a_worker_has_an_environment_of_its_own_only_where_one_is_asked_for(
 
 
 def test_what_ray_train_would_set_there_is_set_in_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
     monkeypatch.setenv("RAY_TRAIN_COLLECTIVE_TIMEOUT_S", "77")
     there = internals._for_processes()
     assert there["RAY_TRAIN_COLLECTIVE_TIMEOUT_S"] == "77"

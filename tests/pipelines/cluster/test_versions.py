@@ -6,7 +6,6 @@ import sys
 from importlib import import_module
 
 import pytest
-import ray
 
 from raystride.pipelines.cluster import versions
 from raystride.pipelines.cluster.versions import difference, other_versions, ray_difference
@@ -15,6 +14,8 @@ ALIKE = {"raystride": "0.2.0", "python": "3.11", "ray": "2.60.0", "torch": "2.13
 
 
 def test_alike_nodes_are_asked_once(ray_cluster: None) -> None:
+    import ray
+
     versions._alike.clear()
     assert other_versions(60.0) is None
     assert versions._alike == {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -36,6 +37,8 @@ def test_a_node_of_another_version_is_named(ray_cluster: None, monkeypatch: pyte
 
 def test_a_worker_without_raystride_can_tell(tmp_path: object) -> None:
     """The function unpickles in a Python that finds no Raystride."""
+    import ray
+
     import raystride  # noqa: F401
 
     text = ray.cloudpickle.dumps(versions._teller())
@@ -57,6 +60,8 @@ def test_what_is_missing_and_what_differs_is_said_in_one_line() -> None:
 
 
 def test_rays_own_refusal_is_said_in_the_same_line() -> None:
+    import ray
+
     check = import_module("ray._private.utils").check_version_info
     with pytest.raises(RuntimeError) as raised:
         check({"ray_version": "2.1.0", "python_version": "3.9.1"}, "node 10.0.0.1")

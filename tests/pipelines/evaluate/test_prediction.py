@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow as pa
 import pytest
 from PIL import Image
@@ -197,6 +196,8 @@ def test_every_column_stays_and_answers_have_names_of_their_own(trained: Folder,
     places["csv"].write_text(
         "id;text;label;prediction\n" + "".join(f"{i};{row['text']};truth;\n" for i, row in enumerate(rows))
     )
+    import datasets
+
     datasets.Dataset.from_list([{**row, "prediction": ""} for row in rows]).save_to_disk(tmp_path / "hub")
     expected: list[Any] = []
     for source in (*places.values(), tmp_path / "hub"):

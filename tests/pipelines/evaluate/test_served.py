@@ -4,16 +4,14 @@ import io
 import json
 from base64 import b64encode
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import pandas as pd  # type: ignore[import-untyped]
 import pytest
 from PIL import Image
 
 from raystride.pipelines.config import Config, Model, Record, Sample
-from raystride.pipelines.evaluate.mlflow_model import _write_files
 from raystride.pipelines.evaluate.opening import Opened
-from raystride.pipelines.evaluate.served import CONFIG, Served
 from raystride.pipelines.files import Folder
 from raystride.pipelines.tasks import build_task
 
@@ -29,6 +27,8 @@ def _picture() -> bytes:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of a served model of images, and a picture beside them."""
+    from raystride.pipelines.evaluate.mlflow_model import _write_files
+
     folder = tmp_path_factory.mktemp("served")
     config = Config(
         task="images",
@@ -42,7 +42,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _asked(place: Path, *images: object) -> pd.DataFrame:
+def _asked(place: Path, *images: object) -> Any:
+    import pandas as pd  # type: ignore[import-untyped]
+
+    from raystride.pipelines.evaluate.served import Served
+
     served = Served()
     served.open(str(place))
     return served.predict(None, pd.DataFrame({"image": list(images)}))
@@ -68,4 +72,6 @@ def test_whatever_a_request_names_is_refused_alike(place: Path, name: str, monke
 
 
 def test_its_settings_hold_no_password(place: Path) -> None:
+    from raystride.pipelines.evaluate.served import CONFIG
+
     assert "mlflow_uri: https://***@tracking" in (place / CONFIG).read_text()

@@ -23,7 +23,6 @@ from tests.processes import make_job
 from tests.ray_jobs.jobs import ROOT, environment, finish_job, start_script
 from tests.tiny import tiny, write_text
 
-openai = pytest.importorskip("openai")
 PROMPT = "line 7: the"
 TOKENS = 4
 
@@ -79,6 +78,7 @@ def _greedy(opened: Opened, ids: list[int]) -> str:
 
 @pytest.mark.long
 def test_a_client_gets_the_tokens_of_generate(served: tuple[Path, str, str, str]) -> None:
+    openai = pytest.importorskip("openai")
     storage, address, token, _ = served
     opened = open_run(Folder(str(storage)), "mine", "last")
     merge(opened.model)

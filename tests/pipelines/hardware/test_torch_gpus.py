@@ -6,12 +6,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-import ray
 import torch
-from ray.cluster_utils import Cluster
-from ray.experimental import internal_kv
 
 from raystride.pipelines.hardware.torch_gpus import asked, asked_apart, problem_with
 from tests.ray_jobs.jobs import Outcome, finish_job, start_job
@@ -95,8 +93,12 @@ def test_cuda_there_is_an_error_with_its_remedy(tmp_path: Path, driver: dict[str
 
 
 @pytest.fixture
-def with_cards() -> Iterator[Cluster]:
+def with_cards() -> Iterator[Any]:
     """A head without GPUs, and a node that says it has two."""
+    import ray
+    from ray.cluster_utils import Cluster
+    from ray.experimental import internal_kv
+
     found = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, "include_dashboard": False})
     found.add_node(num_cpus=1, num_gpus=2)
     yield found
@@ -107,7 +109,7 @@ def with_cards() -> Iterator[Cluster]:
 
 @needs_none
 @pytest.mark.long
-def test_the_node_with_gpus_is_asked(with_cards: Cluster) -> None:
+def test_the_node_with_gpus_is_asked(with_cards: Any) -> None:
     program = (
         "import ray, sys; from raystride.pipelines.cluster.cluster import ask_a_node, several_nodes\n"
         "from raystride.pipelines.cluster.resources import Resources\n"

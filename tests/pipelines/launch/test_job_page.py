@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 from raystride import __version__
 from raystride.pipelines.cluster import fallback
@@ -28,6 +27,8 @@ def _nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def submitted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
     """A job in the table of jobs, as Ray's own client writes it, which this process is; and what that client reads."""
+    import ray
+
     jobs = import_module("ray.dashboard.modules.job.common")
     client = jobs.JobInfoStorageClient(import_module("ray._raylet").GcsClient(ray.get_runtime_context().gcs_address))
     job = jobs.JobInfo(jobs.JobStatus.RUNNING, "raystride train", metadata={"owner": "me"}, runtime_env={"env_vars": {}})
@@ -51,6 +52,8 @@ def test_a_submitted_job_tells_of_itself(submitted: Callable[[], Any]) -> None:
 
 
 def test_no_job_or_one_that_has_ended_is_not_told_of(submitted: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
     jobs = import_module("ray.dashboard.modules.job.common")
     client = jobs.JobInfoStorageClient(import_module("ray._raylet").GcsClient(ray.get_runtime_context().gcs_address))
     asyncio.run(client.put_info("raysubmit_4", replace(submitted(), status=jobs.JobStatus.STOPPED)))

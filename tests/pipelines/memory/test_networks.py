@@ -15,8 +15,6 @@ from raystride.model.generate import generate
 from raystride.model.transformer import Decoder
 from raystride.model.translator import Translator
 from raystride.pipelines.config import Model, Optimizer
-from raystride.pipelines.strategies.deepspeed import ZeRO
-from raystride.pipelines.strategies.fsdp import FullySharded
 from raystride.pipelines.train.optimizer import build_optimizer
 from tests.distributed import run_distributed
 
@@ -46,6 +44,9 @@ def _built(build: Callable[[], nn.Module]) -> nn.Module:
 
 def _norms_and_words(rank: int, world: int, kind: str) -> tuple[list[float], list[list[int]], list[list[int]]]:
     """Norm of each network's gradient, and what decoder and translator write, this for sentences of this worker's own."""
+    from raystride.pipelines.strategies.deepspeed import ZeRO
+    from raystride.pipelines.strategies.fsdp import FullySharded
+
     norms = []
     for build, batch in CASES.values():
         device = torch.device("cpu")

@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
 
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.config.run import Record
@@ -35,6 +33,8 @@ def train(recorder: Recorder, first: int, last: int, began: float) -> None:
 
 def read(place: Path) -> Any:
     """TensorBoard's reader, with all that lies in the folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     return EventAccumulator(str(place / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}).Reload()
 
 
@@ -53,6 +53,8 @@ def test_a_resumed_run_has_every_step_once_with_its_own_time(record: MakeRecorde
 
 
 def test_settings_are_there_as_hyperparameters_and_as_text(record: MakeRecorder, folder: Folder) -> None:
+    from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
+
     train(record(settings=SETTINGS, parameters=PARAMETERS), 1, 1, began=1e9)
     reader = read(Path(folder.uri))
     assert set(reader.Tags()["scalars"]) == {"train_loss", "system/cpu"}

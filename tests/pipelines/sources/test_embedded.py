@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from sklearn.datasets import load_digits
 
 from raystride.pipelines.sources import embedded
 from raystride.pipelines.sources.registry import registered_sources
@@ -59,6 +58,8 @@ def test_summaries_are_not_in_the_functions() -> None:
 
 
 def test_digits_are_those_of_scikit_learn() -> None:
+    from sklearn.datasets import load_digits
+
     found, given = list(embedded.digits()), load_digits()
     assert [each["label"] for each in found] == [str(digit) for digit in given.target]
     for each, pixels in zip(found[:50], given.images, strict=False):

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import datasets
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
@@ -28,6 +27,8 @@ def read(place: Path, columns: tuple[Column, ...] = LABELLED, **changes: object)
 @pytest.fixture
 def classes(tmp_path: Path) -> Path:
     """Rows as the library `datasets` writes them."""
+    import datasets
+
     kinds = datasets.ClassLabel(names=["ham", "spam"])
     features = datasets.Features({"text": datasets.Value("string"), "label": kinds, "meta": {"kind": kinds}})
     rows = {"text": ["tea", "gold", "none"], "label": [0, 1, -1], "meta": [{"kind": 1}, {"kind": 0}, {"kind": 0}]}

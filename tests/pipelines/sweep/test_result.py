@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 
 from raystride.pipelines.files import Folder
 from raystride.pipelines.phases import PARTS
@@ -80,6 +79,8 @@ def test_the_target_is_reached_at_the_end_of_a_window() -> None:
 
 @given(values=st.lists(st.floats(1, 1e6), min_size=2, max_size=20))
 def test_the_spread_is_students_interval(values: list[float]) -> None:
+    from scipy import stats
+
     error = statistics.stdev(values) / math.sqrt(len(values))
     mean = statistics.fmean(values)
     _, high = stats.t.interval(0.95, len(values) - 1, loc=0.0, scale=error) if error else (0.0, 0.0)

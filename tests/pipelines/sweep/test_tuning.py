@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.tune.experiment import Trial
 
 from raystride.pipelines.cluster.resources import Resources
 from raystride.pipelines.config.sweep import SweepConfig
@@ -14,17 +13,7 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.record.journal import Journal
 from raystride.pipelines.sweep.result import Result, keep_result, results
 from raystride.pipelines.sweep.space import Candidate, grid
-from raystride.pipelines.sweep.trial import ended
-from raystride.pipelines.sweep.tuning import (
-    TRIAL,
-    SweepPlan,
-    _breaks_a_condition,
-    _distributions,
-    _Ends,
-    _optuna,
-    candidate_of,
-    cause_in,
-)
+from raystride.pipelines.sweep.trial import SweepPlan, ended
 from tests.pipelines.sweep.test_page import sweep, trial
 
 THERE = Resources(cpus=4, gpus=0, memory_bytes=8 * 2**30, gpu_memory_bytes=None)
@@ -38,27 +27,33 @@ def plan(tmp_path: Any) -> SweepPlan:
     return SweepPlan(base, Folder(str(tmp_path)), 0.0, THERE)
 
 
-def tune_trial(config: Mapping[str, Any]) -> Trial:
+def tune_trial(config: Mapping[str, Any]) -> Any:
     """A trial of Tune's with these parameters."""
+    from ray.tune.experiment import Trial
+
     return Trial("_trial", config=dict(config), stub=True)
 
 
 def wrapped(candidate: Candidate) -> dict[str, Any]:
     """As grids and random draws hand candidates to Tune."""
-    return {TRIAL: {"settings": dict(candidate.settings), "round": candidate.round}}
+    return {"trial": {"settings": dict(candidate.settings), "round": candidate.round}}
 
 
 def test_both_kinds_of_parameters_stand_for_their_candidate() -> None:
+    from raystride.pipelines.sweep import tuning
+
     base = sweep(repeats=2)
     for candidate in grid(base):
-        assert candidate_of(wrapped(candidate), base).key == candidate.key
-    assert candidate_of(SETTINGS, base).key == next(grid(base)).key
+        assert tuning.candidate_of(wrapped(candidate), base).key == candidate.key
+    assert tuning.candidate_of(SETTINGS, base).key == next(grid(base)).key
 
 
 def test_a_trial_that_tune_stopped_is_told_of_when_its_training_has_ended(plan: SweepPlan) -> None:
     """Before that its own result is not there, and is better than what the journal alone says."""
+    from raystride.pipelines.sweep import tuning
+
     told: list[Result] = []
-    ends, candidate = _Ends(plan, told.append), Candidate(plan.base, SETTINGS)
+    ends, candidate = tuning._Ends(plan, told.append), Candidate(plan.base, SETTINGS)
     ends.on_trial_complete(1, [], tune_trial(wrapped(candidate)))
     assert not told
     own = ended(candidate, "failed", "its own words")
@@ -69,8 +64,10 @@ def test_a_trial_that_tune_stopped_is_told_of_when_its_training_has_ended(plan: 
 
 
 def test_a_trial_that_was_ended_with_its_process_has_what_its_journal_says(plan: SweepPlan) -> None:
+    from raystride.pipelines.sweep import tuning
+
     told: list[Result] = []
-    ends, candidate = _Ends(plan, told.append), Candidate(plan.base, SETTINGS)
+    ends, candidate = tuning._Ends(plan, told.append), Candidate(plan.base, SETTINGS)
     entry = {"attempt": "a1", "sender": "rank0", "sequence": 1, "time": 1.0, "kind": "metrics"}
     journal = Journal(plan.storage / candidate.run, "a1")
     journal.append(
@@ -87,17 +84,21 @@ def test_a_trial_that_was_ended_with_its_process_has_what_its_journal_says(plan:
 
 
 def test_a_trial_that_ended_is_told_of_at_once(plan: SweepPlan) -> None:
+    from raystride.pipelines.sweep import tuning
+
     told: list[Result] = []
     candidate = Candidate(plan.base, SETTINGS)
     keep_result(plan.folder, own := ended(candidate, "refused", "why"))
-    _Ends(plan, told.append).on_trial_complete(1, [], tune_trial(SETTINGS))
+    tuning._Ends(plan, told.append).on_trial_complete(1, [], tune_trial(SETTINGS))
     assert told == [own]
 
 
 def test_a_process_that_died_leaves_a_result_that_says_so(plan: SweepPlan) -> None:
+    from raystride.pipelines.sweep import tuning
+
     told: list[Result] = []
     candidate = Candidate(plan.base, SETTINGS)
-    _Ends(plan, told.append).on_trial_error(1, [], tune_trial(wrapped(candidate)))
+    tuning._Ends(plan, told.append).on_trial_error(1, [], tune_trial(wrapped(candidate)))
     (result,) = told
     assert result.status == "failed"
     assert result.cause.startswith("the process that drove the trial ended; its trial.txt")
@@ -150,10 +151,16 @@ second line: and more
     ],
 )
 def test_the_cause_stands_in_tunes_text(text: str, cause: str) -> None:
-    assert cause_in(text) == cause
+    from raystride.pipelines.sweep import tuning
+
+    assert tuning.cause_in(text) == cause
 
 
 def test_a_pickle_in_the_storage_runs_nothing(plan: SweepPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray.tune.experiment import Trial
+
+    from raystride.pipelines.sweep import tuning
+
     told: list[Result] = []
     candidate = Candidate(plan.base, SETTINGS)
     failed = tune_trial(wrapped(candidate))
@@ -161,7 +168,7 @@ def test_a_pickle_in_the_storage_runs_nothing(plan: SweepPlan, tmp_path: Path, m
     failed.run_metadata.error_filename, failed.run_metadata.pickled_error_filename = "error.txt", "error.pkl"
     (tmp_path / "error.txt").write_text(RAISED)
     (tmp_path / "error.pkl").write_bytes(pickle.dumps(_Marker(tmp_path / "was run")))
-    _Ends(plan, told.append).on_trial_error(1, [], failed)
+    tuning._Ends(plan, told.append).on_trial_error(1, [], failed)
     assert told[0].cause.startswith("ValueError: first line; its trial.txt")
     assert not (tmp_path / "was run").exists()
 
@@ -178,7 +185,9 @@ def optuna_base(**settings: Any) -> SweepConfig:
 
 
 def test_tune_draws_what_the_space_says() -> None:
-    domains = _distributions(optuna_base())
+    from raystride.pipelines.sweep import tuning
+
+    domains = tuning._distributions(optuna_base())
     drawn = [{key: domain.sample() for key, domain in domains.items()} for _ in range(50)]
     assert {each["train.slots"] for each in drawn} == {2, 3}
     assert {each["train.precision"] for each in drawn} == {"fp32", "bf16"}
@@ -186,12 +195,14 @@ def test_tune_draws_what_the_space_says() -> None:
 
 
 def test_optuna_started_again_knows_what_was_measured_and_does_not_begin_anew(plan: SweepPlan) -> None:
+    from raystride.pipelines.sweep import tuning
+
     base = optuna_base()
     plan = SweepPlan(base, plan.storage, 0.0, THERE)
 
     def first(known: list[Result]) -> Any:
-        search = _optuna(plan, known)
-        search.set_search_properties("score", "min", _distributions(base))
+        search = tuning._optuna(plan, known)
+        search.set_search_properties("score", "min", tuning._distributions(base))
         return search, search.suggest("one")
 
     before, suggested = first([])
@@ -205,9 +216,11 @@ def test_optuna_started_again_knows_what_was_measured_and_does_not_begin_anew(pl
 
 
 def test_what_breaks_a_condition_is_refused_in_its_words() -> None:
+    from raystride.pipelines.sweep import tuning
+
     base = optuna_base(where=("train.slots < 3",))
     good, bad = ({"train.slots": slots} for slots in (2, 3))
-    assert _breaks_a_condition(Candidate(base, good)) is None
-    refused = _breaks_a_condition(Candidate(base, bad))
+    assert tuning._breaks_a_condition(Candidate(base, good)) is None
+    refused = tuning._breaks_a_condition(Candidate(base, bad))
     assert refused
     assert (refused.status, refused.cause) == ("refused", "it breaks a condition of sweep.where: train.slots < 3")

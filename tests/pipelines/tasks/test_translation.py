@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import sacrebleu
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -87,5 +86,7 @@ def test_scores_from_added_counts_are_those_of_the_corpus(pairs: list[tuple[list
     counts = sum(overlap.counts([text], [reference])[0] for text, reference in zip(texts, references, strict=True))
     assert isinstance(counts, np.ndarray)
     assert counts.shape == (Overlap.NUMBERS,)
+    import sacrebleu
+
     assert overlap.bleu(counts) == pytest.approx(sacrebleu.corpus_bleu(texts, [references]).score)
     assert overlap.chrf(counts) == pytest.approx(sacrebleu.corpus_chrf(texts, [references]).score)
