@@ -8,7 +8,6 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from raystride.pipelines.files import Folder
 from raystride.pipelines.train import agreement
@@ -54,6 +53,8 @@ def _numbers(rows: int, columns: int, first: int) -> torch.Tensor:
 
 def _tensors(world: int, zero: bool) -> dict[str, torch.Tensor]:
     """What a rank of so many holds: cut over all, over some with copies on others, alike on all, few rows."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
     flat = init_device_mesh("cpu", (world,))
     pairs = init_device_mesh("cpu", (2, world // 2)) if world > 1 else init_device_mesh("cpu", (1, 1))
     made = {"cut": _numbers(7, 3, 0), "copied": _numbers(8, 2, 100), "few": _numbers(2, 2, 200), "same": _numbers(4, 4, 300)}

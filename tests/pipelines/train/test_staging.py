@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 from raystride.pipelines.train import staging
 from raystride.pipelines.train.staging import Staging
@@ -41,6 +40,8 @@ def test_copies_are_what_tensors_were_in_memory_that_is_kept(alone: int, monkeyp
 
 
 def _shards(rank: int, world: int) -> bool:
+    from torch.distributed.tensor import DTensor, Shard
+
     mesh = init_device_mesh("cpu", (world,))
     local = torch.arange(6.0).view(2, 3) + rank
     shards = DTensor.from_local(local, mesh, [Shard(0)])

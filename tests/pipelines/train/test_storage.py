@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from raystride.pipelines.files import Folder
 from raystride.pipelines.train.checkpoint import Checkpoints
@@ -45,6 +44,8 @@ ROWS, COLUMNS = 6, 3
 
 def _sharded(rank: int, world: int, folder: str) -> tuple[list[str], bool]:
     """Saves a tensor by rows over the ranks, and reads it with nothing there but this rank's own files."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
     mesh = init_device_mesh("cpu", (world,))
     whole = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
     place, header = Folder.at(folder), {"step": 1}
