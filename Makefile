@@ -1,6 +1,10 @@
 # make train      install, then train the embedded default on two workers, with Ray and MLflow
 # make test       install, then run the tests of what a change usually breaks
 # make test-all   install, then run all tests, as continuous integration does
+# make test-changed  the tests that a change needs, within about a minute, by tests/source_map.json
+# make test-weekly   further cases of what daily tests prove, and larger ones
+# make test-map   all tests, traced, which writes tests/source_map.json: needs Python 3.12, in an environment of its own
+# make test-table  the seconds of the last make test-all, into tests/seconds.json and CONTRIBUTING.md
 # make test-of X  the tests of one room or package: make test-of feed, make test-of NAME=triton_kernels
 # make test-processors  all tests three times, as on other processors: either product, and neither AVX-512 nor AMX
 # make test-ray-next  what touches Ray, with the newest Ray that pyproject.toml admits, in an environment of its own
@@ -21,13 +25,15 @@ RUN := $(VENV)/bin/python
 NEXT := .venv-ray-next
 TRITON_36 := .venv-triton-3.6
 AUDIT := .venv-audit
+PYTHON_312 ?= python3.12
+TRACED := .venv-3.12
 # One process more than there are cores, six at most: tests wait for a third of their time. A file's tests stay in one process,
 # which has their trainings; tests/schedule.py orders the files.
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 5 ? cores + 1 : 6)))
 PYTEST := $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help install train test test-all test-of test-processors test-ray-next report-3.6 ui pictures sanitize lint bill audit
+.PHONY: help install train test test-all test-changed test-weekly test-map test-table test-of test-processors test-ray-next report-3.6 ui pictures sanitize lint bill audit
 .DEFAULT_GOAL := train
 
 help:
@@ -48,12 +54,24 @@ $(VENV)/.developed: $(VENV)/.installed
 install: $(VENV)/.developed
 
 test: install
-	@echo "running the tests of what a change usually breaks: some eight minutes on two cores; the rest: make test-all"
+	@echo "running the tests of what a change usually breaks: five minutes on two cores; the rest: make test-all"
 	@$(PYTEST) -m "not long"
 
 test-all: install
-	@echo "running all tests: some fifty minutes on two cores"
-	@$(PYTEST)
+	@echo "running all tests: some twenty-five minutes on two cores"
+	@RAYSTRIDE_TEST_SECONDS=build/test-seconds.json $(PYTEST)
+
+test-changed: install
+	@$(RUN) -m tests.source_map changed -n $(WORKERS)
+
+test-weekly: install
+	@$(PYTEST) -m weekly
+
+test-map: $(TRACED)/.installed
+	@$(TRACED)/bin/python -m tests.source_map run -n $(WORKERS)
+
+test-table:
+	@$(RUN) -m tests.seconds build/test-seconds.json
 
 ifeq ($(firstword $(MAKECMDGOALS)),test-of)
 # The word after test-of is a room's name and no target, also where a target has that name.
@@ -77,6 +95,12 @@ test-processors:
 	RAYSTRIDE_LINEAR=torch $(MAKE) test-all
 	RAYSTRIDE_LINEAR=onednn $(MAKE) test-all
 	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(MAKE) test-all
+
+$(TRACED)/.installed: pyproject.toml constraints.txt
+	@echo "installing into $(TRACED): some 3 GB more where PyTorch comes with CUDA"
+	@$(PYTHON_312) -m venv $(TRACED)
+	@$(TRACED)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
 
 test-ray-next: $(NEXT)/.installed
 	@$(NEXT)/bin/python -c 'import ray; print("testing with Ray", ray.__version__)'

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-pytest_plugins = ["tests.schedule", "tests.seconds"]
+pytest_plugins = ["tests.schedule", "tests.seconds", "tests.source_map"]
 
 # A session starts some thousand interpreters. Without bytecode each of them compiles our four hundred modules anew, and
 # pytest rewrites the assertions of three hundred files: 5 s of 14 at each collection.
@@ -43,6 +43,14 @@ settings.load_profile("raystride")
 _BEGAN = time.monotonic()
 _LONG_MINUTES = float(os.environ.get("RAYSTRIDE_LONG_MINUTES", "inf"))
 """Minutes after which no test of the mark `long` begins any more."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves weekly tests to `make test-weekly`, which names their mark."""
+    if "weekly" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("weekly")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("weekly")]
 
 
 @pytest.hookimpl(tryfirst=True)

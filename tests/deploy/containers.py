@@ -135,7 +135,7 @@ class Engine:
         return name
 
     def _build(self, name: str, place: Path | str, *flags: str | Path) -> None:
-        self.run("buildah", "bud", "--isolation", "chroot", "--format", "docker", "--tag", name, *flags, place)
+        self.run("buildah", "bud", "--layers", "--isolation", "chroot", "--format", "docker", "--tag", name, *flags, place)
 
     def _has(self, image: str) -> bool:
         return not subprocess.run(["podman", "image", "exists", image], env=self.variables).returncode
@@ -148,14 +148,14 @@ class Engine:
         return [*found, *(set(networks) - {"podman"}), *(place for place in mounted if place.startswith(str(self.folder)))]
 
     def clear(self) -> None:
-        """Ends every container, and removes all but the images of base and database."""
+        """Ends every container, and removes all but the images of base and database, and layers of the last week."""
         for command in (
             "podman rm --all --force --time 0",
             "buildah rm --all",
             "podman network prune --force",
             "podman volume prune --force",
             "podman rmi --force localhost/raystride:test",
-            "podman image prune --force",
+            "podman image prune --force --filter until=168h",
         ):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.run(*command.split(), check=False, limit_s=120)
