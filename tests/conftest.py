@@ -6,6 +6,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from datetime import date
 
 import pytest
 from hypothesis import settings
@@ -31,6 +32,9 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 # What a first start measures differs from one to the next, and many tests compare bits; those of the measurement take this
 # away again.
 os.environ.setdefault("RAYSTRIDE_LINEAR", "torch")
+
+# What a test draws without hypothesis is another draw each day, and the same one in all processes of a session.
+os.environ.setdefault("RAYSTRIDE_SEED", str(date.today().toordinal()))
 
 # What was compiled for one kind of processor must not be found where tests pretend to run on another: PyTorch does not look.
 _KIND = os.environ.get("ATEN_CPU_CAPABILITY", "own")

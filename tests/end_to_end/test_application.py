@@ -94,7 +94,7 @@ if __name__ == "__main__":
     ("mode", "program"),
     [
         pytest.param("inline", ALONE, id="inline"),
-        pytest.param("ray", ALONE, id="ray"),
+        pytest.param("ray", ALONE, id="ray", marks=pytest.mark.weekly),
         pytest.param("ray", JOINED, id="joined"),
     ],
 )

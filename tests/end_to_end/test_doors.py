@@ -64,7 +64,7 @@ def _is_loopback(port: str) -> bool:
     return ((isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped) or address).is_loopback
 
 
-@pytest.mark.parametrize("lean", [True, False])
+@pytest.mark.parametrize("lean", [True, pytest.param(False, marks=pytest.mark.weekly)])
 def test_a_job_on_this_machine_listens_on_loopback_alone(lean: bool, tmp_path: Path, temporary: Path) -> None:
     config = _config(tmp_path, lean=lean)
     home = tmp_path / "home"

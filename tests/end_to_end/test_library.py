@@ -46,7 +46,7 @@ for wrong, error in (({"plugins": ["nowhere.tasks"]}, "nowhere.tasks"), ({"train
 """
 
 
-@pytest.mark.parametrize(("mode", "workers"), [("inline", 1), ("ray", 2)])
+@pytest.mark.parametrize(("mode", "workers"), [("inline", 1), pytest.param("ray", 2, marks=pytest.mark.weekly)])
 def test_by_api(site: Path, project: Path, mode: str, workers: int) -> None:
     (project / "settings.yaml").write_text(SETTINGS)
     (project / "use.py").write_text(API)

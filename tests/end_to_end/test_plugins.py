@@ -107,6 +107,7 @@ if __name__ == "__main__":
 )
 
 
+@pytest.mark.weekly
 def test_a_sweep_tries_what_a_module_or_the_script_registers(site: Path, project: Path) -> None:
     (project / "sweeps.py").write_text(SWEEPS)
     python_in(site, project, "sweeps.py")

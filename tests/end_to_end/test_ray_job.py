@@ -207,7 +207,13 @@ def _submitted(head: Head, process: "subprocess.Popen[str]") -> str:
     raise AssertionError(before)
 
 
-@pytest.mark.parametrize("word", [["raystride"], ["python", "-m", "raystride"]], ids=["command", "module"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        pytest.param(["raystride"], id="command"),
+        pytest.param(["python", "-m", "raystride"], id="module", marks=pytest.mark.weekly),
+    ],
+)
 def test_a_users_project_trains_with_its_plug_ins_and_its_page_tells_of_it(
     head: Head, site: Path, work: Path, word: list[str]
 ) -> None:

@@ -193,7 +193,7 @@ def test_a_run_that_fails_says_none(config: Config, tmp_path: Path, tracking: tu
     assert not _leaks(tmp_path)
 
 
-@pytest.mark.long
+@pytest.mark.weekly  # a sweep, below, has a run on Ray and its logs as well
 def test_a_run_on_ray_and_rays_own_logs_hold_no_secret(
     config: Config, tmp_path: Path, tracking: tuple[str, Path], temporary: Path
 ) -> None:

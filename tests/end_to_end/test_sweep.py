@@ -150,7 +150,7 @@ def test_a_space_without_settings_is_refused_before_anything_starts(config: Swee
     assert time.monotonic() - began < 60
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_rates_that_one_seed_does_not_tell_apart_are_tried_from_others(tmp_path: Path) -> None:
     space = {"optimizer.learning_rate": [1e-2, 1.001e-2, 1e-6]}
     sweep = Sweep(space=space, warmup_steps=4, window_steps=4, windows=6, seeds=2)

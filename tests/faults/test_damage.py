@@ -69,12 +69,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def calm(folder: Path) -> dict[str, Any]:
-    """A run on one worker that nothing disturbs."""
-    return finish(short_job(folder / "text.txt", folder, "calm"), 1, folder)
-
-
-@pytest.fixture(scope="module")
 def killed(folder: Path) -> Job:
     """A run on two workers that was killed when it had the checkpoints of steps 4, 8, 10 and 12."""
     job = replace(short_job(folder / "text.txt", folder, "killed", checkpoint=Checkpoint(every=4, keep=9)), attempt="a1")
@@ -99,30 +93,30 @@ def _copy(job: Job, run: str, keep: int = 2) -> tuple[Job, Path]:
 
 @pytest.mark.parametrize("damage", [*DAMAGES, *(pytest.param(damage, marks=pytest.mark.long) for damage in MORE)])
 def test_the_one_before_a_damaged_one_is_used(
-    folder: Path, calm: dict[str, Any], killed: Job, damage: Callable[[Path], None]
+    folder: Path, undisturbed: dict[str, Any], killed: Job, damage: Callable[[Path], None]
 ) -> None:
     job, checkpoints = _copy(killed, damage.__name__.strip("_"))
     damage(checkpoints / "step-00000012")
     after = finish(job, 1, folder)
     assert after["resumed_from"] == 10
-    assert after["parameters_sha256"] == calm["parameters_sha256"]
-    assert audit(job.folder / "checkpoints").samples == calm["samples_seen"]
+    assert after["parameters_sha256"] == undisturbed["parameters_sha256"]
+    assert audit(job.folder / "checkpoints").samples == undisturbed["samples_seen"]
 
 
-def test_where_none_is_whole_the_run_begins_again(folder: Path, calm: dict[str, Any], killed: Job) -> None:
+def test_where_none_is_whole_the_run_begins_again(folder: Path, undisturbed: dict[str, Any], killed: Job) -> None:
     job, checkpoints = _copy(killed, "none")
     for step in checkpoints.glob("step-*"):
         _flip(step)
     after = finish(job, 3, folder)
     assert after["resumed_from"] is None
-    assert after["parameters_sha256"] == calm["parameters_sha256"]
-    assert audit(job.folder / "checkpoints").samples == calm["samples_seen"]
+    assert after["parameters_sha256"] == undisturbed["parameters_sha256"]
+    assert audit(job.folder / "checkpoints").samples == undisturbed["samples_seen"]
 
 
 @pytest.mark.parametrize("damage", [_flip, _cut_the_manifest, _lose_the_manifest])
 @pytest.mark.long
 def test_damaged_ones_do_not_push_whole_ones_out(
-    folder: Path, calm: dict[str, Any], killed: Job, damage: Callable[[Path], None]
+    folder: Path, undisturbed: dict[str, Any], killed: Job, damage: Callable[[Path], None]
 ) -> None:
     """Those of later steps must not count as the newest, where `keep` is 1; and step 10 is the best."""
     job, checkpoints = _copy(killed, f"pushed-by{damage.__name__}", keep=1)
@@ -132,5 +126,5 @@ def test_damaged_ones_do_not_push_whole_ones_out(
     Group(each, 2, folder, Blow("data", 10, 0)).codes()  # it went on from step 8, saved step 9, and no more
     after = finish(job, 1, folder)
     assert after["resumed_from"] == 9
-    assert after["parameters_sha256"] == calm["parameters_sha256"]
-    assert audit(job.folder / "checkpoints").samples == calm["samples_seen"]
+    assert after["parameters_sha256"] == undisturbed["parameters_sha256"]
+    assert audit(job.folder / "checkpoints").samples == undisturbed["samples_seen"]

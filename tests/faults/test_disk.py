@@ -15,7 +15,7 @@ import pytest
 
 from raystride.pipelines.config import Config, Launch
 from raystride.pipelines.record.audit import audit
-from tests.faults.moments import Blow, Group, await_true, finish, short_job
+from tests.faults.moments import Blow, Group, await_true, short_job
 from tests.ray_jobs.jobs import Outcome, finish_job, run_folder, run_job, run_well, start_job, summary, wait_for_checkpoint
 from tests.tiny import write_text
 
@@ -24,11 +24,11 @@ LEFT = 100_000
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, dict[str, Any]]:
+def calm(tmp_path_factory: pytest.TempPathFactory, undisturbed: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
     """Settings, inline, and the summary of a run on one worker that nothing disturbs."""
     folder = tmp_path_factory.mktemp("disk")
     job = short_job(write_text(folder, 6_000), folder, "calm")
-    return replace(job.config, launch=Launch(mode="inline")), finish(job, 1, folder)
+    return replace(job.config, launch=Launch(mode="inline")), undisturbed
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """With train.exact a run ends with the same bits on any number of workers, whatever befell it on the way."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,14 +65,18 @@ def test_without_it_bits_depend_on_the_workers(folder: Path) -> None:
     assert len(hashes) == 2
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "number", [0, 1, pytest.param(2, marks=pytest.mark.weekly), pytest.param(3, marks=pytest.mark.weekly)]
+)
 @pytest.mark.long
-def test_kills_stops_and_resizes_change_nothing(folder: Path, calm: Outcome, seed: int) -> None:
+def test_kills_stops_and_resizes_change_nothing(folder: Path, calm: Outcome, number: int) -> None:
+    """The schedules are other ones each day; `RAYSTRIDE_SEED=739580 make test-of faults` repeats those of that seed."""
+    seed = 10 * int(os.environ["RAYSTRIDE_SEED"]) + number
     schedule = draw_schedule(seed, calm.summary["steps"])
-    job = exact_job(folder / "text.txt", folder, f"disturbed-{seed}")
+    job = exact_job(folder / "text.txt", folder, f"disturbed-{number}")
     outcome = run_schedule(job, schedule, folder)
     for key in SAME:
-        assert outcome.summary[key] == calm.summary[key], (key, schedule)
+        assert outcome.summary[key] == calm.summary[key], (key, seed, schedule)
     proven = audit(job.folder / "checkpoints")
     assert proven.samples == calm.summary["samples_seen"]
 

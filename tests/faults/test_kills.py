@@ -25,28 +25,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def calm(folder: Path) -> dict[str, Any]:
-    """A run on one worker that nothing disturbs."""
-    return finish(short_job(folder / "text.txt", folder, "calm"), 1, folder)
-
-
-def _holds(checkpoints: Folder, summary: dict[str, Any], calm: dict[str, Any]) -> None:
+def _holds(checkpoints: Folder, summary: dict[str, Any], undisturbed: dict[str, Any]) -> None:
     """The promise: the same bits, and every sample once."""
-    assert {key: summary[key] for key in SAME} == {key: calm[key] for key in SAME}
-    assert audit(checkpoints).samples == calm["samples_seen"]
+    assert {key: summary[key] for key in SAME} == {key: undisturbed[key] for key in SAME}
+    assert audit(checkpoints).samples == undisturbed["samples_seen"]
 
 
 @pytest.mark.parametrize(
     ("moment", "step", "victim", "world", "then", "resumed_from"),
     [
-        pytest.param("between steps", 7, 0, 1, 2, 4, marks=pytest.mark.long),
+        pytest.param("between steps", 7, 0, 1, 2, 4, marks=pytest.mark.weekly),
         pytest.param("between steps", 7, 2, 3, 1, 4, marks=pytest.mark.long),
         pytest.param("forward", 7, 1, 2, 3, 4, marks=pytest.mark.long),
-        pytest.param("backward", 7, 0, 2, 4, 4, marks=pytest.mark.long),
+        pytest.param("backward", 7, 0, 2, 4, 4, marks=pytest.mark.weekly),
         ("backward", 7, 2, 3, 2, 4),
         ("reduction", 7, 1, 2, 1, 4),
-        pytest.param("reduction", 7, 0, 4, 3, 4, marks=pytest.mark.long),
+        pytest.param("reduction", 7, 0, 4, 3, 4, marks=pytest.mark.weekly),
         ("data", 8, 1, 2, 3, 4),
         ("manifest", 8, 0, 3, 1, 4),
         pytest.param("hint", 8, 0, 2, 2, 8, marks=pytest.mark.long),
@@ -54,7 +48,14 @@ def _holds(checkpoints: Folder, summary: dict[str, Any], calm: dict[str, Any]) -
     ],
 )
 def test_a_worker_killed_at_this_moment_changes_nothing(
-    folder: Path, calm: dict[str, Any], moment: Moment, step: int, victim: int, world: int, then: int, resumed_from: int
+    folder: Path,
+    undisturbed: dict[str, Any],
+    moment: Moment,
+    step: int,
+    victim: int,
+    world: int,
+    then: int,
+    resumed_from: int,
 ) -> None:
     job = short_job(folder / "text.txt", folder, f"{moment}-{world}".replace(" ", "-"))
     group = Group(job, world, folder, Blow(moment, step, victim))
@@ -64,12 +65,12 @@ def test_a_worker_killed_at_this_moment_changes_nothing(
     assert len(group.errors()) == world - 1
     after = finish(job, then, folder)
     assert after["resumed_from"] == resumed_from
-    _holds(job.folder / "checkpoints", after, calm)
+    _holds(job.folder / "checkpoints", after, undisturbed)
 
 
 @pytest.mark.parametrize(("moment", "step"), [("backward", 7), ("manifest", 8)])
 def test_a_worker_that_stood_still_and_goes_on_changes_nothing(
-    folder: Path, calm: dict[str, Any], moment: Moment, step: int
+    folder: Path, undisturbed: dict[str, Any], moment: Moment, step: int
 ) -> None:
     job = short_job(folder / "text.txt", folder, f"still-{moment}")
     group = Group(job, 2, folder, Blow(moment, step, 0, signal.SIGSTOP))
@@ -78,11 +79,11 @@ def test_a_worker_that_stood_still_and_goes_on_changes_nothing(
     assert group.workers[1].is_alive()
     assert not group.errors(), "the other one waits for it"
     stopped.send_signal(signal.SIGCONT)
-    _holds(job.folder / "checkpoints", group.summary(), calm)
+    _holds(job.folder / "checkpoints", group.summary(), undisturbed)
 
 
 @pytest.mark.long
-def test_those_who_wait_for_a_stopped_worker_learn_of_its_end(folder: Path, calm: dict[str, Any]) -> None:
+def test_those_who_wait_for_a_stopped_worker_learn_of_its_end(folder: Path, undisturbed: dict[str, Any]) -> None:
     job = short_job(folder / "text.txt", folder, "still-killed")
     group = Group(job, 3, folder, Blow("forward", 7, 2, signal.SIGSTOP))
     stopped = group.process(2)
@@ -92,4 +93,4 @@ def test_those_who_wait_for_a_stopped_worker_learn_of_its_end(folder: Path, calm
     assert group.codes() == [1, 1, -signal.SIGKILL]
     for error in group.errors().values():
         assert re.search(LOST_PEER, error), error[-2000:]
-    _holds(job.folder / "checkpoints", finish(job, 2, folder), calm)
+    _holds(job.folder / "checkpoints", finish(job, 2, folder), undisturbed)

@@ -20,12 +20,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("stale"), 6_000)
 
 
-@pytest.fixture(scope="module")
-def calm(text: Path) -> dict[str, Any]:
-    """A run on one worker that nothing disturbs."""
-    return finish(short_job(text, text.parent, "calm"), 1, text.parent)
-
-
 @pytest.mark.parametrize("name", ["new", "old"], ids=["attempt", "restart"])  # Ray restarts a group within an attempt
 @pytest.mark.parametrize(
     ("moment", "step"),
@@ -37,7 +31,7 @@ def calm(text: Path) -> dict[str, Any]:
     ids=["between", "data", "manifest"],
 )
 def test_an_old_group_that_wakes_up_changes_nothing(
-    text: Path, calm: dict[str, Any], tmp_path: Path, moment: Moment, step: int, name: str
+    text: Path, undisturbed: dict[str, Any], tmp_path: Path, moment: Moment, step: int, name: str
 ) -> None:
     job = replace(short_job(text, tmp_path, "run"), attempt="old")
     old = Group(job, 2, tmp_path, Blow(moment, step, 0, signal.SIGSTOP))
@@ -58,5 +52,5 @@ def test_an_old_group_that_wakes_up_changes_nothing(
     assert newest["folder"].startswith(f"{name}-")
     again = finish(job, 1, tmp_path, attempt="again")
     assert again["resumed_from"] == 20
-    assert again["parameters_sha256"] == after["parameters_sha256"] == calm["parameters_sha256"]
-    assert audit(job.folder / "checkpoints").samples == calm["samples_seen"]
+    assert again["parameters_sha256"] == after["parameters_sha256"] == undisturbed["parameters_sha256"]
+    assert audit(job.folder / "checkpoints").samples == undisturbed["samples_seen"]

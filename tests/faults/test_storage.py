@@ -24,10 +24,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def calm(text: Path) -> tuple[Config, dict[str, Any]]:
+def calm(text: Path, undisturbed: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
     """Settings, inline, and the summary of a run on a local disk that nothing disturbs."""
     job = short_job(text, text.parent, "calm")
-    return replace(job.config, launch=Launch(mode="inline")), finish(job, 1, text.parent)
+    return replace(job.config, launch=Launch(mode="inline")), undisturbed
 
 
 @pytest.mark.long
