@@ -13,7 +13,8 @@
 # make ui         the MLflow UI over the runs in runs/
 # make pictures   the pictures of docs/, from two trainings and a browser: some five minutes
 # make sanitize   compute-sanitizer over the kernels, where there is an NVIDIA GPU
-# make lint       ruff and mypy, as in continuous integration
+# make lint       ruff, mypy and import-linter, as in continuous integration
+# make map        the map of docs/house.md, from the docstrings of packages and modules
 # make bill       build/raystride.cdx.json: a bill of materials of .venv, in CycloneDX's format
 # make audit      the bill, and every pinned version beside the advisories of PyPI, which it has to reach
 # make help       these lines
@@ -33,7 +34,7 @@ WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 5 ? cor
 PYTEST := $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help install train test test-all test-changed test-weekly test-map test-table test-of test-processors test-ray-next report-3.6 ui pictures sanitize lint bill audit
+.PHONY: help install train test test-all test-changed test-weekly test-map test-table test-of test-processors test-ray-next report-3.6 ui pictures sanitize lint map bill audit
 .DEFAULT_GOAL := train
 
 help:
@@ -155,3 +156,7 @@ lint: install
 	@$(RUN) -m ruff check --no-cache .
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy
+	@$(VENV)/bin/lint-imports --no-cache --no-logo
+
+map: install
+	@$(RUN) -m tests.house_map
