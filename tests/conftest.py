@@ -9,6 +9,11 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from tests.signals import restore_default_signals
+
+# A run of the tests that a script has started in the background ignores Ctrl-C, and so would all that it starts.
+restore_default_signals()
+
 # Triton reads this when it is imported, so it is set before anything could import it. What the tests start inherits it, and
 # nothing there runs a kernel unless it asks for `kernels triton`.
 os.environ.setdefault("TRITON_INTERPRET", "1")

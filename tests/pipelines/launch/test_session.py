@@ -51,6 +51,18 @@ def test_a_signal_stops_those_in_other_threads_too_and_a_second_one_ends() -> No
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_an_ignored_ctrl_c_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with stop_signals(lambda: None) as heard:
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            os.kill(os.getpid(), signal.SIGINT)
+        assert heard == []
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_thread_by_itself_sets_no_handler() -> None:
     before = signal.getsignal(signal.SIGTERM)
     seen: list[object] = []
