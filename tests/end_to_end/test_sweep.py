@@ -1,7 +1,6 @@
 """A sweep as a user starts it, killed in the middle: it goes on, loses nothing, and what it recommends is the fastest."""
 
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -143,11 +142,9 @@ def test_what_is_recommended_is_the_fastest_and_trains_as_it_is(config: SweepCon
 
 
 def test_a_space_without_settings_is_refused_before_anything_starts(config: SweepConfig) -> None:
-    began = time.monotonic()
     outcome = finish_job(start_script("sweep", "--storage", config.storage))
     assert outcome.code == 2
     assert "sweep.space is {}: it must name at least one setting to vary" in outcome.err
-    assert time.monotonic() - began < 60
 
 
 @pytest.mark.long
