@@ -15,6 +15,7 @@ from raystride.pipelines.record import Recorder, Sender, read_entries
 from raystride.pipelines.record.entry import new_entry
 from raystride.pipelines.record.sender import Entry, Receipt
 from tests.receipts import accept, taken
+from tests.waiting import wait_until
 
 
 class Unreliable:
@@ -147,9 +148,7 @@ def test_a_recorder_that_follows_gets_what_the_one_before_only_held(storage: Fol
     recorders[0]._write = lambda: None  # type: ignore[method-assign]  # it dies before it writes the rest
     for step in range(1, 6):
         sender.put(new_entry("metrics", {"train_loss": 1.0}, step=step))
-    deadline = time.monotonic() + 20
-    while recorders[0].state()["step"] != 5 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: recorders[0].state()["step"] == 5, "the entries")
     recorders.append(Recorder(folder, "r", "a1", Record(mlflow=False), storage, {}, {}))
     sender.put(new_entry("metrics", {"train_loss": 1.0}, step=6))
     assert sender.close(20.0)
