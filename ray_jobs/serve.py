@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(parsed: Parsed[Serve]) -> int:
-    return guarded(lambda: _served(parsed.settings))
+    return guarded(lambda: _served(parsed.settings), own_handlers=True)  # uvicorn hears Ctrl-C in any case
 
 
 def _served(settings: Serve) -> int:

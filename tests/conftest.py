@@ -11,12 +11,17 @@ from datetime import date
 import pytest
 from hypothesis import settings
 
+from tests.signals import restore_default_signals
+
 pytest_plugins = ["tests.schedule", "tests.seconds", "tests.source_map"]
 
 # A session starts some thousand interpreters. Without bytecode each of them compiles our four hundred modules anew, and
 # pytest rewrites the assertions of three hundred files: 5 s of 14 at each collection.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# A run of the tests that a script has started in the background ignores Ctrl-C, and so would all that it starts.
+restore_default_signals()
 
 # Triton reads this when it is imported, so it is set before anything could import it. What the tests start inherits it, and
 # nothing there runs a kernel unless it asks for `kernels triton`.

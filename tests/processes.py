@@ -7,8 +7,6 @@ They are forked from a server that has PyTorch loaded, which saves each of them 
 """
 
 import json
-import os
-import socket
 import sys
 import tempfile
 import traceback
@@ -45,11 +43,9 @@ def make_job(config: Config, storage: Path, run: str, attempt: str = "a1") -> Jo
 
 def start_workers(job: Job, world: int) -> Workers:
     """Starts the job's workers."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     place = Path(tempfile.mkdtemp(prefix="workers-"))
-    arguments = [(job, rank, world, port, place) for rank in range(world)]
+    (place / "meeting").mkdir()
+    arguments = [(job, rank, world, place) for rank in range(world)]
     processes: list[BaseProcess] = [CONTEXT.Process(target=_work, args=each, daemon=True) for each in arguments]
     for process in processes:
         process.start()
@@ -70,12 +66,13 @@ def run_workers(job: Job, world: int) -> dict[str, Any]:
     return finish(start_workers(job, world))
 
 
-def _work(job: Job, rank: int, world: int, port: int, place: Path) -> None:
+def _work(job: Job, rank: int, world: int, place: Path) -> None:
     import torch.distributed as dist
 
+    from raystride.pipelines.worker.group import meet_in
     from raystride.pipelines.worker.worker import run_worker
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    meet_in(str(place / "meeting" / "store"))
     try:
         place_of = WorkerInfo(rank=rank, world=world, local_rank=rank)
         summary = run_worker(job, place_of, accept, lambda: False)

@@ -16,11 +16,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
+
+from tests.ports import hold_port
+from tests.waiting import wait_until
 
 KEYS = {"AWS_ACCESS_KEY_ID": "AKIARAYSTRIDETESTS", "AWS_SECRET_ACCESS_KEY": "of-no-use-anywhere-else"}
 BUCKET = "bucket"
@@ -37,9 +40,8 @@ def server(on_disk: Path | None = None) -> Iterator[str]:
 
     moto's, which keeps all in memory and believes every signature; with a folder rclone's, which keeps it there and checks.
     """
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    holder = ExitStack()
+    port = holder.enter_context(hold_port())
     if on_disk:
         (on_disk / BUCKET).mkdir()
         keys = ",".join(KEYS.values())
@@ -56,6 +58,7 @@ def server(on_disk: Path | None = None) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait()
+        holder.close()
         for name, value in kept.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -65,17 +68,15 @@ def server(on_disk: Path | None = None) -> Iterator[str]:
 
 def make_bucket(port: int, process: "subprocess.Popen[bytes]", host: str = "127.0.0.1") -> None:
     """Waits for the server and makes the bucket."""
-    deadline = time.monotonic() + 60
-    while True:
+
+    def answer() -> int:
+        assert process.poll() is None, "the server ended"
         try:
-            status, _ = ask(host, port, "PUT", f"/{BUCKET}", b"", {})
+            return ask(host, port, "PUT", f"/{BUCKET}", b"", {})[0]
         except OSError:
-            assert process.poll() is None, "the server ended"
-            assert time.monotonic() < deadline, "the server does not answer"
-            time.sleep(0.05)
-        else:
-            assert status < 500  # one that asks for signatures refuses, and has its bucket
-            return
+            return 0
+
+    assert wait_until(answer, "the server") < 500  # one that asks for signatures refuses, and has its bucket
 
 
 def ask(host: str, port: int, method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:

@@ -8,6 +8,10 @@ CONTEXT = get_context("forkserver"); CONTEXT.set_forkserver_preload(["tests.warm
 import importlib
 import os
 
+from tests.signals import restore_default_signals
+
+restore_default_signals()  # the processes that are forked get the handlers that the server has now
+
 # Ray reads some of its variables when it is imported; those of a cluster of the tests' are none of a job's.
 for variable in [name for name in os.environ if name.startswith("RAY_")]:
     del os.environ[variable]

@@ -8,6 +8,7 @@ there are none.
 """
 
 import time
+from collections.abc import Callable
 
 from raystride.pipelines.cluster.cluster import CannotRun
 from raystride.pipelines.cluster.resources import Share
@@ -16,8 +17,8 @@ from raystride.pipelines.cluster.resources import Share
 class PlacesWatch:
     """Looks whether places like those of `share` are asked for and not given; with `wait_s` above 0 for so many seconds."""
 
-    def __init__(self, share: Share, wait_s: float) -> None:
-        self._share, self._wait_s = share, wait_s
+    def __init__(self, share: Share, wait_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._share, self._wait_s, self._clock = share, wait_s, clock
         self._since: float | None = None
 
     def look(self) -> str | None:
@@ -25,9 +26,9 @@ class PlacesWatch:
         if not self._pending():
             self._since = None
             return None
-        self._since = self._since or time.monotonic()
+        self._since = self._since or self._clock()
         text = f"waiting for {self._wanted()}: {self._free()}"
-        if self._wait_s and time.monotonic() - self._since > self._wait_s:
+        if self._wait_s and self._clock() - self._since > self._wait_s:
             raise CannotRun(
                 f"no places for the workers in {self._wait_s:g} s (launch.wait_s), {text}. Ask for fewer with "
                 "--scaling.workers, wait longer with --launch.wait_s, or see `ray status` for who has them"

@@ -112,8 +112,12 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def passed_to(self, process: "subprocess.Popen[bytes]") -> None:
-        """From now on a request goes to the process, as Ctrl-C does; at once, if there was one before."""
-        self._pass_on = lambda: process.send_signal(signal.SIGINT)
+        """From now on a request goes to the process, as Ctrl-C does; at once, if there was one before.
+
+        A process inherits an ignored SIGINT, and hears SIGTERM.
+        """
+        number = signal.SIGTERM if signal.getsignal(signal.SIGINT) is signal.SIG_IGN else signal.SIGINT
+        self._pass_on = lambda: process.send_signal(number)
         if self.reason:
             self._pass_on()
 

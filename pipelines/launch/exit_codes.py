@@ -4,6 +4,7 @@ sys.exit(guarded(lambda: run(settings)))
 """
 
 import errno
+import os
 import signal
 import sys
 import threading
@@ -36,8 +37,21 @@ def interruption(number: int, reason: str = "") -> KeyboardInterrupt:
     return (Terminated if number == signal.SIGTERM else KeyboardInterrupt)(reason)
 
 
-def guarded(job: Callable[[], int]) -> int:
-    """Runs a job; what a user can cause, Ctrl-C and SIGTERM too, becomes a line and an exit code."""
+def sigint_is_ignored() -> bool:
+    """Returns whether this process ignores Ctrl-C, as one does that `nohup`, cron or a script's `&` has started."""
+    return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def guarded(job: Callable[[], int], *, own_handlers: bool = False) -> int:
+    """Runs a job; what a user can cause, Ctrl-C and SIGTERM too, becomes a line and an exit code.
+
+    A job that will not hear Ctrl-C says so first, unless it sets handlers of its own.
+    """
+    if sigint_is_ignored() and not own_handlers:
+        print(
+            f"Ctrl-C is ignored: this process was started with SIGINT ignored; `kill {os.getpid()}` stops it",
+            file=sys.stderr,
+        )
     try:
         with _sigterm_raises():
             return job()

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from raystride.pipelines.cluster.cluster import CannotRun
 from raystride.pipelines.files import Folder
-from raystride.pipelines.launch.exit_codes import interruption
+from raystride.pipelines.launch.exit_codes import interruption, sigint_is_ignored
 from raystride.pipelines.launch.failure import TrainingFailed
 from raystride.pipelines.launch.owner import Owned
 from raystride.pipelines.launch.screen import Screen
@@ -168,11 +168,13 @@ def stop_signals(request_stop: Callable[[], None]) -> Iterator[list[str]]:
     """Turns Ctrl-C and SIGTERM into a stop request, while the record is closed too; a second one ends the process as usual.
 
     Yields what was received. Set after ray.init, which puts its own handlers in place. Python lets the main thread alone set
-    handlers: one that is inside tells those of all threads, and without it another thread is told nothing.
+    handlers: one that is inside tells those of all threads, and without it another thread is told nothing. A Ctrl-C that the
+    process was started to ignore stays ignored.
     """
     listener = _Listener(request_stop, [])
     main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, _handle) for number in (signal.SIGINT, signal.SIGTERM)} if main else {}
+    numbers = [signal.SIGTERM] if sigint_is_ignored() else [signal.SIGINT, signal.SIGTERM]
+    before = {number: signal.signal(number, _handle) for number in numbers} if main else {}
     _listeners.append(listener)
     try:
         yield listener.told

@@ -15,7 +15,7 @@ import resource
 import sys
 import time
 from array import array
-from time import perf_counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -39,7 +39,8 @@ class Throughput(Observer):
     with their ends, an image as one. Of samples that differ in length it is the mean that a step has; padding never counts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._run = RunFacts(run="", attempt="")
         self._peak: float | None = None
         self._last: float | None = None
@@ -59,7 +60,7 @@ class Throughput(Observer):
         self._paused += seconds
 
     def on_step(self, step: int) -> None:
-        now = perf_counter()
+        now = self._clock()
         if self._last is not None:
             self._count(now - self._last - self._paused)
         self._last, self._paused = now, 0.0
@@ -105,7 +106,8 @@ class PhaseShares(Observer):
     what is missing is the loop itself. On GPUs the host runs ahead: its forward and backward are the launching of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._steps = 0
         self._begin()
 
@@ -118,14 +120,14 @@ class PhaseShares(Observer):
     def on_log(self, step: int, measured: dict[str, float]) -> None:
         if not self._steps:  # a validation's log right after that of its step
             return
-        elapsed = perf_counter() - self._began
+        elapsed = self._clock() - self._began
         for name, before in self._seconds.items():
             measured[f"phase_{name}_share"] = (phase(name).seconds - before) / elapsed
         self._begin()
 
     def _begin(self) -> None:
         self._steps = 0
-        self._began = perf_counter()
+        self._began = self._clock()
         self._seconds = {name: phase(name).seconds for name in PARTS}
 
 

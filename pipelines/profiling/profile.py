@@ -55,8 +55,16 @@ class Tool(Protocol):
 class Profiled(Observer):
     """Opens the tool before the window's first step, closes it after the last, and keeps what it found."""
 
-    def __init__(self, settings: Profile, folder: Folder, sender: "Sender", pause: Callable[[float], None]) -> None:
+    def __init__(
+        self,
+        settings: Profile,
+        folder: Folder,
+        sender: "Sender",
+        pause: Callable[[float], None],
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
         self._settings = settings
+        self._clock = clock
         self._folder = folder
         self._sender = sender
         self._pause = pause
@@ -111,7 +119,7 @@ class Profiled(Observer):
         """Opens after `step`, where the next one belongs to the window."""
         if self._tool is None or step < self._first - 1:
             return
-        began = perf_counter()
+        began = self._clock()
         try:
             self._tool.open()
         except Exception as error:
@@ -121,14 +129,14 @@ class Profiled(Observer):
         else:
             self._opened = step
             listen(self._tool.listener)
-        self._pause(perf_counter() - began)
-        self._began = perf_counter()
+        self._pause(self._clock() - began)
+        self._began = self._clock()
         self._seconds = {name: phase(name).seconds for name in PHASES}
 
     def _close(self, step: int) -> None:
         assert self._tool is not None
         assert self._opened is not None
-        began = perf_counter()
+        began = self._clock()
         # Now, so that an error further down does not close it a second time.
         tool, self._tool = self._tool, None
         listen(None)
@@ -146,7 +154,7 @@ class Profiled(Observer):
             except Exception as error:
                 self._warn_of(error)
             self._keep(scratch)
-        self._pause(perf_counter() - began)
+        self._pause(self._clock() - began)
 
     def _keep(self, scratch: Path) -> None:
         """Copies what is there to the run's folder, and has the recorder log it to MLflow."""

@@ -93,7 +93,7 @@ def decide(seconds: Mapping[str, float]) -> dict[str, Any]:
     return {"attention": chosen, "attention_gain": round(gain, 3)}
 
 
-def time_attention(config: Config, device: torch.device) -> dict[str, float]:
+def time_attention(config: Config, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
     """Seconds of a forward and backward of each on batches as the run has them, the best of some that take turns."""
     model = config.model
     # Of ones: numbers drawn here would be missing from the training's own, on the first worker alone.
@@ -109,11 +109,11 @@ def time_attention(config: Config, device: torch.device) -> dict[str, float]:
         for name in seconds:
             use_library(name == "library")
             _wait(device)
-            began = time.perf_counter()
+            began = clock()
             torch.autograd.grad(attention(q, k, v, causal=True), (q, k, v), grad)
             _wait(device)
             if turn > 1:  # the first ones compile, and ask for memory
-                seconds[name] = min(seconds[name], time.perf_counter() - began)
+                seconds[name] = min(seconds[name], clock() - began)
     use_library(False)
     return seconds
 

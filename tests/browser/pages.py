@@ -5,7 +5,6 @@ with shown(config.storage) as links:
 """
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from playwright.sync_api import FrameLocator, Page
+
+from tests.ports import hold_port
 
 
 @dataclass(frozen=True)
@@ -30,18 +31,16 @@ class Links:
 @contextmanager
 def shown(storage: Path) -> Iterator[Links]:
     """MLflow's UI over a storage, for the block."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    command = [sys.executable, "-m", "raystride.pipelines.record.ui", "--storage", str(storage), "--port", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        newest, runs = (process.stdout.readline().split()[-1] for _ in range(2))
-        yield Links(newest, runs, port)
-    finally:
-        process.terminate()
-        process.wait(30)
+    with hold_port() as port:
+        command = [sys.executable, "-m", "raystride.pipelines.record.ui", "--storage", str(storage), "--port", str(port)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        try:
+            newest, runs = (process.stdout.readline().split()[-1] for _ in range(2))
+            yield Links(newest, runs, port)
+        finally:
+            process.terminate()
+            process.wait()
 
 
 def mark(storage: Path, run: str) -> dict[str, str]:

@@ -3,14 +3,13 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from raystride.pipelines.config import Answering
 from raystride.pipelines.evaluate.answering import Answerer
 from raystride.pipelines.evaluate.opening import open_run
 from raystride.pipelines.files import Folder
+from tests.ports import hold_port
 from tests.ray_jobs.jobs import ROOT, Forked, Outcome, finish_job
 
 PATIENCE_S = 120
@@ -56,12 +56,11 @@ def test_evaluate_prints_a_table_and_is_refused_what_is_not_there(trained: Folde
 @contextmanager
 def _serve(folder: Path) -> Iterator[str]:
     """The address of MLflow's server of a model; it is a group of processes, which end together."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     command = (sys.executable, "-m", "mlflow", "models", "serve", "-m", str(folder), "--env-manager", "local")
     log = (folder.parent / "serve.log").open("w")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where MLflow looks for its server
+    held = ExitStack()
+    port = held.enter_context(hold_port())
     process = subprocess.Popen(
         (*command, "--port", str(port)),
         stdout=log,
@@ -75,6 +74,7 @@ def _serve(folder: Path) -> Iterator[str]:
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        held.close()
 
 
 def _ask(address: str, content: dict[str, Any]) -> Any:

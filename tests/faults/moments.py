@@ -13,10 +13,8 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,6 +28,7 @@ from raystride.pipelines.config import Checkpoint, Scaling, Train, Validation
 from raystride.pipelines.worker.job import Job, WorkerInfo
 from tests.faults.schedules import CONTEXT, exact_job
 from tests.receipts import accept
+from tests.waiting import wait_until
 
 LIMIT_S = 270.0
 Moment = Literal["between steps", "forward", "backward", "reduction", "data", "manifest", "hint", "pruning"]
@@ -68,14 +67,11 @@ class Group:
     """The workers of one attempt, started at once."""
 
     def __init__(self, job: Job, world: int, scratch: Path, blow: Blow | None = None) -> None:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
         self.place = scratch / f"{job.run}-{job.attempt}"
-        self.place.mkdir(parents=True)
+        (self.place / "meeting").mkdir(parents=True)
         self.steps = CONTEXT.RawArray("i", world)
         """Steps that each worker has begun."""
-        arguments = [(job, rank, world, port, self.steps, self.place, blow) for rank in range(world)]
+        arguments = [(job, rank, world, self.steps, self.place, blow) for rank in range(world)]
         self.workers = [CONTEXT.Process(target=_worker, args=each, daemon=True) for each in arguments]
         for worker in self.workers:
             worker.start()
@@ -109,19 +105,12 @@ def finish(job: Job, world: int, scratch: Path, attempt: str = "after") -> dict[
     return Group(replace(job, attempt=attempt), world, scratch).summary()
 
 
-def await_true(true: Callable[[], object], what: str) -> None:
-    """Waits until something holds."""
-    deadline = time.monotonic() + LIMIT_S
-    while not true():
-        assert time.monotonic() < deadline, f"never: {what}"
-        time.sleep(0.005)
-
-
-def _worker(job: Job, rank: int, world: int, port: int, steps: Any, place: Path, blow: Blow | None) -> None:
+def _worker(job: Job, rank: int, world: int, steps: Any, place: Path, blow: Blow | None) -> None:
     """A worker process, which counts its steps where the loop asks whether to stop."""
+    from raystride.pipelines.worker.group import meet_in
     from raystride.pipelines.worker.worker import run_worker
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    meet_in(str(place / "meeting" / "store"))
     struck = blow if blow and blow.victim == rank else None
     strike = _lie_in_wait(struck, job, lambda: int(steps[rank])) if struck else None
 
@@ -153,7 +142,7 @@ def _lie_in_wait(blow: Blow, job: Job, step: Callable[[], int]) -> Callable[...,
         if due() and not done:
             done.append(True)
             if blow.moment not in SYSTEM_CALLS:
-                await_true(lambda: job.folder.exists("checkpoints/last"), "a checkpoint")
+                wait_until(lambda: job.folder.exists("checkpoints/last"), "a checkpoint")
             # At this very thread, so that it does not come past this line: a process-wide one may stop others first.
             signal.pthread_kill(threading.get_ident(), blow.signal)
 

@@ -11,7 +11,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -103,13 +102,10 @@ def run_schedule(job: Job, schedule: Sequence[Attempt], scratch: Path) -> Outcom
 
 def _attempt(job: Job, attempt: Attempt, scratch: Path) -> dict[str, Any] | None:
     """Rank 0's summary; None where the attempt was killed."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     place = scratch / f"{job.run}-{job.attempt}"
-    place.mkdir(parents=True)
+    (place / "meeting").mkdir(parents=True)
     steps, stop = CONTEXT.RawValue("i", 0), CONTEXT.RawValue("i", 0)
-    arguments = [(job, rank, attempt.world, port, steps, stop, place) for rank in range(attempt.world)]
+    arguments = [(job, rank, attempt.world, steps, stop, place) for rank in range(attempt.world)]
     workers = [CONTEXT.Process(target=_worker, args=each) for each in arguments]
     for worker in workers:
         worker.start()
@@ -132,11 +128,12 @@ def _attempt(job: Job, attempt: Attempt, scratch: Path) -> dict[str, Any] | None
     return dict(json.loads(summary.read_text())) if summary.exists() and not killed else None
 
 
-def _worker(job: Job, rank: int, world: int, port: int, steps: Any, stop: Any, place: Path) -> None:
+def _worker(job: Job, rank: int, world: int, steps: Any, stop: Any, place: Path) -> None:
     """A worker process; counts its steps where the loop asks whether to stop."""
+    from raystride.pipelines.worker.group import meet_in
     from raystride.pipelines.worker.worker import run_worker
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    meet_in(str(place / "meeting" / "store"))
 
     def stopping() -> bool:
         if rank == 0:

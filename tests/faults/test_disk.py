@@ -15,9 +15,10 @@ import pytest
 
 from raystride.pipelines.config import Config, Launch
 from raystride.pipelines.record.audit import audit
-from tests.faults.moments import Blow, Group, await_true, short_job
+from tests.faults.moments import Blow, Group, short_job
 from tests.ray_jobs.jobs import Outcome, finish_job, run_folder, run_job, run_well, start_job, summary, wait_for_checkpoint
 from tests.tiny import write_text
+from tests.waiting import wait_until
 
 LEFT = 100_000
 """Bytes that a full disk has left: room for settings and journal, none for the 130,000 of a checkpoint."""
@@ -46,7 +47,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def _remount(disk: Path, option: str) -> None:
     """Tries until no file is open for writing, which a file system that becomes read-only may not have."""
     command = ["mount", "-o", f"remount,{option}", str(disk)]
-    await_true(lambda: subprocess.run(command, capture_output=True).returncode == 0, option)
+    wait_until(lambda: subprocess.run(command, capture_output=True).returncode == 0, option)
 
 
 def _fill(disk: Path, left: int) -> Path:
@@ -103,7 +104,7 @@ def test_a_disk_that_becomes_full(calm: tuple[Config, dict[str, Any]], disk: Pat
 def test_a_disk_that_becomes_read_only(calm: tuple[Config, dict[str, Any]], disk: Path) -> None:
     config, group = _half(calm[0], disk, "locked", Blow("data", 8, 1, signal.SIGSTOP))
     stopped = group.process(1)
-    await_true(lambda: stopped.status() == psutil.STATUS_STOPPED, "stopped in the middle of a save")
+    wait_until(lambda: stopped.status() == psutil.STATUS_STOPPED, "stopped in the middle of a save")
     _remount(disk, "ro")
     stopped.send_signal(signal.SIGCONT)
     assert group.codes() == [1, 1]

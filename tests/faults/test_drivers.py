@@ -11,10 +11,11 @@ from raystride.pipelines.config import Checkpoint, Config, Launch, Record, Train
 from raystride.pipelines.launch.owner import Owner, read_owner
 from raystride.pipelines.record import read_entries
 from raystride.pipelines.record.audit import audit
-from tests.faults.moments import await_true, finish, short_job
+from tests.faults.moments import finish, short_job
 from tests.pipelines.record.conftest import history, only_run
 from tests.ray_jobs.jobs import Process, finish_job, run_folder, run_well, start_job, summary, wait_for, wait_for_checkpoint
 from tests.tiny import write_text
+from tests.waiting import wait_until
 
 STEPS = 300
 
@@ -48,7 +49,7 @@ def test_of_two_that_start_at_once_one_trains(calm: tuple[Config, dict[str, Any]
     config, whole = calm
     drivers = [start_job("train", config, "--run", "twice") for _ in range(2)]
     folder = run_folder(config, "twice")
-    await_true(lambda: folder.exists("config.yaml"), "one of them has the run")
+    wait_until(lambda: folder.exists("config.yaml"), "one of them has the run")
     owner = read_owner(folder)
     assert owner
     winner, other = sorted(drivers, key=lambda driver: driver.pid != owner.pid)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from raystride.pipelines.config import Checkpoint, Config, Record, Train, Validation
-from tests.ray_jobs.jobs import finish_job, run_folder, start_job, summary, wait_for, wait_for_checkpoint
+from tests.ray_jobs.jobs import Process, finish_job, run_folder, start_job, summary, wait_for, wait_for_checkpoint
 from tests.tiny import tiny, write_text
 
 pytestmark = pytest.mark.timeout(600)
@@ -46,6 +46,16 @@ def config(tmp_path: Path) -> Config:
     )
 
 
+def _start_endless_preparation(config: Config, folder: Path, mode: str, env: dict[str, str] | None = None) -> Process:
+    """Starts a training whose data never end; returns when it reads them."""
+    marker, plugin = folder / "reading", folder / "slow.py"
+    plugin.write_text(SLOW.format(marker=str(marker)))
+    source = ["--plugins", f'["{plugin}"]', "--data.source", "slow", "--data.kind", "auto"]
+    driver = start_job("train", config, *source, "--launch", mode, "--run", "never", env=env)
+    wait_for(marker.exists, driver)
+    return driver
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_training_saves_and_says_that_it_is_not_done(config: Config, number: int, code: int) -> None:
@@ -63,29 +73,29 @@ def test_a_training_saves_and_says_that_it_is_not_done(config: Config, number: i
 @pytest.mark.parametrize("mode", ["inline", pytest.param("ray", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_preparation_ends_in_one_line(config: Config, tmp_path: Path, mode: str, number: int, code: int) -> None:
-    marker, plugin = tmp_path / "reading", tmp_path / "slow.py"
-    plugin.write_text(SLOW.format(marker=str(marker)))
-    driver = start_job(
-        "train",
-        config,
-        "--plugins",
-        f'["{plugin}"]',
-        "--data.source",
-        "slow",
-        "--data.kind",
-        "auto",
-        "--launch",
-        mode,
-        "--run",
-        "never",
-    )
-    wait_for(marker.exists, driver)
+    driver = _start_endless_preparation(config, tmp_path, mode)
     driver.send_signal(number)
     outcome = finish_job(driver)
     assert outcome.code == code, outcome.out + outcome.err
     assert outcome.err.startswith("interrupted by "), outcome.err
     assert len(outcome.err.strip().splitlines()) == 1, outcome.err
     assert not run_folder(config, "never").exists("owner.json")
+
+
+def test_a_job_that_ignores_ctrl_c_says_so_and_how_to_stop_it(config: Config, tmp_path: Path) -> None:
+    """Its starter ignores SIGINT, as `nohup`, cron and a script's `&` do. SIGTERM ends it, although it comes second."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        driver = _start_endless_preparation(config, tmp_path, "inline", env={})
+    finally:
+        signal.signal(signal.SIGINT, before)
+    driver.send_signal(signal.SIGINT)
+    driver.send_signal(signal.SIGTERM)
+    outcome = finish_job(driver)
+    assert outcome.code == 143, outcome.out + outcome.err
+    warning, ended = outcome.err.strip().splitlines()
+    assert warning == f"Ctrl-C is ignored: this process was started with SIGINT ignored; `kill {driver.pid}` stops it"
+    assert ended.startswith("interrupted by SIGTERM")
 
 
 def test_a_signal_while_the_record_is_closed_costs_nothing(config: Config, tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record.audit import audit
-from tests.faults.moments import Blow, Group, Moment, await_true, finish, short_job
+from tests.faults.moments import Blow, Group, Moment, finish, short_job
 from tests.tiny import write_text
+from tests.waiting import wait_until
 
 SAME = ("parameters_sha256", "steps", "samples_seen", "tokens_seen", "val_loss", "train_loss")
 LOST_PEER = r"Connection closed by peer|Connection reset by peer|Broken pipe"
@@ -75,7 +76,7 @@ def test_a_worker_that_stood_still_and_goes_on_changes_nothing(
     job = short_job(folder / "text.txt", folder, f"still-{moment}")
     group = Group(job, 2, folder, Blow(moment, step, 0, signal.SIGSTOP))
     stopped = group.process(0)
-    await_true(lambda: stopped.status() == psutil.STATUS_STOPPED, "stopped")
+    wait_until(lambda: stopped.status() == psutil.STATUS_STOPPED, "stopped")
     assert group.workers[1].is_alive()
     assert not group.errors(), "the other one waits for it"
     stopped.send_signal(signal.SIGCONT)
@@ -87,7 +88,7 @@ def test_those_who_wait_for_a_stopped_worker_learn_of_its_end(folder: Path, undi
     job = short_job(folder / "text.txt", folder, "still-killed")
     group = Group(job, 3, folder, Blow("forward", 7, 2, signal.SIGSTOP))
     stopped = group.process(2)
-    await_true(lambda: stopped.status() == psutil.STATUS_STOPPED, "stopped")
+    wait_until(lambda: stopped.status() == psutil.STATUS_STOPPED, "stopped")
     assert not group.errors()
     stopped.kill()
     assert group.codes() == [1, 1, -signal.SIGKILL]

@@ -1,6 +1,5 @@
 """A run that is killed and started again ends with the same bits as one that was undisturbed."""
 
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from raystride.pipelines.config import Checkpoint, Model, Train, Validation
 from raystride.pipelines.worker.job import Job
 from tests.processes import Workers, finish, make_job, run_workers, start_workers
 from tests.tiny import tiny, write_text
+from tests.waiting import wait_until
 
 
 def _job(tmp_path: Path, run: str, dropout: float = 0.2) -> Job:
@@ -25,10 +25,7 @@ def _job(tmp_path: Path, run: str, dropout: float = 0.2) -> Job:
 
 
 def _wait_for_checkpoint(job: Job, step: int) -> None:
-    deadline = time.monotonic() + 90
-    while not job.folder.exists(f"checkpoints/step-{step:08d}/MANIFEST.json"):
-        assert time.monotonic() < deadline, "no checkpoint came"
-        time.sleep(0.02)
+    wait_until(lambda: job.folder.exists(f"checkpoints/step-{step:08d}/MANIFEST.json"), "the checkpoint")
 
 
 def _kill_all(workers: Workers, job: Job) -> None:

@@ -10,8 +10,9 @@ import psutil
 import pytest
 
 from raystride.pipelines.record.audit import audit
-from tests.faults.moments import Blow, Group, Moment, await_true, finish, short_job
+from tests.faults.moments import Blow, Group, Moment, finish, short_job
 from tests.tiny import write_text
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def test_an_old_group_that_wakes_up_changes_nothing(
     job = replace(short_job(text, tmp_path, "run"), attempt="old")
     old = Group(job, 2, tmp_path, Blow(moment, step, 0, signal.SIGSTOP))
     sleeper = old.process(0)
-    await_true(lambda: sleeper.status() == psutil.STATUS_STOPPED, "stopped")
+    wait_until(lambda: sleeper.status() == psutil.STATUS_STOPPED, "stopped")
     # As where a node stood still for so long that its driver gave it up and began again without it.
     after = finish(job, 3, tmp_path / "after", attempt=name)
     assert after["resumed_from"] == 4

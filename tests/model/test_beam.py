@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from raystride.model.beam import translate
 from raystride.model.translator import DecodingState, Translator
 from raystride.pipelines.config import Model
+from tests.some import some
 
 WORDS, START, END = 5, 0, 1
 FLAVOURS: list[dict[str, Any]] = [{"flavour": "original"}, {"flavour": "gpt2"}, {"flavour": "llama", "kv_heads": 1}]
@@ -82,7 +83,7 @@ def test_cache_and_batch_change_nothing(
     found = translate(
         model, source, lengths, start_id=START, end_id=END, longest=longest, beams=beams, length_penalty=penalty
     )
-    for row, words in enumerate(found):
+    for row, words in some(enumerate(found)):
         one = source[row : row + 1, : lengths[row]], lengths[row : row + 1]
         assert words == _search_without_cache(model, *one, longest, beams, penalty)
 

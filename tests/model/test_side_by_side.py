@@ -14,6 +14,7 @@ from raystride.model.transformer import Decoder, PackedDecoder
 from raystride.model.translator import Translator
 from raystride.pipelines.config import Lora, Model
 from tests.bases import SHAPES
+from tests.some import some
 
 SAME = [Lora(rank=2), Lora(rank=2, alpha=4), Lora(rank=2)]
 UNLIKE = [Lora(rank=2, targets=("q_proj",)), Lora(rank=3), Lora(rank=2, targets=("down_proj", "v_proj"), rslora=True)]
@@ -56,7 +57,7 @@ def test_each_has_the_loss_and_the_gradient_that_it_has_alone(loras: list[Lora],
         alone.append((float(loss.detach()), int(counted), _gradients(network)))
     together = SideBySide(networks).losses([0, 1, 2], inputs, targets)
     torch.stack([loss for loss, _ in together]).sum().backward()
-    for network, (loss, counted), (expected, aims_counted, gradients) in zip(networks, together, alone, strict=True):
+    for network, (loss, counted), (expected, aims_counted, gradients) in some(zip(networks, together, alone, strict=True)):
         assert abs(float(loss.detach()) - expected) < 1e-4
         assert int(counted) == aims_counted
         found = _gradients(network)
@@ -69,7 +70,7 @@ def test_some_of_them_and_rows_of_other_lengths_are_computed_as_well() -> None:
     networks = _networks(Decoder, SAME)
     ids = [torch.randint(0, 50, (2, 8)), torch.randint(0, 50, (1, 5))]
     found = SideBySide(networks).losses([2, 0], [(each,) for each in ids], ids)
-    for (loss, _), network, own in zip(found, (networks[2], networks[0]), ids, strict=True):
+    for (loss, _), network, own in some(zip(found, (networks[2], networks[0]), ids, strict=True)):
         assert abs(float(loss.detach()) - float(network(own, own)[0].detach())) < 1e-4
 
 

@@ -1,9 +1,12 @@
 """Ranges around the phases of a step: what they count, who may listen, and what they cost."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter, sleep
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -22,10 +25,10 @@ def test_a_range_counts_the_hosts_time_even_when_it_raises() -> None:
             sleep(0.01)
             raise ArithmeticError
 
-    before = phase("reduce").seconds
+    before, began = phase("reduce").seconds, perf_counter()
     with pytest.raises(ArithmeticError):
         body()
-    assert 0.01 <= phase("reduce").seconds - before < 60
+    assert 0.01 <= phase("reduce").seconds - before <= perf_counter() - began
     assert phase("reduce").began == 0
 
 
@@ -51,31 +54,34 @@ def test_an_unknown_phase_is_no_phase() -> None:
         phase("lunch")
 
 
-def test_a_range_costs_about_half_a_microsecond() -> None:
-    def seconds(count: int = 2_000) -> float:
-        began = perf_counter()
-        for _ in range(count):
-            with phase("forward"):
-                pass
-        return (perf_counter() - began) / count
+def test_a_range_is_two_calls_and_two_readings_of_the_clock() -> None:
+    """Measured: 0.5 to 0.7 µs. A step passes 4 and 3 more for each micro-batch: 7 µs of 10 ms are 0.07 %."""
+    called: list[str] = []
 
-    cost = min(seconds() for _ in range(50))
-    # A step passes 4 and 3 more for each micro-batch: 7 µs of 10 ms would be 0.07 %. Measured: 0.5 to 0.7 µs.
-    assert cost < 2e-6, f"{cost * 1e6:.2f} µs"
+    def note(frame: FrameType, event: str, function: Any) -> None:
+        if event in ("call", "c_call"):
+            called.append(frame.f_code.co_name if event == "call" else function.__name__)
+
+    forward = phase("forward")
+    sys.setprofile(note)
+    with forward:
+        pass
+    sys.setprofile(None)
+    assert called[:4] == ["__enter__", "perf_counter", "__exit__", "perf_counter"]
+    assert called[4:] == ["setprofile"]
 
 
 def test_shares_are_those_of_the_interval() -> None:
-    observer = PhaseShares()
-    with phase("data"):
-        sleep(0.02)  # before the start: does not count
+    now = [100.0]
+    observer = PhaseShares(lambda: now[0])
+    phase("data").seconds += 7.0  # before the start: does not count
     observer.on_start(None)  # type: ignore[arg-type]
-    with phase("forward"):
-        sleep(0.03)
-    sleep(0.03)
+    phase("forward").seconds += 3.0
+    now[0] += 4.0
     observer.on_step(1)
     measured: dict[str, float] = {}
     observer.on_log(1, measured)
-    assert measured["phase_forward_share"] == pytest.approx(0.5, abs=0.1)
+    assert measured["phase_forward_share"] == pytest.approx(0.75)
     assert measured["phase_data_share"] == 0
     nothing: dict[str, float] = {}
     observer.on_log(1, nothing)  # of a validation, without steps of its own

@@ -36,7 +36,6 @@ class Outcome:
     code: int
     out: str
     err: str
-    seconds: float
 
     @property
     def lines(self) -> list[str]:
@@ -131,12 +130,11 @@ def environment() -> dict[str, str]:
 
 def finish_job(process: Process) -> Outcome:
     """Waits for a job."""
-    began = time.monotonic()
     try:
         out, err = process.communicate(timeout=LIMIT_S)
     finally:
         process.kill()
-    return Outcome(process.returncode, out, err, time.monotonic() - began)
+    return Outcome(process.returncode, out, err)
 
 
 def run_job(job: str, config: Config, *flags: str, env: dict[str, str] | None = None) -> Outcome:

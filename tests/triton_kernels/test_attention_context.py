@@ -18,6 +18,7 @@ from raystride.triton_kernels.attention_packed import attention_packed
 from raystride.triton_kernels.context_plan import ContextPlan, context_plan
 from raystride.triton_kernels.dispatch import kernels_ran, use_kernels
 from tests.distributed import run_distributed
+from tests.some import some
 
 FORMS: tuple[Form, ...] = get_args(Form)
 
@@ -319,12 +320,12 @@ def test_a_rank_sends_as_many_bytes_as_is_said(results: list[dict[str, Any]], na
 
 
 def test_documents_and_windows_of_any_kind(results: list[dict[str, Any]]) -> None:
-    for case, *by_rank in zip(_random_cases(), *(result["random"] for result in results), strict=True):
+    for case, *by_rank in some(zip(_random_cases(), *(result["random"] for result in results), strict=True)):
         for found in by_rank:
             for form in FORMS:
                 if (form, "bytes") in found:
                     assert max(found[form]) < 1e-10, case
-                    assert all(counted == said for counted, said in found[form, "bytes"]), case
+                    assert all(counted == said for counted, said in some(found[form, "bytes"])), case
 
 
 def test_what_is_not_seen_is_not_sent(results: list[dict[str, Any]]) -> None:
@@ -372,7 +373,7 @@ def test_the_kernels_drop_whole_weights(results: list[dict[str, Any]]) -> None:
 def test_what_does_not_go_together_is_named(results: list[dict[str, Any]]) -> None:
     words = ["none of ring", "causal", "for 6 ranks", "q has", "v must be of", "cannot share 3", "window", "dropout"]
     for result in results:
-        assert all(word in message for word, message in zip(words, result["errors"], strict=True))
+        assert all(word in message for word, message in some(zip(words, result["errors"], strict=True)))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -22,6 +22,7 @@ from raystride.triton_kernels.configurations import (
     tiles,
 )
 from raystride.triton_kernels.launch import assumed_architecture
+from tests.some import some
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -104,7 +105,7 @@ def test_each_of_them_is_another_tile(dtype: torch.dtype, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("older", [True, False], ids=["3.6", "3.7"])
 def test_what_comes_together_has_tiles_of_its_own(older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configurations, "_before_3_7", lambda: older)
-    for name, table in configurations._MIXED.items():
+    for name, table in some(configurations._MIXED.items()):
         known = {
             "lean": 1 if name == "dropout and window" else 2,
             "capped": 2 if "cap" in name else 0,

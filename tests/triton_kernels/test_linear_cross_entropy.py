@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import raystride.triton_kernels.linear_cross_entropy as module
 from raystride.triton_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from tests.some import some
 from tests.triton_kernels.compare import check
 from tests.triton_kernels.guard import guarded
 from tests.triton_kernels.registration import check_registration
@@ -120,7 +121,7 @@ def test_the_gradient_from_above_multiplies_in_fp32(dtype: torch.dtype, factor: 
     targets = torch.arange(6)
     plain = torch.autograd.grad(linear_cross_entropy(x, weight, targets)[0], (x, weight))
     found = torch.autograd.grad(linear_cross_entropy(x, weight, targets)[0] * factor, (x, weight))
-    for one, scaled in zip(plain, found, strict=True):
+    for one, scaled in some(zip(plain, found, strict=True)):
         assert scaled.isfinite().all()
         assert torch.equal(scaled, (one.float() * torch.tensor(factor)).to(dtype))
 

@@ -19,6 +19,7 @@ from raystride.triton_kernels.dispatch import kernels_ran, use_kernels
 from raystride.triton_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from raystride.triton_kernels.linear_cross_entropy_sharded import WordShard, bytes_exchanged, linear_cross_entropy_sharded
 from tests.distributed import run_distributed
+from tests.some import some
 from tests.triton_kernels.guard import guarded
 
 WORDS, WIDTH = 37, 8
@@ -281,7 +282,7 @@ def test_workers_get_the_loss_and_the_gradients_of_the_whole(results: list[dict[
 
 
 def test_cuts_and_rules_of_any_kind(results: list[dict[str, Any]]) -> None:
-    for case, *by_rank in zip(_random_cases(len(results)), *(result["random"] for result in results), strict=True):
+    for case, *by_rank in some(zip(_random_cases(len(results)), *(result["random"] for result in results), strict=True)):
         assert max(error for error, _ in by_rank) < 1e-10, case
 
 
@@ -298,7 +299,7 @@ def test_bits_are_as_they_should_be(results: list[dict[str, Any]], what: str) ->
 
 
 def test_logits_are_there_for_a_chunk_of_tokens_and_own_words_alone(results: list[dict[str, Any]]) -> None:
-    for rank, result in enumerate(results):
+    for rank, result in some(enumerate(results)):
         first, end = EVEN[len(results)][rank : rank + 2]
         expected = (6, CHUNK * (end - first)) if len(results) > 1 else (1, 93 * WORDS)
         assert result["products"] == expected
@@ -314,7 +315,7 @@ def test_the_kernels_give_the_same(results: list[dict[str, Any]]) -> None:
     for result in results:
         if kernels := result.get("kernels"):
             assert kernels["ran"] == {"linear_cross_entropy_sharded": "triton"}
-            assert all(kernels[name][0] <= TOLERANCES[CASES[name].dtype] for name in ON_KERNELS)
+            assert all(kernels[name][0] <= TOLERANCES[CASES[name].dtype] for name in some(ON_KERNELS))
             assert kernels["one has all"][0] <= 1e-5
             assert str(kernels["no word"]) == "[nan, 6, [3], True]"
             assert kernels["without"]
@@ -328,7 +329,7 @@ def test_groups_of_some_processes(results: list[dict[str, Any]]) -> None:
 def test_what_does_not_go_together_is_named(results: list[dict[str, Any]]) -> None:
     words = ["rows -1 to 35", "not among 36 words", "between 0 and 1", "weight must be", "torch.int64", "targets must be"]
     for result in results:
-        assert all(word in message for word, message in zip(words, result["errors"], strict=True))
+        assert all(word in message for word, message in some(zip(words, result["errors"], strict=True)))
 
 
 def test_without_processes_it_is_the_plain_loss() -> None:

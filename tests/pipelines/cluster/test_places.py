@@ -52,10 +52,13 @@ def test_what_waits_says_for_what_and_ends_when_told(taken: Any, asked: Any) -> 
 
     places = PlacesWatch(_share(), wait_s=0)
     assert places.look() == "waiting for 2 workers with CPU 1 each: 0 of 2 CPUs free"
-    short = PlacesWatch(_share(), wait_s=0.2)
+    now = [1.0]
+    short = PlacesWatch(_share(), wait_s=60, clock=lambda: now[0])
     short.look()
-    time.sleep(0.3)
-    with pytest.raises(CannotRun, match=r"0\.2 s \(launch\.wait_s\).*0 of 2 CPUs free.*scaling\.workers"):
+    now[0] += 60
+    short.look()
+    now[0] += 1
+    with pytest.raises(CannotRun, match=r"60 s \(launch\.wait_s\).*0 of 2 CPUs free.*scaling\.workers"):
         short.look()
     ray.kill(taken)
     assert asked.wait(60)

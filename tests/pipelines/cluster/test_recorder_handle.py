@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from raystride.pipelines.record import read_entries
 from raystride.pipelines.record.entry import new_entry
 from raystride.pipelines.record.sender import Sender
 from raystride.pipelines.worker.job import WorkerInfo
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -33,13 +33,6 @@ def started(tmp_path: Path, ray_cluster: None) -> RecorderHandle:
         tags={"raystride.workers": "1"},
         total_steps=10,
     )
-
-
-def _wait(true: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 def _send(started: RecorderHandle, sender: str) -> None:
@@ -88,7 +81,7 @@ def test_the_stop_request_reaches_who_asks(started: RecorderHandle, monkeypatch:
     poll = StopPoll(partial(started.stop_requested, 2))
     assert not poll()
     started.request_stop()
-    _wait(poll, "the wish did not arrive")
+    wait_until(poll, "the wish did not arrive")
     assert started.stop_requested(2)
     assert started.workers() == 2
 
@@ -119,13 +112,13 @@ def test_a_poll_outlives_errors_and_ends_when_told(monkeypatch: pytest.MonkeyPat
         return len(asked) == 5
 
     poll = StopPoll(ask)
-    _wait(poll, "the poll gave up")
+    wait_until(poll, "the poll gave up")
     assert len(asked) == 5
 
     never = StopPoll(lambda: bool(asked.append(0.0)))  # type: ignore[func-returns-value]
-    _wait(lambda: len(asked) > 6, "nothing was asked")
+    wait_until(lambda: len(asked) > 6, "nothing was asked")
     never.end()
-    _wait(
+    wait_until(
         lambda: not any(thread.name == "stop-poll" for thread in threading.enumerate()),
         "the thread lives on",
     )

@@ -19,25 +19,29 @@ import pytest
 from raystride.pipelines.deploy import before_end
 from raystride.pipelines.deploy.own_ray import free_ports
 from tests.tiny import write_text
+from tests.waiting import LIMIT_S, wait_until
 
 
 def test_a_worker_waits_for_what_works_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(before_end, "LOOK_S", 0.05)
-    program = "exec -a ray::RayTrainWorker sleep 0.5"
-    resting = [subprocess.Popen(["bash", "-c", f"exec -a {name} sleep 60"]) for name in before_end.RESTING]
-    working = subprocess.Popen(["bash", "-c", program])
-    ours = [psutil.Process(each.pid) for each in (*resting, working)]
+    names = (*before_end.RESTING, "ray::RayTrainWorker")
+    started = [
+        subprocess.Popen(["bash", "-c", f"exec -a {name} cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        for name in names
+    ]
+    ours = [psutil.Process(process.pid) for process in started]
     monkeypatch.setattr(before_end.psutil, "process_iter", lambda: ours)
     try:
-        time.sleep(0.1)
+        for process, name in zip(ours, names, strict=True):
+            wait_until(lambda process=process, name=name: process.cmdline()[:1] == [name], name)
         assert not before_end.wait_for_workers(0.1)
-        started = time.monotonic()
-        assert before_end.wait_for_workers(30)
-        assert time.monotonic() - started < 20
+        assert started[-1].stdin is not None
+        started[-1].stdin.close()  # it ends
+        assert before_end.wait_for_workers(LIMIT_S)
     finally:
-        for process in (*resting, working):
-            process.kill()
-            process.wait()
+        for child in started:
+            child.kill()
+            child.wait()
 
 
 @pytest.mark.long

@@ -14,6 +14,7 @@ from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.deploy import CloudPlace, Deploy, Place, SlurmPlace
 from raystride.pipelines.config.parse import Parsed, configured, presets
 from raystride.pipelines.deploy.plan import FIRST_PLACE, KINDS, Kind, find_place, known_places, plan
+from tests.some import some
 
 PLACE = Place(
     nodes=4, gpus_per_node=8, cpus_per_node=64, memory_gib=2000, gpu_memory_gib=80, storage="/shared/runs", shared=True
@@ -114,7 +115,7 @@ def test_every_kind_begins_with_a_place_that_is_there(kind: Kind) -> None:
 
 
 def test_all_places_are_read_and_say_which_they_are() -> None:
-    for name in known_places():
+    for name in some(known_places()):
         assert find_place(name).about
         assert find_place(name).storage
 

@@ -26,18 +26,37 @@ def test_processors_are_those_of_the_job_and_of_this_process() -> None:
 @pytest.mark.parametrize(("number", "reason"), [(signal.SIGUSR1, "the time limit"), (signal.SIGTERM, "SIGTERM")])
 def test_a_signal_reaches_the_job_once_as_ctrl_c_also_where_it_came_first(number: int, reason: str) -> None:
     program = (
-        "import signal, time\nsignal.signal(signal.SIGINT, lambda *_: print('asked', flush=True))\nprint('on', flush=True)\n"
+        "import signal, sys\nsignal.signal(signal.SIGINT, lambda *_: print('asked', flush=True))\nprint('on', flush=True)\n"
     )
-    program += "time.sleep(0.5)\ntime.sleep(0.5)"
+    program += "sys.stdin.read()"
     stop = StopRequest()
     with stop.heard():
         os.kill(os.getpid(), number)
-        process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == "on\n"
         stop.passed_to(process)  # type: ignore[arg-type]
         assert process.stdout.readline() == "asked\n"
         os.kill(os.getpid(), signal.SIGTERM)
+        process.stdin.close()
         assert process.stdout.read() == ""
     assert stop.reason == reason
     assert process.wait() == 0
+
+
+def test_a_job_that_ignores_ctrl_c_is_asked_by_sigterm() -> None:
+    program = (
+        "import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: exit(3))\nprint('on', flush=True)\ntime.sleep(60)"
+    )
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        stop = StopRequest()
+        with stop.heard(), subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "on\n"
+            stop.passed_to(process)  # type: ignore[arg-type]
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert process.wait(60) == 3
+    finally:
+        signal.signal(signal.SIGINT, before)

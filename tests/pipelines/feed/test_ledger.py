@@ -15,6 +15,7 @@ from raystride.pipelines.feed import ledger as module
 from raystride.pipelines.feed import victims
 from raystride.pipelines.feed.ledger import Claim, Ledger
 from raystride.pipelines.feed.shuffling import belady
+from tests.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -132,10 +133,7 @@ def _reads_and_hangs(root: Path, ready: str) -> None:
 def test_the_dead_are_forgotten_with_what_they_were_fetching(root: Path, tmp_path: Path) -> None:
     child = get_context("spawn").Process(target=_reads_and_hangs, args=(root, str(tmp_path / "ready")), daemon=True)
     child.start()
-    until = time.monotonic() + 120
-    while not (tmp_path / "ready").exists():
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_until((tmp_path / "ready").exists, "the other process")
     ledger = Ledger(root, 4)
     assert ledger.claim([(_name(7), 1)]) == [Claim.OTHERS]
     assert child.pid

@@ -1,7 +1,7 @@
 """The plan: every sample once an epoch in the planned order, for any number of workers and any interruption."""
 
 import math
-import time
+import sys
 import tracemalloc
 
 import numpy as np
@@ -72,14 +72,14 @@ def test_a_trillion_samples_on_16384_ranks() -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2**20
-    early, late = (_seconds(plan, step) for step in (1, 10**9))
-    assert late < 10 * early + 1e-3
+    early, late = (_calls(plan, step) for step in (1, 10**9))
+    assert 0 < late <= 2 * early  # a walk through a cycle may take a turn more
 
 
-def _seconds(plan: Plan, step: int) -> float:
-    times = []
-    for _ in range(9):
-        began = time.perf_counter()
-        plan.order.at(plan.slot(step, 77))
-        times.append(time.perf_counter() - began)
-    return sorted(times)[4]
+def _calls(plan: Plan, step: int) -> int:
+    """Functions that are called to find a slot's samples."""
+    called: list[str] = []
+    sys.setprofile(lambda frame, event, _: called.append(event) if event in ("call", "c_call") else None)
+    plan.order.at(plan.slot(step, 77))
+    sys.setprofile(None)
+    return len(called)

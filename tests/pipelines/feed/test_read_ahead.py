@@ -1,8 +1,7 @@
 """Read-ahead: a worker finds its pieces there, none is fetched more often than by the best cache, and the bound holds."""
 
 import sqlite3
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.manifest import Manifest, Shards
 from raystride.pipelines.tasks import Task
 from tests.pipelines.feed.far import FarStore, far_folder, fetched, forget, prepared_text
+from tests.waiting import wait_until
 
 Prepared = tuple[Folder, Manifest, Task]
 PIECE = 1 << 16
@@ -150,13 +150,6 @@ def test_looking_far_is_bounded(prepared: Prepared, tmp_path: Path, monkeypatch:
     assert cache.ledger.held() <= 8 * PIECE
 
 
-def _until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_data_that_is_still_being_prepared_is_fetched_as_far_as_it_is_there(prepared: Prepared, tmp_path: Path) -> None:
     folder, manifest, task = prepared
     assert folder.local
@@ -171,11 +164,11 @@ def test_data_that_is_still_being_prepared_is_fetched_as_far_as_it_is_there(prep
     assert not order.ready(samples.count + 1)
     ahead = ReadAhead(plan, samples, cache, rank=0, world=1, most_bytes=1 << 30)
     with ahead.reading(0, 10**9):
-        _until(lambda: cache.ledger.held() >= first.bytes // PIECE * PIECE)
+        wait_until(lambda: cache.ledger.held() >= first.bytes // PIECE * PIECE, "the ledger")
         assert 3 * first.bytes < 30 * PIECE, "farther ahead than two epochs of what there was"
         stream.extend(Shards.of(rest))
         order.known = order.known.grown(samples.count)
-        _until(lambda: cache.ledger.held() >= 30 * PIECE)
+        wait_until(lambda: cache.ledger.held() >= 30 * PIECE, "the ledger")
 
 
 def test_what_a_step_needed_that_was_overtaken_keeps_no_room(
@@ -193,11 +186,11 @@ def test_what_a_step_needed_that_was_overtaken_keeps_no_room(
             return int(db.execute("SELECT COUNT(*) FROM uses WHERE step < ?", (before,)).fetchone()[0])
 
     with ahead.reading(0, 10**9):
-        _until(lambda: ahead._far_stop > 2 * past)
+        wait_until(lambda: ahead._far_stop > 2 * past, "the ledger")
         assert uses(past) > 0
         ahead.passed(past - 1)
         stands.clear()
-        _until(lambda: uses(past) == 0)
+        wait_until(lambda: uses(past) == 0, "the ledger")
 
 
 def test_what_validates_is_brought_at_once_and_then_makes_room(

@@ -17,6 +17,7 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.hang.process import start_ticks
 from raystride.pipelines.launch import owner
 from raystride.pipelines.launch.owner import Owned, Owner, Ownership, read_owner
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 DRIVER = """
@@ -165,19 +166,13 @@ def test_who_cannot_write_for_a_while_goes_on(folder: Folder, monkeypatch: pytes
         time.sleep(0.3)
         mine.check()
         (folder.local / "owner.json").rmdir()
-        deadline = time.monotonic() + 20
-        while read_owner(folder) is None:
-            assert time.monotonic() < deadline, "it was not written again"
-            time.sleep(0.01)
+        wait_until(lambda: read_owner(folder), "the owner, written again")
         assert _attempt(folder) == "mine"
 
 
 def _until(check: Callable[[], None]) -> None:
-    """Calls it until it raises, for at most 20 s."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        check()
-        time.sleep(0.01)
+    """Calls it until it raises."""
+    wait_until(check, "an error")
 
 
 def test_the_lease_is_renewed(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,10 +180,7 @@ def test_the_lease_is_renewed(folder: Folder, monkeypatch: pytest.MonkeyPatch) -
     with Ownership.take(folder, "now"):
         first = read_owner(folder)
         assert first
-        deadline = time.monotonic() + 20
-        while (newest := read_owner(folder)) is None or newest.renewed <= first.renewed:
-            assert time.monotonic() < deadline, "the lease was not renewed"
-            time.sleep(0.01)
+        wait_until(lambda: (newest := read_owner(folder)) and newest.renewed > first.renewed, "a renewed lease")
 
 
 def test_release_leaves_the_run_free_and_another_owner_alone(folder: Folder) -> None:

@@ -6,7 +6,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -22,8 +21,8 @@ from raystride.pipelines.launch.screen import Quiet
 from raystride.pipelines.record.audit import audit
 from tests.gated import write_plugin, write_source
 from tests.tiny import tiny
+from tests.waiting import LIMIT_S, wait_until
 
-LIMIT_S = 120.0
 FLAGS = shlex.split(
     """
     --launch inline --data.kind text --data.validation tail --data.validation_fraction 0.05 --data.shard_mib 0.25
@@ -38,6 +37,21 @@ FLAGS = shlex.split(
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Text of six parts, of which all but two are not read before a training's gate is open."""
     return write_source(tmp_path_factory.mktemp("preparing"))
+
+
+WAITS = "training waits for its data"
+CLOCK = """
+import os, time
+from types import SimpleNamespace
+from raystride.pipelines.train import loop
+
+loop.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + 86400 * os.path.exists({late!r}))
+"""
+
+
+def _says(storage: Path, text: str) -> bool:
+    """Whether the run's journal has a text."""
+    return any(text.encode() in file.read_bytes() for file in (storage / "mine").rglob("*.jsonl"))
 
 
 class Training:
@@ -57,7 +71,7 @@ class Training:
 
     def begun(self) -> psutil.Process:
         """The process that prepares, once a checkpoint was made of what is ready."""
-        _until(lambda: list(self.storage.glob("mine/checkpoints/step-*/MANIFEST.json")), "no checkpoint")
+        wait_until(lambda: list(self.storage.glob("mine/checkpoints/step-*/MANIFEST.json")), "no checkpoint")
         of_driver = psutil.Process(self.process.pid).children()
         return next(each for each in of_driver if "spawn_main" in " ".join(each.cmdline()))
 
@@ -71,14 +85,6 @@ class Training:
         summary = json.loads((self.storage / "mine" / "summary.json").read_text())
         assert audit(Folder.at(str(self.storage)) / "mine" / "checkpoints").samples == undisturbed["samples_seen"]
         return bool(summary["parameters_sha256"] == undisturbed["parameters_sha256"])
-
-
-def _until(true: Any, what: str) -> Any:
-    deadline = time.monotonic() + LIMIT_S
-    while not (found := true()):
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -95,12 +101,11 @@ def undisturbed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 def test_a_training_that_is_faster_waits_and_says_so(source: Path, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     training = Training(source, tmp_path)
     training.begun()
-    said = b"training waits for its data"
-    _until(lambda: any(said in file.read_bytes() for file in (tmp_path / "mine").rglob("*.jsonl")), "no word")
+    wait_until(lambda: _says(tmp_path, WAITS), "no word")
     training.gate.touch()
     code, output = training.end()
     assert code == 0, output
-    assert said.decode() in output
+    assert WAITS in output
     assert training.same(undisturbed)
 
 
@@ -118,7 +123,15 @@ def test_a_stop_that_all_processes_hear_is_heeded_by_the_training(source: Path, 
 
 
 def test_a_training_whose_time_is_over_while_it_waits_ends(source: Path, tmp_path: Path) -> None:
-    code, output = Training(source, tmp_path, "train", "--train.hours", "0.002").end()
+    """On a clock that stands at its beginning plus a day once it waits."""
+    late, plugin = tmp_path / "late", tmp_path / "clock.py"
+    plugin.write_text(CLOCK.format(late=str(late)))
+    plugins = json.dumps([str(plugin), *json.loads(write_plugin(tmp_path / "gate"))])
+    training = Training(source, tmp_path, "train", "--train.hours", "20", "--plugins", plugins)
+    training.begun()
+    wait_until(lambda: _says(tmp_path, WAITS), "no word")
+    late.touch()
+    code, output = training.end()
     assert code == 0, output
     summary = json.loads((tmp_path / "mine" / "summary.json").read_text())
     assert summary["ending"] == "out_of_time"
@@ -150,7 +163,7 @@ def test_what_is_killed_goes_on_to_the_same_bits(
 @pytest.mark.long
 def test_a_preparation_and_a_training_run_at_once(source: Path, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     alone = Training(source, tmp_path, "prepare")
-    _until(lambda: list(tmp_path.glob(".prepared/*/generations/000000/manifest.json")), "no generation")
+    wait_until(lambda: list(tmp_path.glob(".prepared/*/generations/000000/manifest.json")), "no generation")
     training = Training(source, tmp_path)
     training.begun()
     alone.gate.touch()
@@ -170,9 +183,9 @@ def test_a_training_follows_a_folder_that_begins_with_too_little_and_whose_files
             (source / f"{name}{number:02d}.txt").write_text(f"{name} {number} has more to say " * 9)
 
     def grow() -> None:
-        _until(lambda: list(storage.glob(".prepared/*/parts/*.json")), "nothing is prepared")
+        wait_until(lambda: list(storage.glob(".prepared/*/parts/*.json")), "nothing is prepared")
         add("then", 20)
-        _until(lambda: list(storage.glob("mine/checkpoints/step-*/MANIFEST.json")), "no checkpoint")
+        wait_until(lambda: list(storage.glob("mine/checkpoints/step-*/MANIFEST.json")), "no checkpoint")
         for file in source.iterdir():
             file.unlink()
         add("last", 40)

@@ -4,19 +4,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
 from raystride.pipelines.launch.exit_codes import Terminated
 from raystride.pipelines.launch.session import stop_signals
-
-
-def _within(seconds: float, true: Callable[[], object]) -> bool:
-    deadline = time.monotonic() + seconds
-    while not true() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return bool(true())
+from tests.waiting import wait_until
 
 
 def _end_this_process() -> None:
@@ -40,7 +33,7 @@ def test_a_signal_stops_those_in_other_threads_too_and_a_second_one_ends() -> No
         thread.start()
         assert inside.wait(60)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert _within(60, lambda: len(asked) == 2)
+        wait_until(lambda: len(asked) == 2, "the requests to stop")
         assert heard == ["SIGTERM"]
         with pytest.raises(Terminated, match="asked twice"):
             _end_this_process()
@@ -49,6 +42,18 @@ def test_a_signal_stops_those_in_other_threads_too_and_a_second_one_ends() -> No
     assert sorted(asked) == ["main", "other"]
     assert told == ["SIGTERM"]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_ignored_ctrl_c_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with stop_signals(lambda: None) as heard:
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            os.kill(os.getpid(), signal.SIGINT)
+        assert heard == []
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_thread_by_itself_sets_no_handler() -> None:

@@ -1,27 +1,44 @@
 """A source that grows: what is added comes once, after what was there, also after a kill; and what is published may go."""
 
 import multiprocessing
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing.synchronize import Semaphore
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from raystride.pipelines.config import Config, Data, SettingError
 from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare import following
+from raystride.pipelines.prepare.fingerprint import open_sources
 from raystride.pipelines.prepare.following import follow_source
 from raystride.pipelines.prepare.generations import read_generation
 from raystride.pipelines.prepare.manifest import Manifest
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.tasks import build_task
 from tests.tiny import tiny
+from tests.waiting import wait_until
 
-LIMIT_S = 60.0
 CONTEXT = multiprocessing.get_context("spawn")
+Steering = tuple[Semaphore, Semaphore]
+"""One that a look takes, and one that it gives back when it is over."""
 
 
-def _follow(config: Config, storage: str) -> None:
+def _follow(config: Config, storage: str, steering: Steering | None = None) -> None:
+    """Follows a source; with `steering` each look at it has to be let first, and is counted."""
+    if steering:
+        allowed, looks = steering
+
+        def look(*given: Any) -> Any:
+            allowed.acquire()
+            try:
+                return open_sources(*given)
+            finally:
+                looks.release()
+
+        following.open_sources, following.LOOK_S = look, 0.0  # type: ignore[assignment]
     follow_source(config, Folder.at(storage), build_task(config), on_ray=False, echo=lambda _: None)
 
 
@@ -32,8 +49,17 @@ class Following:
         data = Data(source=str(source), kind="text", validation_fraction=0.3, start_after_mib=0.0001, follow=True)
         self.storage, self.source = storage, source
         self.config = replace(tiny(Path("unused")), data=data)
-        self.process = CONTEXT.Process(target=_follow, args=(self.config, str(storage)), daemon=True)
+        self._steering = CONTEXT.Semaphore(0), CONTEXT.Semaphore(0)
+        arguments = self.config, str(storage), self._steering
+        self.process = CONTEXT.Process(target=_follow, args=arguments, daemon=True)
         self.process.start()
+
+    def look(self) -> None:
+        """Has it look at its source once; returns when it has."""
+        allowed, looks = self._steering
+        allowed.release()
+        wait_until(lambda: looks.acquire(block=False) or not self.process.is_alive(), "a look")
+        assert self.process.is_alive(), "it ended"
 
     def end(self) -> None:
         """Kills it."""
@@ -53,11 +79,8 @@ class Following:
 
     def wait(self, true: Callable[[list[str]], bool]) -> list[str]:
         """What is published, once it is as wanted."""
-        deadline = time.monotonic() + LIMIT_S
         while not true(found := self.texts()):
-            assert time.monotonic() < deadline, found
-            assert self.process.is_alive(), "it ended"
-            time.sleep(0.1)
+            self.look()
         return found
 
 
@@ -72,7 +95,7 @@ def _texts(folder: Folder, manifest: Manifest, split: str) -> Iterator[str]:
 
 
 @pytest.fixture
-def following(tmp_path: Path) -> Iterator[Following]:
+def followed(tmp_path: Path) -> Iterator[Following]:
     (tmp_path / "data").mkdir()
     for number in range(20):
         (tmp_path / f"data/b{number:02d}.txt").write_text(f"first {number} " + "x" * 60)
@@ -81,19 +104,19 @@ def following(tmp_path: Path) -> Iterator[Following]:
     process.end()
 
 
-def test_what_is_added_comes_once_and_last_and_what_is_published_may_go(following: Following) -> None:
-    first = following.wait(lambda texts: len(texts) == 20)
-    (following.source / "a.txt").write_text("sorts before " + "y" * 60)
-    then = following.wait(lambda texts: len(texts) == 21)
+def test_what_is_added_comes_once_and_last_and_what_is_published_may_go(followed: Following) -> None:
+    first = followed.wait(lambda texts: len(texts) == 20)
+    (followed.source / "a.txt").write_text("sorts before " + "y" * 60)
+    then = followed.wait(lambda texts: len(texts) == 21)
     assert then[:20] == first
     assert then[20].startswith("sorts before")
-    following.end()
-    for file in following.source.iterdir():
+    followed.end()
+    for file in followed.source.iterdir():
         file.unlink()
-    again = Following(following.source, following.storage)
+    again = Following(followed.source, followed.storage)
     try:
-        time.sleep(1.0)  # it begins where there is no file, as a rule
-        (following.source / "c.txt").write_text("after a kill " + "z" * 60)
+        again.look()  # it begins where there is no file
+        (followed.source / "c.txt").write_text("after a kill " + "z" * 60)
         last = again.wait(lambda texts: len(texts) == 22)
     finally:
         again.end()
@@ -101,13 +124,13 @@ def test_what_is_added_comes_once_and_last_and_what_is_published_may_go(followin
     assert last[21].startswith("after a kill")
 
 
-def test_a_file_that_is_still_written_is_waited_for(following: Following) -> None:
-    following.wait(lambda texts: len(texts) == 20)
-    file = following.source / "growing.txt"
+def test_a_file_that_is_still_written_is_waited_for(followed: Following) -> None:
+    followed.wait(lambda texts: len(texts) == 20)
+    file = followed.source / "growing.txt"
     for size in range(1, 6):
         file.write_text("grows " + "w" * 100 * size)
-        time.sleep(0.7)
-    found = following.wait(lambda texts: len(texts) == 21)
+        followed.look()
+    found = followed.wait(lambda texts: len(texts) == 21)
     assert len(found[20]) == 506
 
 

@@ -1,6 +1,5 @@
 """On Ray Data the shards are the bytes that one process writes, and errors come out as they were raised."""
 
-import time
 from pathlib import Path
 
 import pytest
@@ -63,12 +62,10 @@ def test_an_error_of_the_data_comes_out_as_it_is(tmp_path: Path) -> None:
     for i in range(30):
         (tmp_path / f"{i}.txt").write_text("good")
     (tmp_path / "bad.txt").write_bytes(b"caf\xe9")
-    started = time.perf_counter()
     with pytest.raises(DataError, match=r"^\S+/bad.txt: is not UTF-8: byte 0xe9 at 3; .*--data.on_error skip$") as raised:
         prepared(settings(tmp_path), tmp_path / "runs", on_ray=True)
     assert type(raised.value) is DataError
     assert raised.value.__cause__ is None
-    assert time.perf_counter() - started < 30
 
 
 def test_an_error_of_the_tokenizer_comes_out_as_it_is(tmp_path: Path) -> None:

@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 
 from raystride.pipelines.config import Config, Profile, SettingError, Train, Validation
+from raystride.pipelines.files import Folder
+from raystride.pipelines.observers.observer import RunFacts
+from raystride.pipelines.observers.throughput import Throughput
+from raystride.pipelines.profiling.profile import Profiled
 from raystride.pipelines.record.sender import Entry, Receipt
 from raystride.pipelines.worker.job import Job, WorkerInfo
 from raystride.pipelines.worker.worker import run_worker
@@ -89,9 +93,27 @@ def test_memorys_time_line_and_who_takes_most(tmp_path: Path) -> None:
 
 
 def test_a_profiles_own_seconds_are_no_training(tmp_path: Path) -> None:
-    _, posted = train(tmp_path, Profile(tool="torch", steps=(2, 2)), train=Train(steps=6, slots=2, slot_size=1, log_every=1))
-    (summary,) = [entry["values"] for entry in posted if entry["kind"] == "summary"]
-    assert summary["step_seconds_p95"] < 0.5
+    """On a clock on which a step takes a second, and each of the profile's messages a hundred."""
+    now = [0.0]
+
+    class SlowSender:
+        def put(self, entry: Entry) -> None:
+            now[0] += 100
+
+    throughput = Throughput(lambda: now[0])
+    profile = Profile(tool="torch", steps=(2, 2))
+    profiled = Profiled(profile, Folder(str(tmp_path)), SlowSender(), throughput.on_pause, lambda: now[0])  # type: ignore[arg-type]
+    observers = [profiled, throughput]  # as a worker has them
+    for observer in observers:
+        observer.on_start(RunFacts(run="mine", attempt="a1", tokens_per_step=8))
+    for step in range(1, 7):
+        now[0] += 1
+        for observer in observers:
+            observer.on_step(step)
+    summary: Any = {}
+    throughput.on_end(summary)
+    assert now[0] > 6, "the profile told nothing"
+    assert (summary["step_seconds_p50"], summary["step_seconds_p95"]) == (1, 1)
 
 
 def test_a_window_that_the_run_does_not_reach_is_said(tmp_path: Path) -> None:

@@ -23,7 +23,16 @@ class RecorderProcess(BaseManager):
     """A recorder in a process of its own, as under Ray: `start()`, then `Recorder(...)` makes a proxy."""
 
 
+class HoldingRecorder(Recorder):
+    """A recorder that can be kept from writing."""
+
+    def hold(self) -> None:
+        """Writes nothing from now on."""
+        self._writing.acquire()
+
+
 RecorderProcess.register("Recorder", Recorder)
+RecorderProcess.register("HoldingRecorder", HoldingRecorder)
 
 
 @pytest.fixture(scope="session")

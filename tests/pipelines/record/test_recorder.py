@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
@@ -18,6 +17,7 @@ from raystride.pipelines.record import recorder as recorder_module
 from raystride.pipelines.record.entry import new_entry
 from raystride.pipelines.record.mlflow_log import MlflowLog, metric_name, public
 from tests.pipelines.record.conftest import MakeRecorder, RecorderProcess, history, only_run, sent
+from tests.waiting import wait_until
 
 
 def steps(sender: Sender, count: int, first: int = 1) -> None:
@@ -190,15 +190,13 @@ def test_a_killed_recorder_is_replaced_without_loss_or_duplicate(
     name = folder.uri.rpartition("/")[2]
     arguments: tuple[Any, ...] = (folder, name, "a1", Record(), storage, {}, {}, 60)
     first, second = process(), process()
-    proxies = [first.Recorder(*arguments)]  # type: ignore[attr-defined]
+    proxies = [first.HoldingRecorder(*arguments)]  # type: ignore[attr-defined]
     sender = Sender(lambda *posted: proxies[-1].receive(*posted), "rank0", interval_s=0.05)
     steps(sender, 30)
-    deadline = time.monotonic() + 20
-    while not folder.exists("mlflow.json") or not folder.read_json("mlflow.json")["logged"]:
-        assert time.monotonic() < deadline, "the first recorder logged nothing"
-        time.sleep(0.05)
+    wait_until(lambda: folder.exists("mlflow.json") and folder.read_json("mlflow.json")["logged"], "the first log")
+    proxies[0].hold()
     steps(sender, 10, first=31)
-    time.sleep(0.2)  # received, and with luck not yet written
+    wait_until(lambda: proxies[0].state()["step"] == 40, "the entries, which are received and not written")
     os.kill(first._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
     steps(sender, 10, first=41)
     proxies.append(second.Recorder(*arguments))  # type: ignore[attr-defined]

@@ -3,8 +3,9 @@
 import os
 import signal
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,12 +19,16 @@ from raystride.pipelines.record.entry import new_entry
 from raystride.pipelines.record.relay import Call, Relay
 from tests.distributed import CONTEXT, LIMIT_S
 from tests.pipelines.record.conftest import RecorderProcess
+from tests.waiting import wait_until
 
 WORKERS, ENTRIES = 4, 30
 
 
-def _worker(rank: int, recorder: Any, token: str, place: Path, pause_s: float) -> None:
-    """Puts its entries through its node's leader, and keeps count of the calls that this process makes."""
+def _worker(rank: int, recorder: Any, token: str, place: Path, killed: bool) -> None:
+    """Puts its entries through its node's leader, and keeps count of the calls that this process makes.
+
+    Where the leader is to be `killed`, the others have something left to say then.
+    """
     calls = 0
 
     def tell(batch: list[Call]) -> list[Any]:
@@ -32,27 +37,26 @@ def _worker(rank: int, recorder: Any, token: str, place: Path, pause_s: float) -
         return [getattr(recorder, method)(*arguments) for method, arguments in batch]
 
     through = Relay(tell, token, 80)
-    sender = Sender(lambda *post: through.call("receive", *post), f"rank{rank}", interval_s=0.02)
-    (place / f"began-{rank}").write_text(str(os.getpid()))
+
+    def post(*given: Any) -> Any:
+        receipt = through.call("receive", *given)
+        (place / f"answered-{rank}").touch()
+        return receipt
+
+    sender = Sender(post, f"rank{rank}", interval_s=0.02)
     for step in range(ENTRIES):
+        if killed and step == ENTRIES // 2:
+            wait_until((place / "killed").exists, "the leader's end")
         sender.put(new_entry("metrics", {"train_loss": float(rank)}, step=step))
-        time.sleep(pause_s)
+        time.sleep(0.001)  # they come in many posts
     sender.put(new_entry("error", {"text": "urgent, so that it is written at once"}))
     assert sender.close(60.0)
     (place / f"calls-{rank}").write_text(str(calls))
-    while len(list(place.glob("calls-*"))) < WORKERS and not (place / "enough").exists():
-        time.sleep(0.02)  # the leader stays for the others
+    wait_until((place / "enough").exists, "all workers")  # the leader stays for the others
 
 
-def _began(place: Path, count: int) -> bool:
-    return len(list(place.glob("began-*"))) >= count
-
-
-def _wait(until: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not until():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+def _count(place: Path, name: str) -> int:
+    return len(list(place.glob(f"{name}-*")))
 
 
 @pytest.fixture(autouse=True)
@@ -77,17 +81,17 @@ def test_all_is_recorded_once_and_in_order(killed: bool, recorder: Any, folder: 
     token, place = uuid4().hex[:8], tmp_path
     processes = []
     for rank in range(WORKERS):
-        arguments = rank, recorder, token, place, 0.05 if killed else 0.01
+        arguments = rank, recorder, token, place, killed
         processes.append(CONTEXT.Process(target=_start, args=(cache, *arguments)))
         processes[-1].start()
         if not rank:  # the first one leads
-            _wait(lambda: _began(place, 1))
-            time.sleep(0.3)
-    _wait(lambda: _began(place, WORKERS))
+            wait_until(lambda: _count(place, "answered") == 1, "the leader")
+    wait_until(lambda: _count(place, "answered") == WORKERS, "an answer to each worker")
     if killed:
-        time.sleep(0.5)
-        os.kill(int((place / "began-0").read_text()), signal.SIGKILL)
-    _wait(lambda: len(list(place.glob("calls-*"))) == WORKERS - killed)
+        processes[0].kill()
+        processes[0].join()
+        (place / "killed").touch()
+    wait_until(lambda: _count(place, "calls") == WORKERS - killed, "all workers")
     (place / "enough").touch()
     for process in processes:
         process.join(LIMIT_S)
@@ -122,11 +126,20 @@ def test_an_error_is_everybody_s_who_was_in_the_call() -> None:
 
 def test_a_leader_that_stands_still_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "ANSWER_S", 0.2)
-    leader = Relay(lambda batch: time.sleep(1.0) or [0] * len(batch), "same", 80)  # type: ignore[func-returns-value]
+    stands, goes_on = threading.Event(), threading.Event()
+
+    def stand_still(batch: list[Call]) -> list[Any]:
+        if stands.is_set():
+            goes_on.wait()
+        return [0] * len(batch)
+
+    leader = Relay(stand_still, "same", 80)
     assert leader.call("heartbeat", 0) == 0
+    stands.set()
     follower = Relay(lambda batch: [1] * len(batch), "same", 80)
     assert follower.call("heartbeat", 1) == follower.call("heartbeat", 2) == 1
     assert follower._leads is None
+    goes_on.set()
 
 
 def test_what_a_killed_leader_left_is_cleared_by_the_next(cache: str) -> None:

@@ -15,6 +15,7 @@ from raystride.pipelines.record import Recorder, Sender, read_entries
 from raystride.pipelines.record.entry import new_entry
 from raystride.pipelines.record.sender import Entry, Receipt
 from tests.receipts import accept, taken
+from tests.waiting import wait_until
 
 
 class Unreliable:
@@ -63,19 +64,18 @@ def test_the_recorder_of_the_tests_own_workers_keeps_none_of_them_waiting() -> N
 
 
 def test_put_does_not_wait_for_a_post_that_hangs() -> None:
-    release = threading.Event()
+    inside, release = threading.Event(), threading.Event()
 
     def hang(name: str, entries: list[Entry], recorder: str) -> Receipt:
-        release.wait(10)
+        inside.set()
+        release.wait()
         return taken(entries)
 
     sender = Sender(hang, "rank0")
     sender.put(new_entry("metrics", {"train_loss": 1.0}, step=1))
-    time.sleep(0.1)  # the thread is now inside the post
-    start = time.perf_counter()
-    for step in range(1000):
+    inside.wait()
+    for step in range(1000):  # one that waits waits for ever
         sender.put(new_entry("metrics", {"train_loss": 1.0}, step=step))
-    assert time.perf_counter() - start < 0.5
     assert not sender.flush(0.05)
     release.set()
     assert sender.flush(60.0)
@@ -148,9 +148,7 @@ def test_a_recorder_that_follows_gets_what_the_one_before_only_held(storage: Fol
     recorders[0]._write = lambda: None  # type: ignore[method-assign]  # it dies before it writes the rest
     for step in range(1, 6):
         sender.put(new_entry("metrics", {"train_loss": 1.0}, step=step))
-    deadline = time.monotonic() + 20
-    while recorders[0].state()["step"] != 5 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: recorders[0].state()["step"] == 5, "the entries")
     recorders.append(Recorder(folder, "r", "a1", Record(mlflow=False), storage, {}, {}))
     sender.put(new_entry("metrics", {"train_loss": 1.0}, step=6))
     assert sender.close(20.0)

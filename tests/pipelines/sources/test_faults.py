@@ -12,6 +12,7 @@ import pytest
 
 from raystride.pipelines.sources.faults import DataError
 from tests.pipelines.conftest import Prepare, documents, rows
+from tests.privileges import bound_by_permissions
 
 GOOD = [f"good document number {i}" for i in range(60)]
 
@@ -149,11 +150,10 @@ def test_a_skipped_range_does_not_join_its_neighbours(tmp_path: Path, run: Prepa
     assert sum(row["ends"] for row in rows(result, "train")) == 3
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_a_file_that_may_not_be_read(tmp_path: Path, run: Prepare) -> None:
     good_text(tmp_path)
     (tmp_path / "000.txt").chmod(0)
-    with pytest.raises(DataError, match=r"000.txt: may not be read \(permission denied\)"):
+    with bound_by_permissions(), pytest.raises(DataError, match=r"000.txt: may not be read \(permission denied\)"):
         run(f"{tmp_path}/*.txt")
 
 

@@ -16,6 +16,7 @@ from raystride.pipelines.strategies.ddp import DataParallel
 from raystride.pipelines.strategies.exact import ExactBuckets
 from raystride.pipelines.strategies.tree import additions, halves, roots, visits
 from tests.distributed import run_distributed
+from tests.some import some
 
 
 def _by_hand(values: Sequence[float]) -> float:
@@ -161,7 +162,7 @@ def _filled(slots: int) -> list[int]:
 def test_gradients_have_the_bits_of_the_tree_by_hand(world: int) -> None:
     cases = [(slots, bytes_) for slots in sorted({world, 7, 8, 11}) for bytes_ in (1 << 20, 60)]
     by_rank = run_distributed(_cases, world, cases) if world > 1 else [_cases(0, 1, cases)]
-    for number, (slots, _) in enumerate(cases):
+    for number, (slots, _) in some(enumerate(cases)):
         for step, full in enumerate(_filled(slots)):
             expected = _expected(slots, step, full)
             for result in (results[number][step] for results in by_rank):

@@ -19,6 +19,7 @@ from raystride.pipelines.train.fingerprint import parameters_sha256
 from raystride.pipelines.train.state import TrainState
 from tests.distributed import run_distributed
 from tests.pipelines.train.checkpoints import SHAPE, fed, open_checkpoints, save, trained
+from tests.some import some
 from tests.storage import KEYS
 from tests.storage import uri as uri_of
 
@@ -124,10 +125,9 @@ def test_damage_is_found_and_the_one_before_is_used(tmp_path: Path, damage: str)
 
 def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    for path in tmp_path.rglob("*"):
-        if path.is_file():
-            with pytest.raises(ValueError, match=r".+"):
-                list(pickletools.genops(path.read_bytes()))
+    for path in some(path for path in tmp_path.rglob("*") if path.is_file()):
+        with pytest.raises(ValueError, match=r".+"):
+            list(pickletools.genops(path.read_bytes()))
 
 
 def test_the_manifest_says_what_was_fed(tmp_path: Path) -> None:
