@@ -7,6 +7,9 @@
 # make test-table  the seconds of the last make test-all, into tests/seconds.json and CONTRIBUTING.md
 # make test-of X  the tests of one room or package: make test-of feed, make test-of NAME=triton_kernels
 # make test-processors  all tests three times, as on other processors: either product, and neither AVX-512 nor AMX
+# make test-newest  make test with the newest of everything that pyproject.toml admits, in an environment of its own
+# make test-oldest  make test with the lowest versions that pyproject.toml claims, in an environment of its own
+# make test-3.12, make test-3.13  make test on another Python, in an environment of its own
 # make test-ray-next  what touches Ray, with the newest Ray that pyproject.toml admits, in an environment of its own
 # make report-3.6  docs/kernels-3.6.md: what ships, compiled by the oldest Triton, in an environment of its own; ten minutes
 # make install    make .venv and install Raystride and what its developers need into it
@@ -26,15 +29,15 @@ RUN := $(VENV)/bin/python
 NEXT := .venv-ray-next
 TRITON_36 := .venv-triton-3.6
 AUDIT := .venv-audit
-PYTHON_312 ?= python3.12
 TRACED := .venv-3.12
 # One process more than there are cores, six at most: tests wait for a third of their time. A file's tests stay in one process,
 # which has their trainings; tests/schedule.py orders the files.
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 5 ? cores + 1 : 6)))
-PYTEST := $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(RUN) -m pytest $(SIDE_BY_SIDE)
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help install train test test-all test-changed test-weekly test-map test-table test-of test-processors test-ray-next report-3.6 ui pictures sanitize lint map bill audit
+.PHONY: help install train test test-all test-changed test-weekly test-map test-table test-of test-processors test-newest test-oldest test-ray-next report-3.6 ui pictures sanitize lint map bill audit
 .DEFAULT_GOAL := train
 
 help:
@@ -97,10 +100,37 @@ test-processors:
 	RAYSTRIDE_LINEAR=onednn $(MAKE) test-all
 	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(MAKE) test-all
 
-$(TRACED)/.installed: pyproject.toml constraints.txt
-	@echo "installing into $(TRACED): some 3 GB more where PyTorch comes with CUDA"
-	@$(PYTHON_312) -m venv $(TRACED)
-	@$(TRACED)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+test-newest: .venv-newest/.installed
+	@.venv-newest/bin/python -m tests.versions
+	@.venv-newest/bin/python -m pytest $(SIDE_BY_SIDE) -m "not long"
+
+test-oldest: .venv-oldest/.installed
+	@.venv-oldest/bin/python -m tests.versions
+	@.venv-oldest/bin/python -m pytest $(SIDE_BY_SIDE) -m "not long"
+
+test-3.%: .venv-3.%/.installed
+	@.venv-3.$*/bin/python -m tests.versions
+	@.venv-3.$*/bin/python -m pytest $(SIDE_BY_SIDE) -m "not long"
+
+# What pip finds without our constraints, as for a user who installs the wheel.
+.venv-newest/.installed: pyproject.toml
+	@echo "installing the newest of everything into .venv-newest: some 8 GB"
+	@$(PYTHON) -m venv .venv-newest
+	@.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e ".[dev]"
+	@touch $@
+
+.venv-oldest/.installed: pyproject.toml tests/versions.py
+	@echo "installing the lowest versions of what pyproject.toml names into .venv-oldest: some 8 GB"
+	@$(PYTHON) -m venv .venv-oldest
+	@.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check packaging
+	@.venv-oldest/bin/python -m tests.versions --lowest > .venv-oldest/constraints.txt
+	@.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-oldest/constraints.txt -e ".[dev]"
+	@touch $@
+
+.venv-3.%/.installed: pyproject.toml constraints.txt
+	@echo "installing into .venv-3.$*: some 3 GB, and 5 more where PyTorch comes with CUDA"
+	@python3.$* -m venv .venv-3.$*
+	@.venv-3.$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
 
 test-ray-next: $(NEXT)/.installed
