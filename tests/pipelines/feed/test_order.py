@@ -28,6 +28,7 @@ def test_every_epoch_holds_every_sample_once(
     order = Order(samples, seed, shuffle, block, window, first_window)  # type: ignore[arg-type]
     positions = np.arange(epoch * samples, (epoch + 1) * samples)
     assert np.array_equal(np.sort(order.at(positions)), np.arange(samples))
+    assert set(order.epochs(positions).tolist()) == {epoch}
 
 
 @given(samples=st.integers(1, 10_000), positions=st.lists(st.integers(0, 30_000), min_size=1, max_size=50), shuffle=SHUFFLES)
@@ -56,6 +57,13 @@ def test_blocks_stay_together_inside_windows() -> None:
     assert len(np.unique(first_window // 100)) == 2
 
 
+def test_no_two_windows_are_shuffled_alike_inside() -> None:
+    order = Order(6000, 0, "blocks", block=1000, window=2)
+    inside = order.at(np.arange(6000)).reshape(3, 2000) % 1000
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert np.mean(inside[one] == inside[other]) < 0.02
+
+
 def test_windows_of_the_first_epoch_grow_by_a_seventh_from_a_few_blocks() -> None:
     order, alike = (Order(10_000, 0, "blocks", block=10, window=12, first_window=first) for first in (4, 0))
     sizes = [4, 5, 6, 7, 8, 9, 10, *[12] * 3]
@@ -64,6 +72,10 @@ def test_windows_of_the_first_epoch_grow_by_a_seventh_from_a_few_blocks() -> Non
     assert [len(np.unique(each)) for each in windows] == sizes
     later = np.arange(10_000, 20_000)
     assert np.array_equal(order.at(later), alike.at(later))
+    # Epoch -1 is the first generation of data that is still being prepared, and grows as well; those after it do not.
+    epoch = np.arange(10_000)
+    assert len(np.unique(order.in_epoch(epoch[:40], -1) // 10)) == 4
+    assert np.array_equal(order.in_epoch(epoch, -2), alike.in_epoch(epoch, -2))
 
 
 def test_a_trillion_samples_cost_no_memory() -> None:
