@@ -11,6 +11,7 @@ listed with their reason in benchmarks/mutants_equivalent.json. `--again` tries 
 
 import argparse
 import json
+import math
 import os
 import random
 import shutil
@@ -24,6 +25,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 from benchmarks.mutation_operators import Fault, find_faults
 
@@ -38,7 +40,7 @@ EQUIVALENT = Path(__file__).with_name("mutants_equivalent.json")
 OUTCOMES = ("mirrored file", "room", "equivalent", "survived")
 LIMIT, LEAST_LIMIT_S = 4, 60.0
 """A run that takes so many times its usual seconds, and these at least, hangs."""
-PYTEST = ["-m", "pytest", "-x", "-q", "-m", "not long", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--no-header"]
+PYTEST = ["-m", "pytest", "-q", "-m", "not long", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--no-header"]
 
 
 def sources_of(room: str) -> list[Path]:
@@ -91,7 +93,8 @@ class Copy:
     def __init__(self, folder: Path, root: Path = ROOT) -> None:
         """Copies to `folder` what git has of `root`, changed or not, and new files."""
         self.folder = folder
-        self._usual_s: dict[str, float | None] = {}
+        self.seconds: dict[str, float] = {}
+        """Of each test file without a fault, by name; infinite where it fails."""
         self._written = 1_000_000_000
         listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
         names = subprocess.run(listed, cwd=root, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -106,49 +109,59 @@ class Copy:
         self._written += 10
         os.utime(self.folder / path, (self._written, self._written))
 
-    def failure(self, tests: Sequence[str], limit_s: float) -> str | None:
-        """The first test that fails, or `a hang`; None where all pass."""
-        command = [sys.executable, *PYTEST, *tests]
+    def run(self, *arguments: str, limit_s: float) -> tuple[int | None, list[str]]:
+        """pytest's exit code, None where it hangs, and what it printed."""
         environment = os.environ | {"PYTHONPATH": str(self.folder)}
         with (
             tempfile.TemporaryFile("w+") as output,
             subprocess.Popen(
-                command, cwd=self.folder, env=environment, stdout=output, stderr=output, start_new_session=True
+                [sys.executable, *PYTEST, *arguments],
+                cwd=self.folder,
+                env=environment,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             ) as process,
         ):
             try:
                 code = process.wait(limit_s)
             except subprocess.TimeoutExpired:
-                return "a hang"
+                code = None
             finally:
-                _end_group(process)
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # with all that it has started
             output.seek(0)
-            lines = output.read().splitlines()
+            return code, output.read().splitlines()
+
+    def find_failure(self, tests: Sequence[str], limit_s: float) -> str | None:
+        """The first test that fails, or `a hang`; None where all pass."""
+        code, lines = self.run("-x", *tests, limit_s=limit_s)
         if code in (0, 5):  # 5: all tests of these files are long ones
             return None
         failed = [line.split(" - ")[0].split(" ", 1)[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
-        return failed[0] if failed else "pytest itself"
+        return "a hang" if code is None else failed[0] if failed else "pytest itself"
 
-    def usual_s(self, test: str) -> float | None:
-        """Seconds of a test file without a fault, measured once; None where it fails, which is said."""
-        if test not in self._usual_s:
-            began = time.monotonic()
-            failed = self.failure([test], 600.0)
-            self._usual_s[test] = None if failed else time.monotonic() - began
+    def measure(self, tests: Sequence[str]) -> None:
+        """Measures test files without a fault, once, all in one go; those that fail are said, and left out from then on."""
+        if all(test in self.seconds for test in tests):
+            return
+        report = self.folder / "seconds.xml"
+        began = time.monotonic()
+        self.run("-o", "junit_family=xunit1", f"--junitxml={report}", *tests, limit_s=1800.0)
+        cases = [case for case in ElementTree.parse(report).iter("testcase") if case.get("file")]
+        # Whatever no test took is for the start: of each run of tests, so of each file once.
+        start = time.monotonic() - began - sum(float(case.get("time", 0)) for case in cases)
+        for test in tests:
+            own = [case for case in cases if case.get("file") == test]
+            failed = [case.get("name") for case in own if case.find("failure") is not None or case.find("error") is not None]
+            self.seconds[test] = math.inf if failed else start + sum(float(case.get("time", 0)) for case in own)
             if failed:
-                print(f"{test} fails without a fault ({failed}) and is left out", flush=True)
-        return self._usual_s[test]
+                print(f"{test} fails without a fault ({failed[0]}) and is left out", flush=True)
 
-    def try_tests(self, tests: Iterable[str]) -> tuple[list[str], float]:
+    def order_tests(self, tests: Iterable[str]) -> tuple[list[str], float]:
         """Those of the test files that pass without a fault, the fastest first, and after how many seconds they hang."""
-        seconds = {test: own for test in tests if (own := self.usual_s(test)) is not None}
-        return sorted(seconds, key=seconds.__getitem__), max(LEAST_LIMIT_S, LIMIT * sum(seconds.values()))
-
-
-def _end_group(process: subprocess.Popen[Any]) -> None:
-    """Ends a run with all that it has started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        passing = sorted((test for test in tests if self.seconds[test] < math.inf), key=self.seconds.__getitem__)
+        return passing, max(LEAST_LIMIT_S, LIMIT * sum(self.seconds[test] for test in passing))
 
 
 def find_tests(path: str, folder: Path) -> tuple[list[str], list[str]]:
@@ -165,11 +178,13 @@ def find_tests(path: str, folder: Path) -> tuple[list[str], list[str]]:
 def try_fault(copy: Copy, fault: Fault) -> tuple[str, str]:
     """Makes a fault and runs its tests until one fails; the outcome, and the test. The copy is as before afterwards."""
     source = (copy.folder / fault.path).read_text()
-    groups = [copy.try_tests(tests) for tests in find_tests(fault.path, copy.folder)]
+    found = find_tests(fault.path, copy.folder)
+    copy.measure([*found[0], *found[1]])
+    groups = [copy.order_tests(tests) for tests in found]
     copy.write(fault.path, fault.apply(source))
     try:
         for outcome, (tests, limit_s) in zip(OUTCOMES, groups, strict=False):
-            if tests and (failed := copy.failure(tests, limit_s)):
+            if tests and (failed := copy.find_failure(tests, limit_s)):
                 return outcome, failed
     finally:
         copy.write(fault.path, source)
@@ -249,11 +264,15 @@ def main() -> None:
     else:
         chosen = []
     with tempfile.TemporaryDirectory() as scratch:
-        copy = Copy(Path(scratch)) if chosen else None
+        copy = Copy(Path(scratch))
+        known = given.results.with_suffix(".seconds.json")
+        if known.exists() and (given.resume or given.again):
+            copy.seconds = json.loads(known.read_text())
         for number, (room, fault) in enumerate(chosen, 1):
-            assert copy
             began = time.monotonic()
             outcome, test = try_fault(copy, fault)
+            known.parent.mkdir(parents=True, exist_ok=True)
+            known.write_text(json.dumps(copy.seconds))
             results.add(room, fault, outcome, test, time.monotonic() - began)
             print(
                 f"{number}/{len(chosen)} {outcome:<13} {fault.path}:{fault.number} {fault.operator}: {fault.line} [{test}]",
