@@ -1,5 +1,6 @@
 """DeepSpeed's ZeRO, every stage, takes the course of a single worker, and comes back from our own checkpoints."""
 
+import math
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +12,7 @@ from raystride.pipelines.config import Checkpoint, Guard, Model, Optimizer, Samp
 from tests.pipelines.strategies.course import SLOTS, STEPS, Course, changed, course_job, run_course
 from tests.pipelines.strategies.test_strategy import assert_same_course
 from tests.pipelines.train.test_guard import BAD, plant_nan
+from tests.plain_training import PlainStep, assert_plain, train_plainly
 from tests.processes import run_workers
 
 # Each process takes seconds to import DeepSpeed.
@@ -37,6 +39,12 @@ def single(folder: Path) -> Course:
     return run_course(course_job(folder, "single", train=TRAIN), 1)
 
 
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> list[PlainStep]:
+    """The same in plain PyTorch."""
+    return train_plainly(course_job(folder, "single", train=TRAIN), steps=5)
+
+
 def _zero(stage: int) -> Scaling:
     return Scaling(strategy="deepspeed", zero=stage)
 
@@ -49,8 +57,12 @@ MORE = [pytest.param(*way, marks=pytest.mark.long) for way in ((2, 1), (3, 3), (
 
 
 @pytest.mark.parametrize(("stage", "world"), [(1, 2), (2, 2), (3, 2), *MORE])
-def test_the_course_is_that_of_one_worker(folder: Path, single: Course, stage: int, world: int) -> None:
-    assert_same_course(_course(folder, f"zero-{stage}-{world}", stage, world), single)
+def test_the_course_is_that_of_one_worker(
+    folder: Path, single: Course, plain: list[PlainStep], stage: int, world: int
+) -> None:
+    course = _course(folder, f"zero-{stage}-{world}", stage, world)
+    assert_same_course(course, single)
+    assert_plain(course, plain)
 
 
 @pytest.mark.parametrize(("precision", "stage"), [("bf16", 2), ("pure_bf16", 3)])
@@ -89,7 +101,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_left_undisturbed(folder: Pat
 def test_a_bad_step_is_skipped(folder: Path) -> None:
     train = replace(TRAIN, steps=BAD[0] + 3)
     course = _course(folder, "skip", 3, 2, plant_nan, train=train, guard=Guard(policy="skip"))
-    assert [number for number, loss in enumerate(course.losses) if loss != loss] == [BAD[0]]
+    assert [number for number, loss in enumerate(course.losses) if math.isnan(loss)] == [BAD[0]]
     assert course.logged[-1]["dropped_steps"] == 1
 
 

@@ -21,6 +21,7 @@ from raystride.pipelines.worker.job import Job, WorkerInfo
 from raystride.pipelines.worker.worker import build_training
 from tests.distributed import run_distributed
 from tests.pipelines.strategies.course import Course, changed, course_job, documents, run_course
+from tests.plain_training import PlainStep, assert_plain, train_plainly
 
 STEPS, SLOTS = 6, 8
 LOSS, NORM = 1e-6, 1e-5
@@ -95,6 +96,11 @@ def _alone(folder: Path, kind: Kind) -> Course:
     return run_course(_job(folder, "alone-" + "-".join(map(str, kind)), kind, Scaling()), 1)
 
 
+@cache
+def _plain(folder: Path, kind: Kind) -> list[PlainStep]:
+    return train_plainly(_job(folder, "alone-" + "-".join(map(str, kind)), kind, Scaling()), STEPS)
+
+
 def _name(value: object) -> str:
     if not isinstance(value, Scaling):
         return str(value)
@@ -112,6 +118,8 @@ def test_a_mesh_takes_the_course_of_one_worker(folder: Path, world: int, scaling
     assert found.losses == pytest.approx(wanted.losses, rel=LOSS)
     assert found.norms == pytest.approx(wanted.norms, rel=NORM)
     assert found.validations == pytest.approx(wanted.validations, rel=LOSS)
+    for course in (found, wanted):
+        assert_plain(course, _plain(folder, kind))
 
 
 def _drawn_apart(rank: int, world: int, meshes: list[Scaling]) -> list[dict[str, torch.Tensor]]:

@@ -18,6 +18,7 @@ from raystride.pipelines.train.guard import Diverged
 from raystride.pipelines.train.loop import Ending, Training
 from raystride.pipelines.worker.job import Job, WorkerInfo
 from raystride.pipelines.worker.worker import build_training
+from tests.plain_training import train_plainly
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
 
@@ -151,17 +152,16 @@ def test_patience_begins_anew_with_each_better_validation(folder: Path) -> None:
 
 
 def test_the_loss_that_is_logged_is_the_mean_since_the_last_log(folder: Path) -> None:
-    every: dict[int, dict[int, dict[str, float]]] = {}
-    for log_every in (1, 4):
-        notes = Notes()
-        train = Train(steps=10, slots=4, slot_size=2, log_every=log_every)
-        config = _config(folder, train=train, checkpoint=Checkpoint(every=0))
-        _training(folder, config, f"logged{log_every}", notes).run()
-        every[log_every] = notes.logged
-    alone = [every[1][step]["train_loss"] for step in range(1, 11)]
-    # Each step has as many targets; the last log is of what is left.
+    notes, train = Notes(), Train(steps=10, slots=4, slot_size=2, log_every=4)
+    config = _config(folder, train=train, checkpoint=Checkpoint(every=0))
+    plain = train_plainly(make_job(config, folder, "logged"), steps=10)
+    _training(folder, config, "logged", notes).run()
+    # The last log is of what is left.
     for step, first in ((4, 0), (8, 4), (10, 8)):
-        assert every[4][step]["train_loss"] == pytest.approx(sum(alone[first:step]) / (step - first), rel=1e-6)
+        sums = [(each.loss * each.targets, each.targets) for each in plain[first:step]]
+        loss, targets = map(sum, zip(*sums, strict=True))
+        assert notes.logged[step]["train_loss"] == pytest.approx(loss / targets, rel=1e-6)
+        assert notes.logged[step]["learning_rate"] == pytest.approx(plain[step - 1].rate, rel=1e-12)
 
 
 def test_seconds_go_on_from_those_of_the_checkpoint(folder: Path) -> None:
