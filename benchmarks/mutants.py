@@ -15,19 +15,17 @@ import math
 import os
 import random
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 from benchmarks.mutation_operators import Fault, find_faults
+from benchmarks.pytest_server import PytestServer
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {
@@ -40,7 +38,7 @@ EQUIVALENT = Path(__file__).with_name("mutants_equivalent.json")
 OUTCOMES = ("mirrored file", "room", "equivalent", "survived")
 LIMIT, LEAST_LIMIT_S = 4, 60.0
 """A run that takes so many times its usual seconds, and these at least, hangs."""
-PYTEST = ["-m", "pytest", "-q", "-m", "not long", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--no-header"]
+PYTEST = ["-q", "-m", "not long", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--no-header"]
 
 
 def sources_of(room: str) -> list[Path]:
@@ -90,9 +88,9 @@ def find_again(name: Sequence[Any]) -> Fault | None:
 class Copy:
     """A copy of the tree in which faults are made and tests run."""
 
-    def __init__(self, folder: Path, root: Path = ROOT) -> None:
+    def __init__(self, folder: Path, server: PytestServer, root: Path = ROOT) -> None:
         """Copies to `folder` what git has of `root`, changed or not, and new files."""
-        self.folder = folder
+        self.folder, self._server = folder, server
         self.seconds: dict[str, float] = {}
         """Of each test file without a fault, by name; infinite where it fails."""
         self._written = 1_000_000_000
@@ -109,33 +107,9 @@ class Copy:
         self._written += 10
         os.utime(self.folder / path, (self._written, self._written))
 
-    def run(self, *arguments: str, limit_s: float) -> tuple[int | None, list[str]]:
-        """pytest's exit code, None where it hangs, and what it printed."""
-        environment = os.environ | {"PYTHONPATH": str(self.folder)}
-        with (
-            tempfile.TemporaryFile("w+") as output,
-            subprocess.Popen(
-                [sys.executable, *PYTEST, *arguments],
-                cwd=self.folder,
-                env=environment,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            ) as process,
-        ):
-            try:
-                code = process.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # with all that it has started
-            output.seek(0)
-            return code, output.read().splitlines()
-
     def find_failure(self, tests: Sequence[str], limit_s: float) -> str | None:
         """The first test that fails, or `a hang`; None where all pass."""
-        code, lines = self.run("-x", *tests, limit_s=limit_s)
+        code, lines = self._server.run(self.folder, [*PYTEST, "-x", *tests], limit_s)
         if code in (0, 5):  # 5: all tests of these files are long ones
             return None
         failed = [line.split(" - ")[0].split(" ", 1)[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
@@ -143,11 +117,12 @@ class Copy:
 
     def measure(self, tests: Sequence[str]) -> None:
         """Measures test files without a fault, once, all in one go; those that fail are said, and left out from then on."""
-        if all(test in self.seconds for test in tests):
+        tests = [test for test in tests if test not in self.seconds]
+        if not tests:
             return
         report = self.folder / "seconds.xml"
         began = time.monotonic()
-        self.run("-o", "junit_family=xunit1", f"--junitxml={report}", *tests, limit_s=1800.0)
+        self._server.run(self.folder, [*PYTEST, "-o", "junit_family=xunit1", f"--junitxml={report}", *tests], 1800.0)
         cases = [case for case in ElementTree.parse(report).iter("testcase") if case.get("file")]
         # Whatever no test took is for the start: of each run of tests, so of each file once.
         start = time.monotonic() - began - sum(float(case.get("time", 0)) for case in cases)
@@ -158,14 +133,13 @@ class Copy:
             if failed:
                 print(f"{test} fails without a fault ({failed[0]}) and is left out", flush=True)
 
-    def order_tests(self, tests: Iterable[str], module: str) -> tuple[list[str], float]:
-        """Those of the test files that pass without a fault, and after how many seconds they hang.
-
-        Those that name the module come first, and of either the fastest.
-        """
-        named = {test: module in (self.folder / test).read_text() for test in tests if self.seconds[test] < math.inf}
-        passing = sorted(named, key=lambda test: (not named[test], self.seconds[test]))
-        return passing, max(LEAST_LIMIT_S, LIMIT * sum(self.seconds[test] for test in passing))
+    def order_tests(self, tests: Iterable[str], module: str, near: bool) -> list[str]:
+        """Those that name a module come first, or are all where `near`; and of either the fastest, as far as is known."""
+        named = {test: module in (self.folder / test).read_text() for test in tests}
+        return sorted(
+            (test for test in named if named[test] or not near),
+            key=lambda test: (not named[test], self.seconds.get(test, 0.0)),
+        )
 
 
 def find_tests(path: str, folder: Path) -> tuple[list[str], list[str]]:
@@ -179,19 +153,24 @@ def find_tests(path: str, folder: Path) -> tuple[list[str], list[str]]:
     return names[0], names[1]
 
 
-def try_fault(copy: Copy, fault: Fault) -> tuple[str, str]:
-    """Makes a fault and runs its tests until one fails; the outcome, and the test. The copy is as before afterwards."""
+def try_fault(copy: Copy, fault: Fault, near: bool = False) -> tuple[str, str]:
+    """Makes a fault and runs its tests until one fails; the outcome, and the test. The copy is as before afterwards.
+
+    With `near`, of the room's other test files those alone that name the module.
+    """
     source = (copy.folder / fault.path).read_text()
-    found = find_tests(fault.path, copy.folder)
-    copy.measure([*found[0], *found[1]])
-    groups = [copy.order_tests(tests, fault.path.removesuffix(".py").replace("/", ".")) for tests in found]
-    copy.write(fault.path, fault.apply(source))
-    try:
-        for outcome, (tests, limit_s) in zip(OUTCOMES, groups, strict=False):
-            if tests and (failed := copy.find_failure(tests, limit_s)):
+    mirrored, others = find_tests(fault.path, copy.folder)
+    others = copy.order_tests(others, fault.path.removesuffix(".py").replace("/", "."), near)
+    for outcome, tests in zip(OUTCOMES, (mirrored, others), strict=False):
+        copy.measure(tests)
+        passing = [test for test in tests if copy.seconds[test] < math.inf]
+        limit_s = max(LEAST_LIMIT_S, LIMIT * sum(copy.seconds[test] for test in passing))
+        copy.write(fault.path, fault.apply(source))
+        try:
+            if passing and (failed := copy.find_failure(passing, limit_s)):
                 return outcome, failed
-    finally:
-        copy.write(fault.path, source)
+        finally:
+            copy.write(fault.path, source)
     return "survived", ""
 
 
@@ -249,12 +228,11 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "mutants.jsonl")
+    parser.add_argument("--near", action="store_true", help="of a room's other test files try those that name the module")
     parser.add_argument("--resume", action="store_true", help="leave out what the results have already")
     parser.add_argument("--again", action="store_true", help="try the survivors of the results once more")
     parser.add_argument("--table", action="store_true", help="only print the table of the results")
     given = parser.parse_args()
-    # In the background SIGINT may be ignored, which tests would inherit that wait for an interrupted training.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     results, equivalent = Results(given.results), read_equivalent()
     if given.again:
         lost = [
@@ -267,14 +245,14 @@ def main() -> None:
         chosen = [(room, fault) for room, fault in chosen if not (given.resume and fault.name in results.rows)]
     else:
         chosen = []
-    with tempfile.TemporaryDirectory() as scratch:
-        copy = Copy(Path(scratch))
+    with tempfile.TemporaryDirectory() as scratch, PytestServer() as server:
+        copy = Copy(Path(scratch), server)
         known = given.results.with_suffix(".seconds.json")
         if known.exists() and (given.resume or given.again):
             copy.seconds = json.loads(known.read_text())
         for number, (room, fault) in enumerate(chosen, 1):
             began = time.monotonic()
-            outcome, test = try_fault(copy, fault)
+            outcome, test = try_fault(copy, fault, given.near)
             known.parent.mkdir(parents=True, exist_ok=True)
             known.write_text(json.dumps(copy.seconds))
             results.add(room, fault, outcome, test, time.monotonic() - began)

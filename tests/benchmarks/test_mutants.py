@@ -18,6 +18,7 @@ from benchmarks.mutants import (
     try_fault,
 )
 from benchmarks.mutation_operators import find_faults
+from benchmarks.pytest_server import PytestServer
 
 SOURCE = '''
 """1 < 2"""
@@ -151,12 +152,13 @@ def test_a_fault_is_tried_with_the_mirrored_file_and_then_with_the_room(tmp_path
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_text(text)
     subprocess.run(["git", "init", "-q"], cwd=tree, check=True)
-    tried = Copy(copy, tree)
     outcomes = {}
-    for fault in find_faults("pipelines/feed/small.py", CHECKED):
-        if (fault.operator, fault.number) in (("// to /", 2), ("returns None", 6), ("< to <=", 6)):
-            outcomes[fault.operator, fault.number] = try_fault(tried, fault)
-            assert (copy / fault.path).read_text() == CHECKED
+    with PytestServer() as server:
+        tried = Copy(copy, server, tree)
+        for fault in find_faults("pipelines/feed/small.py", CHECKED):
+            if (fault.operator, fault.number) in (("// to /", 2), ("returns None", 6), ("< to <=", 6)):
+                outcomes[fault.operator, fault.number] = try_fault(tried, fault)
+                assert (copy / fault.path).read_text() == CHECKED
     room = "tests/pipelines/feed"
     assert outcomes == {
         ("// to /", 2): ("mirrored file", f"{room}/test_small.py::test_half"),

@@ -121,6 +121,8 @@ def test_it_joins_the_runs_record_and_a_server_that_is_away_loses_nothing(traine
     assert told[0]["values"]["test_macro_f1"] == scored.metrics["macro_f1"]
     names = {entry["values"]["name"] for entry in told if entry["kind"] == "artifact"}
     assert names == {f"evaluate/test/{name}" for name in scored.files}
+    joined = [json.loads(line) for line in run.read("metrics.jsonl").splitlines()]
+    assert [entry for entry in joined if entry["sender"] == "evaluation"] == told
     assert Path(f"{run}/evaluate/test/predictions.parquet").exists()
     assert parquet.read_table(f"{run}/evaluate/test/predictions.parquet").num_rows == 60
 

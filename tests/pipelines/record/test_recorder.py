@@ -182,6 +182,8 @@ def test_mlflow_gets_points_with_their_own_times_and_shows_what_broke(
     steps(sender, 30)
     sender.put(new_entry("metrics", {"train_loss": float("inf"), "bad key!*": float("nan"), "word": "no number"}, step=31))
     sender.put(new_entry("tags", {"model": "small"}))
+    sender.put(new_entry("checkpoint", {"path": "/there/step-30"}, step=30))
+    sender.put(new_entry("error", {"text": "it went wrong", "rank": 0}))
     for name in ("profiles/note.txt", "../outside.txt"):
         sender.put(new_entry("artifact", {"name": name}))
     assert sender.close(60.0)
@@ -193,6 +195,8 @@ def test_mlflow_gets_points_with_their_own_times_and_shows_what_broke(
     assert run.info.status == "FINISHED"
     assert run.data.params == {"train.steps": "100", "optimizer.betas": "[0.9, 0.99]"}
     assert (run.data.tags["team"], run.data.tags["model"]) == ("us", "small")
+    assert run.data.tags["raystride.checkpoint"] == "/there/step-30"
+    assert run.data.tags["raystride.error"] == "it went wrong"
     points = history(storage, run.info.run_id, "train_loss")
     assert [(step, stamp) for step, _, stamp in points[:30]] == [(i, round((1e9 + i / 8) * 1000)) for i in range(1, 31)]
     assert points[30][1] != points[30][1]  # infinity is seen as NaN, not as 1.8e308

@@ -59,6 +59,12 @@ def test_texts_are_cut_to_the_context_and_padded(kind: str) -> None:
     assert task.ids == (256 if kind == "bytes" else LETTERS.vocabulary_size)
 
 
+def test_a_prediction_asks_for_the_text_alone() -> None:
+    task = _task()
+    assert [column.name for column in task.columns] == ["text", "label"]
+    assert [column.name for column in task.asked] == ["text"]
+
+
 def test_an_unknown_label_is_named() -> None:
     with pytest.raises(ValueError, match="'maybe', which the training data has not; it has no, yes"):
         _task().encode(("abc", "maybe"))

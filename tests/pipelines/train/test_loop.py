@@ -210,6 +210,17 @@ def test_a_save_that_the_store_refused_at_the_end_is_tried_again(folder: Path) -
     assert notes.calls[-1] == ("checkpoint", 6)
 
 
+def test_old_checkpoints_that_cannot_be_cleared_are_said_and_end_nothing(folder: Path) -> None:
+    said: list[str] = []
+    job = make_job(_config(folder), folder, "hints")
+    (folder / "hints" / "checkpoints" / "last").mkdir(parents=True)  # where a file should be
+    training = build_training(job, WorkerInfo(), [], lambda: False, said.append)
+    assert training.run()[0] is Ending.DONE
+    assert [text.split(" (")[0] for text in said if "cleared" in text] == [
+        f"warning: what checkpoint step-0000000{step} replaces could not be cleared" for step in (3, 6)
+    ]
+
+
 def test_no_checkpoint_is_written_where_none_is_wanted(folder: Path) -> None:
     config = _config(folder, checkpoint=Checkpoint(every=0))
     _training(folder, config, "none").run()
