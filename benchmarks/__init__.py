@@ -13,6 +13,7 @@ launch_cost  what the host takes for a call of our operations, beside PyTorch's 
 remote       shards behind a narrow link: bytes fetched and time waited beside mosaicml-streaming and LitData
 scale        what the control plane costs at 8 to 8,192 ranks, which are only spoken for
 recorder     a loop that records every step beside one that records none
+mutants      small faults drawn over the product's code, and which tests see them (docs/mutants.md)
 
 Ways of doing one thing take turns in the same run; every ratio is taken within its round. All print the machine, versions,
 commit and date, take `--rounds`, and write the same as JSON with `--json PATH`. What they share: `pairs` (turns, ratios,

@@ -27,6 +27,9 @@ WORDS = 5
 HASHES = 128
 """Of a signature, whose share that is equal estimates how much two documents have in common: within 0.09 mostly."""
 
+MAX_INDEXED = 0.95
+"""The index finds pairs that are alike from here on, at most: above 0.99 datasketch has no bands, and raises ValueError."""
+
 
 class Reads(Protocol):
     """What of a preparation is needed here."""
@@ -108,7 +111,7 @@ def _alike(parts: Iterator[tuple[int, np.ndarray]], threshold: float) -> dict[in
     from datasketch import MinHash, MinHashLSH
 
     # Bands that find nearly all at the threshold; whether a pair found is alike, its whole signatures decide.
-    index = MinHashLSH(threshold=threshold, num_perm=HASHES, weights=(0.1, 0.9))
+    index = MinHashLSH(threshold=min(threshold, MAX_INDEXED), num_perm=HASHES, weights=(0.1, 0.9))
     kept: list[np.ndarray] = []
     found: dict[int, list[int]] = {}
     for number, signatures in parts:

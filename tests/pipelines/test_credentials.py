@@ -156,6 +156,16 @@ def test_a_secret_that_is_missing_is_asked_for_by_name(monkeypatch: pytest.Monke
         filesystem("https://***@host/x")
 
 
+def test_a_password_is_hidden_as_it_was_given_and_as_it_is_meant() -> None:
+    note("https://user:p%40ss1word@host/a")
+    assert hidden("refused p%40ss1word, that is p@ss1word") == "refused ***, that is ***"
+
+
+def test_a_scheme_in_capitals_is_no_other_host() -> None:
+    note("https://user:hunter2x@host/a")
+    assert whole("HTTPS://***@host/a") == "HTTPS://user:hunter2x@host/a"
+
+
 def test_folders_and_errors_say_none(tmp_path: Path) -> None:
     folder = Folder("s3://AKIAIOSFODNN7EXAMPLE:wJalrXUtnFEMI@bucket/runs") / "a"
     assert (str(folder), repr(folder)) == ("s3://***@bucket/runs/a", "Folder('s3://***@bucket/runs/a')")
@@ -167,6 +177,10 @@ def test_folders_and_errors_say_none(tmp_path: Path) -> None:
     conceal(outer)
     assert outer.args == ("no s3://***@bucket/runs/a", 7)
     assert str(outer.__cause__) == "[Errno 13] refused for ***: 's3://***@bucket/runs/a'"
+    handled = RuntimeError("nothing secret")
+    handled.__context__ = KeyError("wJalrXUtnFEMI")  # raised while that was handled, `from None` or not
+    conceal(handled)
+    assert handled.__context__.args == ("***",)
 
 
 def test_whoever_is_sent_settings_knows_what_not_to_say(tmp_path: Path) -> None:

@@ -48,6 +48,11 @@ def test_what_is_given_is_taken() -> None:
     assert _resolve(_machine(4), device="cuda") == Share(1, "cuda", 4)
 
 
+def test_an_elastic_run_goes_on_with_no_more_than_it_began_with() -> None:
+    assert _resolve(_machine(2), least_workers=4) == Share(2, "cpu", 1, least=2)
+    assert _resolve(_machine(4), workers=4, least_workers=2) == Share(4, "cpu", 1, least=2)
+
+
 def test_exact_workers_have_one_thread_unless_told_otherwise() -> None:
     def share(**scaling: Any) -> Share:
         train = Train(steps=1, slots=8, slot_size=1, exact=True)
@@ -87,6 +92,18 @@ def test_this_machine_has_cores_and_memory() -> None:
     assert there.cpus == usable_cores() >= 1
     assert there.memory_bytes > 2**28
     assert there.nodes == 1
+
+
+def test_a_cluster_has_the_memory_of_its_smallest_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [(True, 48, 16), (True, 6, 2), (False, 1, 1)]
+    nodes = [
+        {"Alive": alive, "Resources": {"CPU": 4.0, "memory": heap * 2.0**30, "object_store_memory": store * 2.0**30}}
+        for alive, heap, store in sizes
+    ]
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    there = Resources.of_cluster(gpus=False)
+    assert (there.memory_bytes, there.cpus, there.nodes, there.node_cpus) == (8 * 2**30, 8, 2, (4.0, 4.0))
+    assert (there.gpus, there.gpu_problem) == (0, "")
 
 
 @pytest.mark.usefixtures("ray_cluster")

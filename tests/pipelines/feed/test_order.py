@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystride.pipelines.feed.order import Order, digest, permute, uniform
+from raystride.pipelines.feed.order import Order, digest, mix64, permute, uniform
 
 SHUFFLES = st.sampled_from(["full", "blocks", "none"])
 
@@ -28,6 +28,7 @@ def test_every_epoch_holds_every_sample_once(
     order = Order(samples, seed, shuffle, block, window, first_window)  # type: ignore[arg-type]
     positions = np.arange(epoch * samples, (epoch + 1) * samples)
     assert np.array_equal(np.sort(order.at(positions)), np.arange(samples))
+    assert set(order.epochs(positions).tolist()) == {epoch}
 
 
 @given(samples=st.integers(1, 10_000), positions=st.lists(st.integers(0, 30_000), min_size=1, max_size=50), shuffle=SHUFFLES)
@@ -44,6 +45,12 @@ def test_epochs_and_seeds_differ() -> None:
         assert np.mean(a == b) < 0.02
 
 
+def test_mixing_is_splitmix64_which_orders_rest_on() -> None:
+    """The first outputs of the generator from seed 0, as Vigna's splitmix64.c prints them: a resumed run reads the same."""
+    state = np.arange(3, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    assert mix64(state).tolist() == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
 def test_each_sample_is_equally_likely_first() -> None:
     counts = np.bincount([int(permute(np.array([0]), 10, (seed,))[0]) for seed in range(5000)], minlength=10)
     # Chi-squared with 9 degrees of freedom is above 33.7 once in 10,000 times.
@@ -56,6 +63,13 @@ def test_blocks_stay_together_inside_windows() -> None:
     assert len(np.unique(first_window // 100)) == 2
 
 
+def test_no_two_windows_are_shuffled_alike_inside() -> None:
+    order = Order(6000, 0, "blocks", block=1000, window=2)
+    inside = order.at(np.arange(6000)).reshape(3, 2000) % 1000
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert np.mean(inside[one] == inside[other]) < 0.02
+
+
 def test_windows_of_the_first_epoch_grow_by_a_seventh_from_a_few_blocks() -> None:
     order, alike = (Order(10_000, 0, "blocks", block=10, window=12, first_window=first) for first in (4, 0))
     sizes = [4, 5, 6, 7, 8, 9, 10, *[12] * 3]
@@ -64,6 +78,10 @@ def test_windows_of_the_first_epoch_grow_by_a_seventh_from_a_few_blocks() -> Non
     assert [len(np.unique(each)) for each in windows] == sizes
     later = np.arange(10_000, 20_000)
     assert np.array_equal(order.at(later), alike.at(later))
+    # Epoch -1 is the first generation of data that is still being prepared, and grows as well; those after it do not.
+    epoch = np.arange(10_000)
+    assert len(np.unique(order.in_epoch(epoch[:40], -1) // 10)) == 4
+    assert np.array_equal(order.in_epoch(epoch, -2), alike.in_epoch(epoch, -2))
 
 
 def test_a_trillion_samples_cost_no_memory() -> None:

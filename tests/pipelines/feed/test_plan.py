@@ -54,7 +54,8 @@ def test_more_epochs_go_on_where_the_short_last_step_ended() -> None:
     longer = Plan(Order(10), slots=2, slot_size=2, epochs=2, first_step=3, first_position=first.position(3))
     fed += [_fed(longer, step, 2) for step in range(3, int(longer.steps))]
     assert np.concatenate(fed).tolist() == list(range(20))
-    assert Plan(Order(10), 2, 2, epochs=0.5, first_step=3, first_position=10).steps == 3
+    fewer = Plan(Order(10), 2, 2, epochs=0.5, first_step=3, first_position=10)
+    assert (fewer.steps, fewer.position(3)) == (3, 10)
 
 
 def test_an_endless_plan_goes_on() -> None:

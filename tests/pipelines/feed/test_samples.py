@@ -14,7 +14,7 @@ from raystride.pipelines.feed.loader import Loader, validated, validation_batche
 from raystride.pipelines.feed.mixture import Mixture, MixtureSource, split_samples
 from raystride.pipelines.feed.order import Order
 from raystride.pipelines.feed.plan import Plan, build_plan
-from raystride.pipelines.feed.samples import Bundled, Examples, Mixed, Samples, open_samples
+from raystride.pipelines.feed.samples import Bundled, Examples, Mixed, Samples, open_samples, windows_in
 from raystride.pipelines.feed.stream import TokenStream
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.one_source import Prepared
@@ -72,6 +72,13 @@ def test_an_example_is_found_by_its_number(prepared: Prepared) -> None:
     assert samples.tokens == pytest.approx(np.mean([len(line) + 1 for line in LINES[: samples.count]]))
     with pytest.raises(IndexError, match="beyond"):
         samples.batch(np.array([samples.count]))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 16, 17, 18, 32, 33, 34, 1000])
+def test_windows_are_counted_up_to_the_last_that_is_full(tokens: int) -> None:
+    task = LanguageModel(_config(Path("x")))
+    assert (task.window.length, task.window.stride) == (17, 16)
+    assert windows_in(task, tokens) == len([first for first in range(0, tokens, 16) if first + 17 <= tokens])
 
 
 @pytest.mark.parametrize("world", [1, 3])

@@ -33,7 +33,7 @@ def _prepare(folder: Path, texts: list[str], storage: str, on_ray: bool = False,
     path = folder / "texts.jsonl"
     if not path.exists():  # a file that is written anew is another source
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    config = settings_of(path, near_duplicates=0.8, validation_fraction=0.2, **data)
+    config = settings_of(path, **{"near_duplicates": 0.8, "validation_fraction": 0.2} | data)
     return prepared(config, folder / storage, on_ray=on_ray, echo=lambda _: None)
 
 
@@ -49,6 +49,12 @@ def test_later_ones_are_left_out_however_the_source_is_cut(tmp_path: Path) -> No
         assert _kept(result) == wanted
         assert result.manifest.source["dropped"] == {"near-duplicates": 100}
         assert not (result.folder / "signatures").names(), "only an interrupted preparation needs them"
+
+
+def test_equal_texts_are_duplicates_at_any_threshold(tmp_path: Path) -> None:
+    texts = _texts(6)
+    result = _prepare(tmp_path, [*texts, texts[0], texts[4]], "equal", near_duplicates=1.0)
+    assert _kept(result) == sorted(texts)
 
 
 @pytest.mark.long

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from raystride.pipelines.config import Config, Tokenizer, Train
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.fingerprint import fingerprint as fingerprint_for
+from raystride.pipelines.prepare.hash_list import SUFFIX
 from raystride.pipelines.prepare.prepare import prepare
 from raystride.pipelines.prepare.stage_speed import SPEED_FILE
 from raystride.pipelines.prepare.stages import validates
@@ -86,6 +87,7 @@ def test_the_fingerprint_depends_on_what_shapes_the_shards(corpus: Path) -> None
         replace(config, tokenizer=Tokenizer(kind="characters")),
         replace(config, tokenizer=Tokenizer(kind="bpe")),
         replace(config, tokenizer=Tokenizer(kind="bpe", training_mib=1.0)),
+        replace(config, tokenizer=Tokenizer(kind="bpe", lowercase=True)),
     ]
     assert {fingerprint(each) for each in same} == {fingerprint(config)}
     assert len({fingerprint(each) for each in [config, *other]}) == 1 + len(other)
@@ -126,8 +128,9 @@ def test_a_killed_preparation_goes_on_and_gives_the_same_bytes(corpus: Path, tmp
             process.send_signal(signal.SIGKILL)
         assert not (target / "manifest.json").exists()
     done = sorted(target.glob("train/*.arrow"))
-    kept = {path: path.stat().st_mtime_ns for path in done[1:4]}
+    kept = {path: path.stat().st_mtime_ns for path in done[2:5]}
     done[0].write_bytes(b"damaged after it was written")
+    done[1].with_suffix(SUFFIX).unlink()
     (target / "train/00000.arrow.tmp-deadbeef").write_bytes(b"left by the killed writer")
     os.utime(target / "train/00000.arrow.tmp-deadbeef", (1, 1))
     lines: list[str] = []

@@ -102,7 +102,9 @@ def test_a_server_that_is_killed_and_comes_back_lacks_nothing(
     assert points == [(step, 1 / step, round((1e9 + step / 8) * 1000)) for step in range(1, 1531)]
 
 
-def test_segments_that_were_merged_before_they_were_logged_are_logged_once(storage: Folder, folder: Folder) -> None:
+def test_segments_that_were_merged_before_they_were_logged_are_logged_once(
+    storage: Folder, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = MlflowLog.at(folder, folder.uri.rpartition("/")[2], Record(), storage)
     assert log
     follower, journal = Follower(folder, log, pytest.fail), Journal(folder, "a1")
@@ -121,7 +123,12 @@ def test_segments_that_were_merged_before_they_were_logged_are_logged_once(stora
     write(21, MERGED + 10)
     assert len((folder / "journal").names()) == 11
     follower.catch_up()
+    logged = log.reference["logged"]
+    sent: list[int] = []
+    write_log = log.log
+    monkeypatch.setattr(log, "log", lambda entries: (sent.append(len(entries)), write_log(entries))[1])
     follower.catch_up()
+    assert (sent, log.reference["logged"]) == ([], logged), "nothing is new, so nothing is read or sent"
     points = history(storage, str(log.run_id), "train_loss")
     assert points == [(step, 1 / step, round((1e9 + step / 8) * 1000)) for step in range(1, MERGED + 11)]
 

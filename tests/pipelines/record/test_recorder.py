@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from raystride.pipelines import credentials
 from raystride.pipelines.config.run import Record
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record import SUMMARY_KEYS, Recorder, Sender, read_entries
@@ -130,6 +131,45 @@ def test_a_storage_that_fails_for_a_while_loses_nothing(record: MakeRecorder, fo
     assert [entry["sequence"] for entry in sent(folder)] == list(range(1, 22))
 
 
+def test_what_a_storage_does_not_take_stays_with_the_sender_above_a_bound(
+    record: MakeRecorder, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "MOST_WAITING", 8)
+    Path(folder.uri).mkdir(parents=True)
+    in_the_way = Path(folder.uri) / "journal"
+    in_the_way.write_text("a file where the folder should be")
+    recorder = record()
+    entries = [new_entry("metrics", {"train_loss": 1.0}, step=step) | {"sequence": step} for step in range(1, 21)]
+    receipt = recorder.receive("rank0", entries)
+    # The recorder's own entries wait as well: its beginning, parameters, tags, and maybe a warning.
+    assert 4 <= receipt.received <= 5
+    assert receipt.durable == 0
+    assert recorder.receive("rank0", entries).received <= 5
+    in_the_way.unlink()
+    sender = Sender(recorder.receive, "rank1")
+    steps(sender, 6)
+    assert sender.close(60.0)
+    recorder.finish("finished")
+    told = [entry["sequence"] for entry in sent(folder) if entry["sender"].startswith("rank1")]
+    assert told == list(range(1, 7)), "none is lost or doubled"
+
+
+def test_the_journal_has_no_secret_that_this_process_knows(
+    record: MakeRecorder, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(credentials, "_values", set())
+    monkeypatch.setattr(credentials, "_logins", {})
+    credentials.note("https://user:hunter22x@host/a")
+    secret = {"uri": "https://user:hunter22x@host/a", "list": ["https://user:hunter22x@host/a"]}
+    recorder = record(parameters=secret, tags={"said": "hunter22x"})
+    recorder.receive("rank0", [new_entry("event", {"name": "note", "text": "refused hunter22x"}) | {"sequence": 1}])
+    recorder.finish("finished")
+    written = "".join(path.read_text() for path in Path(folder.uri).rglob("*") if path.is_file())
+    assert "refused ***" in written
+    assert "https://***@host/a" in written
+    assert "hunter22x" not in written
+
+
 def test_mlflow_gets_points_with_their_own_times_and_shows_what_broke(
     record: MakeRecorder, folder: Folder, storage: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +182,8 @@ def test_mlflow_gets_points_with_their_own_times_and_shows_what_broke(
     steps(sender, 30)
     sender.put(new_entry("metrics", {"train_loss": float("inf"), "bad key!*": float("nan"), "word": "no number"}, step=31))
     sender.put(new_entry("tags", {"model": "small"}))
+    sender.put(new_entry("checkpoint", {"path": "/there/step-30"}, step=30))
+    sender.put(new_entry("error", {"text": "it went wrong", "rank": 0}))
     for name in ("profiles/note.txt", "../outside.txt"):
         sender.put(new_entry("artifact", {"name": name}))
     assert sender.close(60.0)
@@ -153,6 +195,8 @@ def test_mlflow_gets_points_with_their_own_times_and_shows_what_broke(
     assert run.info.status == "FINISHED"
     assert run.data.params == {"train.steps": "100", "optimizer.betas": "[0.9, 0.99]"}
     assert (run.data.tags["team"], run.data.tags["model"]) == ("us", "small")
+    assert run.data.tags["raystride.checkpoint"] == "/there/step-30"
+    assert run.data.tags["raystride.error"] == "it went wrong"
     points = history(storage, run.info.run_id, "train_loss")
     assert [(step, stamp) for step, _, stamp in points[:30]] == [(i, round((1e9 + i / 8) * 1000)) for i in range(1, 31)]
     assert points[30][1] != points[30][1]  # infinity is seen as NaN, not as 1.8e308

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raystride.pipelines.scaling_model import TrialError
-from raystride.pipelines.scaling_model.terms import Traffic, all_reduce, gather, slowest_of, tail_of, traffic_of
+from raystride.pipelines.scaling_model.terms import (
+    Traffic,
+    all_reduce,
+    gather,
+    hideable_of,
+    slowest_of,
+    tail_of,
+    traffic_of,
+)
 from tests.pipelines.scaling_model.synthetic import LARGE, SMALL, TRUTH, parts, seconds
 
 sizes = st.integers(1, 6)
@@ -152,3 +161,20 @@ def test_the_busiest_worker_counts() -> None:
 def test_work_that_cannot_be_is_named(change: dict[str, int], message: str) -> None:
     with pytest.raises(TrialError, match=message):
         replace(SMALL, **change)
+
+
+@pytest.mark.parametrize(
+    ("changes", "share"),
+    [
+        ({}, 2 / 3),
+        ({"recompute": True}, 3 / 4),
+        ({"recompute": True, "slots": 6}, 1 / 8),
+        ({"strategy": "deepspeed", "zero": 1}, 2 / 3),
+        ({"strategy": "deepspeed", "zero": 2}, 1.0),
+        ({"strategy": "fsdp", "recompute": True}, 1.0),
+    ],
+    ids=str,
+)
+def test_ddp_sends_behind_its_last_backward_and_shards_behind_all(changes: dict[str, Any], share: float) -> None:
+    """A forward takes 1, its backward 2, and computing the forward once more another 1: 2 of 3, or 3 of 4."""
+    assert hideable_of(replace(SMALL, **changes)) == pytest.approx(share)

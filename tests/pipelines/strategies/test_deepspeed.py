@@ -12,6 +12,7 @@ from raystride.pipelines.config import Checkpoint, Guard, Model, Optimizer, Samp
 from tests.pipelines.strategies.course import SLOTS, STEPS, Course, changed, course_job, run_course
 from tests.pipelines.strategies.test_strategy import assert_same_course
 from tests.pipelines.train.test_guard import BAD, plant_nan
+from tests.plain_training import PlainStep, assert_plain, train_plainly
 from tests.processes import run_workers
 
 # Each process takes seconds to import DeepSpeed.
@@ -38,6 +39,12 @@ def single(folder: Path) -> Course:
     return run_course(course_job(folder, "single", train=TRAIN), 1)
 
 
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> list[PlainStep]:
+    """The same in plain PyTorch."""
+    return train_plainly(course_job(folder, "single", train=TRAIN), steps=5)
+
+
 def _zero(stage: int) -> Scaling:
     return Scaling(strategy="deepspeed", zero=stage)
 
@@ -50,8 +57,12 @@ MORE = [pytest.param(*way, marks=pytest.mark.long) for way in ((2, 1), (3, 3), (
 
 
 @pytest.mark.parametrize(("stage", "world"), [(1, 2), (2, 2), (3, 2), *MORE])
-def test_the_course_is_that_of_one_worker(folder: Path, single: Course, stage: int, world: int) -> None:
-    assert_same_course(_course(folder, f"zero-{stage}-{world}", stage, world), single)
+def test_the_course_is_that_of_one_worker(
+    folder: Path, single: Course, plain: list[PlainStep], stage: int, world: int
+) -> None:
+    course = _course(folder, f"zero-{stage}-{world}", stage, world)
+    assert_same_course(course, single)
+    assert_plain(course, plain)
 
 
 @pytest.mark.parametrize(("precision", "stage"), [("bf16", 2), ("pure_bf16", 3)])

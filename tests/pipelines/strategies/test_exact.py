@@ -13,7 +13,7 @@ from torch import nn
 
 from raystride.pipelines.feed.plan import share
 from raystride.pipelines.strategies.ddp import DataParallel
-from raystride.pipelines.strategies.exact import ExactBuckets
+from raystride.pipelines.strategies.exact import ExactBuckets, _tag
 from raystride.pipelines.strategies.tree import additions, halves, roots, visits
 from tests.distributed import run_distributed
 from tests.some import some
@@ -132,20 +132,23 @@ def _steps(rank: int, world: int, slots: int, bucket_bytes: int, filled: list[in
     return results
 
 
-def _expected(slots: int, step: int, full: int) -> dict[str, torch.Tensor]:
-    """Every slot's gradient by itself, added by hand."""
+def _expected(slots: int, step: int, filled: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Every filled slot's gradient by itself, added by hand."""
     torch.manual_seed(0)
     model = Net()
     by_slot: list[dict[str, Any]] = []
-    for batch in _batches(slots, step)[:full]:
+    for slot in filled:
+        batch = _batches(slots, step)[slot]
         model.zero_grad()
         loss = model(torch.tensor(batch))
         loss.backward()
         gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
         by_slot.append(gradients | {"measured": torch.tensor([loss.item(), 3.0, 0.0, 0.0])})
     empty = {name: torch.zeros_like(value) for name, value in by_slot[0].items()}
-    by_slot += [empty] * (slots - full)
-    total: dict[str, torch.Tensor] = {name: _by_hand([each[name] for each in by_slot]) for name in empty}
+    found = dict(zip(filled, by_slot, strict=True))
+    total: dict[str, torch.Tensor] = {
+        name: _by_hand([found.get(slot, empty)[name] for slot in range(slots)]) for name in empty
+    }
     total["measured"][2] += 1
     return total
 
@@ -164,7 +167,7 @@ def test_gradients_have_the_bits_of_the_tree_by_hand(world: int) -> None:
     by_rank = run_distributed(_cases, world, cases) if world > 1 else [_cases(0, 1, cases)]
     for number, (slots, _) in some(enumerate(cases)):
         for step, full in enumerate(_filled(slots)):
-            expected = _expected(slots, step, full)
+            expected = _expected(slots, step, range(full))
             for result in (results[number][step] for results in by_rank):
                 for name, value in expected.items():
                     assert torch.equal(result[name], value), (name, slots, step)
@@ -187,3 +190,26 @@ def test_buffers_grow_with_the_logarithm_of_the_slots() -> None:
     for slots, rows in ((1, 1), (2, 1), (8, 3), (64, 6)):
         buckets = ExactBuckets(Net().parameters(), bucket_bytes=1 << 20, extra=4, shares=[range(slots)], rank=0)
         assert len(buckets._rows) == rows
+
+
+def test_a_step_that_was_left_halfway_does_not_count_for_the_next() -> None:
+    """A guard that goes back leaves a step behind, of which some slots were run."""
+    strategy, model = _make(0, 1, 4, 1 << 20)
+    # The second step's first slot is empty, so its buffers are begun by nobody but the step itself.
+    for slots in ([0, 1, 2], [1, 3]):
+        strategy.begin()
+        measured = torch.zeros(4)
+        for slot in slots:
+            loss = model(torch.tensor(_batches(4, 0)[slot]))
+            measured[:2] += torch.stack((loss.detach(), torch.tensor(3.0)))
+            strategy.backward(loss, measured, slot=slot, last=slot == 3)
+    expected = _expected(4, 0, [1, 3])
+    assert strategy.reduce(measured).tolist() == (expected["measured"] - torch.tensor([0, 0, 1.0, 0])).tolist()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, expected[name]), name
+
+
+def test_what_travels_between_two_workers_at_a_time_has_tags_of_its_own() -> None:
+    tags = [_tag(number, row) for number in range(20) for row in range(-1, 2 * 12)]
+    assert len(set(tags)) == len(tags)

@@ -14,12 +14,14 @@ from safetensors.torch import save_file
 from raystride.model.hugging_face import to_hugging_face
 from raystride.model.transformer import Decoder
 from raystride.pipelines.config import Checkpoint, Config, Guard, Model, Optimizer, Scaling, SettingError, Train
+from raystride.pipelines.strategies.meshed import Meshed
 from raystride.pipelines.tokenizers.alphabets import ByteEncoder
 from raystride.pipelines.train.fingerprint import parameters_sha256
 from raystride.pipelines.worker.job import Job, WorkerInfo
 from raystride.pipelines.worker.worker import build_training
 from tests.distributed import run_distributed
 from tests.pipelines.strategies.course import Course, changed, course_job, documents, run_course
+from tests.plain_training import PlainStep, assert_plain, train_plainly
 
 STEPS, SLOTS = 6, 8
 LOSS, NORM = 1e-6, 1e-5
@@ -94,6 +96,11 @@ def _alone(folder: Path, kind: Kind) -> Course:
     return run_course(_job(folder, "alone-" + "-".join(map(str, kind)), kind, Scaling()), 1)
 
 
+@cache
+def _plain(folder: Path, kind: Kind) -> list[PlainStep]:
+    return train_plainly(_job(folder, "alone-" + "-".join(map(str, kind)), kind, Scaling()), STEPS)
+
+
 def _name(value: object) -> str:
     if not isinstance(value, Scaling):
         return str(value)
@@ -111,6 +118,33 @@ def test_a_mesh_takes_the_course_of_one_worker(folder: Path, world: int, scaling
     assert found.losses == pytest.approx(wanted.losses, rel=LOSS)
     assert found.norms == pytest.approx(wanted.norms, rel=NORM)
     assert found.validations == pytest.approx(wanted.validations, rel=LOSS)
+    for course in (found, wanted):
+        assert_plain(course, _plain(folder, kind))
+
+
+def _drawn_apart(rank: int, world: int, meshes: list[Scaling]) -> list[dict[str, torch.Tensor]]:
+    """What a worker holds of all parameters that nobody cuts, after it has drawn values of its own."""
+    found = []
+    for scaling in meshes:
+        strategy = Meshed(scaling, Train(steps=1, slots=2), torch.device("cpu"), rank, world)
+        torch.manual_seed(rank)
+        model = strategy.build(lambda: Decoder(Model(layers=2, heads=2, width=8, context=4), 11))
+        model, _ = strategy.prepare(model, lambda model: None)
+        found.append({name: p.detach() for name, p in model.named_parameters() if name not in strategy.spread.cuts})
+    return found
+
+
+def test_workers_begin_with_the_values_of_the_first_group() -> None:
+    meshes = [Scaling(tensor=2), Scaling(context=2)]
+    first, second = run_distributed(_drawn_apart, 2, meshes)
+    torch.manual_seed(0)
+    drawn = dict(Decoder(Model(layers=2, heads=2, width=8, context=4), 11).named_parameters())
+    for scaling, one, other in zip(meshes, first, second, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            assert torch.equal(value, other[name]), (_name(scaling), name)
+    assert first[1].keys() == drawn.keys()
+    assert all(torch.equal(value, drawn[name]) for name, value in first[1].items())
 
 
 @pytest.mark.parametrize(

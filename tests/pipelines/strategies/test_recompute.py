@@ -9,7 +9,7 @@ import torch
 
 from raystride.model.transformer import Decoder
 from raystride.pipelines.config import Model, Scaling, Train
-from raystride.pipelines.strategies.recompute import recompute
+from raystride.pipelines.strategies.recompute import blocks, recompute
 from tests.pipelines.strategies.course import Course, course_job, documents, run_course
 
 TRAIN = Train(steps=6, slots=4, slot_size=2, log_every=1)
@@ -25,6 +25,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _course(folder: Path, run: str, world: int = 1, strategy: str = "auto", model: Model = DROPOUT, **train: Any) -> Course:
     scaling = Scaling(strategy=strategy)  # type: ignore[arg-type]
     return run_course(course_job(folder, run, model=model, scaling=scaling, train=replace(TRAIN, **train)), world)
+
+
+@pytest.mark.parametrize(
+    ("compile_", "whole", "blocks_are"), [("none", False, False), ("block", False, True), ("model", True, False)]
+)
+def test_what_is_compiled_is_what_was_asked_for(compile_: str, whole: bool, blocks_are: bool) -> None:
+    """Nothing is compiled before its first forward, so asking costs nothing."""
+    model = recompute(Decoder(DROPOUT, 11), replace(TRAIN, compile=compile_))  # type: ignore[arg-type]
+    assert (model._compiled_call_impl is not None) is whole
+    assert [block._compiled_call_impl is not None for block in blocks(model)] == [blocks_are] * 2
 
 
 @pytest.mark.parametrize("linear", ["torch", "onednn"])

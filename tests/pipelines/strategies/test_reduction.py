@@ -48,8 +48,10 @@ def _reduce(rank: int, world: int, bucket_mib: float, batches_by_rank: list[list
             measured[0] += len(batch)
             strategy.backward(model(torch.tensor(batch)), measured, slot=number, last=number == len(batches) - 1)
         result["measured"] = strategy.reduce(measured).clone()
+        result["works"] = len(strategy._buckets._works)
         result[f"gradients{step}"] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
+    result["buckets"] = len(strategy._buckets.flat)
     result["parameters"] = {name: p.detach().clone() for name, p in model.named_parameters()}
     return result
 
@@ -65,6 +67,7 @@ def test_gradients_are_the_sum_over_workers(bucket_mib: float) -> None:
         model(torch.tensor(batch)).backward()
     for result in results:
         assert result["measured"].tolist() == [6, 0, 0, 0]
+        assert result["works"] == result["buckets"], "those of earlier steps are not kept"
         for name, parameter in model.named_parameters():
             expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             torch.testing.assert_close(result["gradients0"][name], expected, rtol=1e-5, atol=1e-5)
@@ -76,6 +79,13 @@ def test_buckets_depend_on_the_parameters_alone() -> None:
     parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
     groups = _cut(parameters, most_bytes=4 * 12)
     assert [[p.numel() for p in group] for group in groups] == [[3], [10, 1, 1], [20], [2]]
+
+
+@pytest.mark.parametrize("multiple_of", [1, 3, 4])
+def test_buffers_are_no_longer_than_they_must_be(multiple_of: int) -> None:
+    buckets = Buckets(Net().parameters(), bucket_bytes=100, extra=4, multiple_of=multiple_of)
+    wanted = [*buckets.sizes[:-1], buckets.sizes[-1] + 4]
+    assert [len(flat) for flat in buckets.flat] == [-(-size // multiple_of) * multiple_of for size in wanted]
 
 
 def test_gradients_lie_in_the_buckets() -> None:

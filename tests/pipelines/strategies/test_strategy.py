@@ -9,6 +9,7 @@ import pytest
 
 from raystride.pipelines.config import Checkpoint, Model, Optimizer, Scaling, Train
 from tests.pipelines.strategies.course import SLOTS, STEPS, Course, changed, course_job, documents, run_course
+from tests.plain_training import PlainStep, assert_plain, train_plainly
 
 TOLERANCE = 2e-6
 """Relative, of losses and norms over 30 steps in fp32. Sums of some 10^3 gradients in another order differ by up to 10^3
@@ -22,6 +23,11 @@ WAYS += [pytest.param(*way, marks=pytest.mark.long) for way in MORE]  # type: ig
 @cache
 def _single(folder: Path) -> Course:
     return run_course(course_job(folder, "single"), 1)
+
+
+@cache
+def _plain(folder: Path) -> list[PlainStep]:
+    return train_plainly(course_job(folder, "single"), steps=5)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +49,10 @@ def test_the_course_is_that_of_one_worker(folder: Path, scaling: Scaling, world:
     train = Train(steps=STEPS, slots=SLOTS, slot_size=2, log_every=1, micro_batch_slots=1)
     run = "-".join(map(str, (scaling.strategy, world, scaling.reshard, scaling.shard_workers)))
     job = course_job(folder, run, scaling=scaling, train=train)
-    assert_same_course(run_course(job, world), _single(folder))
+    course = run_course(job, world)
+    assert_same_course(course, _single(folder))
+    for each in (course, _single(folder)):
+        assert_plain(each, _plain(folder))
 
 
 def test_the_other_flavour_in_shards(folder: Path) -> None:

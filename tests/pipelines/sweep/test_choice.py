@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import configured, parse
 from raystride.pipelines.config.sweep import Sweep, SweepConfig
-from raystride.pipelines.sweep.choice import best_of, by_settings, front_of, recommendation, score, undecided
+from raystride.pipelines.sweep.choice import best_of, by_settings, front_of, recommendation, same_loss, score, undecided
 from raystride.pipelines.sweep.result import Result
 from raystride.pipelines.sweep.space import Candidate
 from tests.pipelines.sweep.test_page import sweep, trial, without
@@ -160,6 +160,14 @@ def test_more_seeds_decide_what_one_does_not() -> None:
     assert undecided(near, sweep(objective="throughput")) == []
     same = [*learned(0.1, [2.0, 2.0]), *learned(0.2, [2.0, 2.0])]
     assert len(best_of(by_settings(same), base.sweep, 0.0)[1]) == 2
+
+
+@pytest.mark.parametrize(("further", "alike"), [(0.2, True), (0.24, False)])
+def test_means_of_three_seeds_are_told_apart_at_95_percent(further: float, alike: bool) -> None:
+    # Both have variance 0.01, so 4 degrees of freedom, of which 97.5 % lie below 2.776 and 95 % below 2.132.
+    assert 2.132 * math.sqrt(0.02 / 3) < 0.2 < 2.776 * math.sqrt(0.02 / 3) < 0.24
+    best, other = by_settings([*learned(0.1, [2.0, 2.1, 1.9]), *learned(0.2, [2.0 + further, 2.1 + further, 1.9 + further])])
+    assert same_loss(best, other) is alike
 
 
 def test_speed_that_does_not_tell_rates_apart_leaves_them_to_the_loss() -> None:

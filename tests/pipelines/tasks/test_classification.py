@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as arrays
 from raystride.pipelines.config import Config, Model, Objective, SettingError, Tokenizer
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tasks.classification import Classification
-from raystride.pipelines.tasks.labels import scores
+from raystride.pipelines.tasks.labels import BINS, scores
 from raystride.pipelines.tasks.task import IGNORED
 from raystride.pipelines.tokenizers.alphabets import ByteEncoder, CharacterEncoder
 
@@ -57,6 +57,12 @@ def test_texts_are_cut_to_the_context_and_padded(kind: str) -> None:
     assert ids.dtype == torch.int64
     assert task.collate(rows, [np.zeros(len(row), bool) for row in rows])[1].tolist() == [IGNORED] * 3
     assert task.ids == (256 if kind == "bytes" else LETTERS.vocabulary_size)
+
+
+def test_a_prediction_asks_for_the_text_alone() -> None:
+    task = _task()
+    assert [column.name for column in task.columns] == ["text", "label"]
+    assert [column.name for column in task.asked] == ["text"]
 
 
 def test_an_unknown_label_is_named() -> None:
@@ -132,3 +138,20 @@ def test_the_metrics_of_answers_are_those_of_torchmetrics_and_add_up(data: st.Da
     weights = np.array(data.draw(st.lists(st.integers(0, 1), min_size=len(rows), max_size=len(rows)))) + 1.0
     drawn = np.concatenate((np.ones(len(rows)), weights - 1))
     assert task.grades(twice)(drawn) == pytest.approx(task.grades(table)(weights))
+
+
+@pytest.mark.parametrize("edge", [6, 9, 12])
+def test_a_confidence_at_the_edge_of_two_bins_counts_with_those_above(edge: int) -> None:
+    """One right and one wrong answer in a bin: the gap is that of their means. In two bins gaps would add up."""
+    task = Classification(Config(task="classification"), FACTS)
+    lowest = np.linspace(0, 1, BINS + 1)[edge]
+    confidence = np.array([lowest, lowest + 0.01])
+    table = {
+        "label": ["yes", "yes"],
+        "label_given": ["yes", "no"],
+        "probability": confidence.tolist(),
+        "loss": [1.0, 1.0],
+        "targets": [1, 1],
+    }
+    error = task.grades(table)(np.ones(2))["calibration_error"]
+    assert error == pytest.approx(abs(0.5 - confidence.mean()))

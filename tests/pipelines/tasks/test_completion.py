@@ -38,8 +38,10 @@ def test_the_completion_and_its_end_count_and_the_prompt_does_not() -> None:
 def test_what_is_too_long_loses_its_prompts_beginning_first(prompt: str, completion: str, context: int) -> None:
     ids, mask = _task(context).encode((prompt, completion))
     assert 2 <= len(ids) <= context + 1
-    whole = [*(prompt.encode() or [END]), *completion.encode(), END]
-    answer = ids[mask].tolist()
+    asked = [*(prompt.encode() or [END])]
+    whole = [*asked, *completion.encode(), END]
+    answer, kept = ids[mask].tolist(), ids[~mask].tolist()
+    assert kept == asked[-len(kept) :]
     assert answer == [*completion.encode(), END][: len(answer)]
     assert answer == [*completion.encode(), END] or len(ids) - len(answer) == 1
     if len(whole) <= context + 1:

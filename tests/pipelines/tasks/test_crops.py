@@ -87,6 +87,16 @@ def test_rectangles_are_inside_with_such_areas_and_aspects(shape: tuple[int, int
     assert found.dtype == np.uint8
 
 
+@pytest.mark.parametrize(("slant", "aspect"), [(0.0, 3 / 4), (0.25, 6 / 7), (0.5, 1.0), (0.75, 7 / 6), (1.0, 4 / 3)])
+def test_aspects_go_from_three_quarters_to_four_thirds(slant: float, aspect: float) -> None:
+    crop = Crop((3, 8, 8), "scaled", scale=(0.25, 0.25))
+    draw = np.zeros(crop.draws)
+    draw[4] = slant
+    _, _, rows, columns = crop._rectangle(4000, 4000, draw)
+    assert columns / rows == pytest.approx(aspect, rel=1e-3)  # of whole pixels
+    assert rows * columns == pytest.approx(0.25 * 4000**2, rel=1e-3)
+
+
 def test_a_scaled_rectangle_shows_what_is_in_it() -> None:
     half = np.zeros((3, 32, 32), np.uint8)
     half[:, :, 16:] = 200

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import Checkpoint, Config, Model, Optimizer, Train, Validation
+from raystride.pipelines.config import Checkpoint, Config, Guard, Model, Optimizer, Train, Validation
 from raystride.pipelines.observers.observer import Observer
 from raystride.pipelines.train.checkpoint import CLAIM
 from raystride.pipelines.train.fingerprint import parameters_sha256
@@ -18,8 +18,11 @@ from raystride.pipelines.train.guard import Diverged
 from raystride.pipelines.train.loop import Ending, Training
 from raystride.pipelines.worker.job import Job, WorkerInfo
 from raystride.pipelines.worker.worker import build_training
+from tests.plain_training import train_plainly
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
+
+SHORT = Train(steps=5, slots=4, slot_size=2, log_every=50)
 
 
 class Notes(Observer):
@@ -135,6 +138,89 @@ def test_early_stopping_keeps_the_best(folder: Path) -> None:
     assert again.state.step == training.state.step
 
 
+def test_patience_begins_anew_with_each_better_validation(folder: Path) -> None:
+    config = _config(
+        folder,
+        train=Train(steps=100, slots=4, slot_size=2, log_every=50),
+        validation=Validation(every=2, samples=8, patience=3),
+    )
+    training = _training(folder, config, "patience")
+    losses = iter([3.0, 4.0, 4.0, 2.0, 4.0, 4.0, 4.0, 1.0])
+    training.validate = lambda: {"val_loss": next(losses)}
+    assert training.run()[0] is Ending.EARLY
+    assert (training.state.step, training.state.best_step, training.state.best) == (14, 8, 2.0)
+
+
+def test_the_loss_that_is_logged_is_the_mean_since_the_last_log(folder: Path) -> None:
+    notes, train = Notes(), Train(steps=10, slots=4, slot_size=2, log_every=4)
+    config = _config(folder, train=train, checkpoint=Checkpoint(every=0))
+    plain = train_plainly(make_job(config, folder, "logged"), steps=10)
+    _training(folder, config, "logged", notes).run()
+    # The last log is of what is left.
+    for step, first in ((4, 0), (8, 4), (10, 8)):
+        sums = [(each.loss * each.targets, each.targets) for each in plain[first:step]]
+        loss, targets = map(sum, zip(*sums, strict=True))
+        assert notes.logged[step]["train_loss"] == pytest.approx(loss / targets, rel=1e-6)
+        assert notes.logged[step]["learning_rate"] == pytest.approx(plain[step - 1].rate, rel=1e-12)
+
+
+def test_seconds_go_on_from_those_of_the_checkpoint(folder: Path) -> None:
+    training = _training(folder, _config(folder, train=SHORT, checkpoint=Checkpoint(every=0)), "seconds")
+    later = replace(training, state=replace(training.state, seconds=1000.0))
+    later.run()
+    assert 1000.0 < later.state.seconds < 1000.0 + time.perf_counter() - training._began
+
+
+def test_a_run_goes_back_as_often_as_it_may_and_then_ends(folder: Path) -> None:
+    config = _config(
+        folder,
+        optimizer=Optimizer(kind="sgd", learning_rate=1e30, warmup_steps=0),
+        train=Train(steps=50, slots=4, slot_size=2, log_every=5, clip_norm=0.0),
+        validation=Validation(every=0, samples=8),
+        guard=Guard(policy="rewind", most=2),
+    )
+    training = _training(folder, config, "rewinds")
+    with pytest.raises(Diverged, match=r"after 2 bad steps that guard\.most 2 allows"):
+        training.run()
+    assert training.state.rewinds == 2
+
+
+def test_a_save_that_the_store_refused_at_the_end_is_tried_again(folder: Path) -> None:
+    in_the_way = folder / "refused" / "checkpoints" / "step-00000006"
+
+    def say(text: str) -> None:
+        said.append(text)
+        if "could not be written" in text:
+            in_the_way.unlink()
+
+    def block(step: int) -> None:
+        if step == 5:
+            in_the_way.write_text("a file where a folder should be")
+
+    said: list[str] = []
+    notes = Notes()
+    notes.then = block
+    training = build_training(make_job(_config(folder), folder, "refused"), WorkerInfo(), [notes], lambda: False, say)
+    assert training.run()[0] is Ending.DONE
+    assert [text for text in said if "could not be written" in text]
+    assert training.checkpoints is not None
+    found = training.checkpoints.newest()
+    assert found is not None
+    assert found.step == 6
+    assert notes.calls[-1] == ("checkpoint", 6)
+
+
+def test_old_checkpoints_that_cannot_be_cleared_are_said_and_end_nothing(folder: Path) -> None:
+    said: list[str] = []
+    job = make_job(_config(folder), folder, "hints")
+    (folder / "hints" / "checkpoints" / "last").mkdir(parents=True)  # where a file should be
+    training = build_training(job, WorkerInfo(), [], lambda: False, said.append)
+    assert training.run()[0] is Ending.DONE
+    assert [text.split(" (")[0] for text in said if "cleared" in text] == [
+        f"warning: what checkpoint step-0000000{step} replaces could not be cleared" for step in (3, 6)
+    ]
+
+
 def test_no_checkpoint_is_written_where_none_is_wanted(folder: Path) -> None:
     config = _config(folder, checkpoint=Checkpoint(every=0))
     _training(folder, config, "none").run()
@@ -169,9 +255,6 @@ class Held:
         whole = self._claim.with_name("whole")
         whole.write_text(self._text)
         whole.replace(self._claim)
-
-
-SHORT = Train(steps=5, slots=4, slot_size=2, log_every=50)
 
 
 def test_observers_hear_of_a_checkpoint_when_its_manifest_is_there(folder: Path) -> None:

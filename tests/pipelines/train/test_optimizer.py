@@ -31,6 +31,12 @@ def test_linear_falls_in_a_line() -> None:
     assert rates == pytest.approx([1 - step / 100 for step in range(100)])
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_rates_stay_at_the_lowest_after_the_decay(schedule: str) -> None:
+    settings = Optimizer(learning_rate=1.0, warmup_steps=2, schedule=schedule, lowest_rate=0.1, decay_steps=10)  # type: ignore[arg-type]
+    assert [learning_rate(settings, step, 40, 128) for step in (10, 15, 20, 39)] == pytest.approx([0.1] * 4)
+
+
 def test_constant_stays() -> None:
     assert set(_rates(50, learning_rate=0.3, warmup_steps=0, schedule="constant")) == {0.3}
 
@@ -86,3 +92,12 @@ def test_updates_are_pytorchs(kind: str) -> None:
         optimizer.update(0.01)
         reference.step()
     assert torch.equal(ours.weight, theirs.weight)
+    # One that loads what the other remembers of its parameter goes on with it.
+    resumed = torch.nn.Linear(4, 4, bias=False)
+    resumed.load_state_dict(ours.state_dict())
+    other = build_optimizer(settings, resumed)
+    other.load_state(resumed.weight, {name: value.clone() for name, value in optimizer.state(ours.weight).items()})
+    for weight, updater in ((resumed.weight, other), (theirs.weight, None)):
+        weight.grad = torch.full((4, 4), 0.3)
+        updater.update(0.01) if updater else reference.step()
+    assert torch.equal(resumed.weight, theirs.weight)

@@ -14,6 +14,10 @@ from raystride.pipelines.strategies import LOSS, STOP, TARGETS, build_strategy
 from raystride.pipelines.strategies.strategy import Single, norm_of
 from raystride.pipelines.train.optimizer import Updater, build_optimizer
 from raystride.pipelines.train.step import (
+    FINE,
+    NOT_FINITE,
+    SPIKE,
+    VERDICT,
     Agreement,
     StepCheck,
     StepRules,
@@ -118,6 +122,27 @@ def test_a_step_without_any_target_changes_nothing_but_the_count() -> None:
     result = train_step(strategy, model, optimizer, step, StepRules(0, 12, 1.0, StepCheck(strategy.device)), 1.0)
     assert result.measured[TARGETS] == 0
     assert torch.equal(before, torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    assert (float(result.gradient_norm), float(result.measured[VERDICT])) == (0.0, FINE)
+
+
+def test_an_update_draws_other_numbers_than_any_dropout() -> None:
+    strategy = Single(torch.device("cpu"))
+    model, optimizer = strategy.prepare(Decoder(SHAPE, 11), _sgd)
+    step = Step(7, 0, 2, [MicroBatch(0, (IDS[:2, :-1],), IDS[:2, 1:])], 0)
+    rules = StepRules(5, 12, 1.0, StepCheck(strategy.device), random_updates=True)
+    train_step(strategy, model, optimizer, step, rules, 0.1)
+    seeds = [micro_batch_seed(5, 7, slot) for slot in (-1, 0)]
+    assert torch.initial_seed() == seeds[0] != seeds[1]
+
+
+@pytest.mark.parametrize(("good", "verdict"), [(3, FINE), (4, SPIKE), (5, SPIKE)])
+def test_a_spike_is_looked_for_after_a_window_of_good_steps(good: int, verdict: int) -> None:
+    check, one = StepCheck(torch.device("cpu"), spike=5.0, window=4), torch.tensor(1.0)
+    for number in range(good):
+        assert check(torch.tensor(2.0 + 0.1 * (-1) ** number), one) == FINE
+        assert check(torch.tensor(float("nan")), one) == NOT_FINITE  # which counts for nothing
+    assert check.read()[2] == good
+    assert check(torch.tensor(9.0), one) == verdict
 
 
 def test_wishes_are_known_one_step_later() -> None:

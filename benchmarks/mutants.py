@@ -1,0 +1,269 @@
+"""Draws small faults over the product's own code, and says which tests see them.
+
+Lines are drawn by seed, from each room in proportion to its lines, and one fault of each. It is made in a copy of the tree
+and tried with the module's mirrored test file, then with the room's other usual tests; the first failure ends it, and so
+does a hang. Each result is a line of a file at once, so `--resume` goes on after a kill. Faults that no test could see are
+listed with their reason in benchmarks/mutants_equivalent.json. `--again` tries survivors once more, wherever they are now.
+
+    python -m benchmarks.mutants --rooms feed train --count 60 --seed 1       # a minute or less each
+    python -m benchmarks.mutants --again; python -m benchmarks.mutants --table
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from benchmarks.mutation_operators import Fault, find_faults
+from benchmarks.pytest_server import PytestServer
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = {
+    **{room: f"pipelines/{room}" for room in ("feed", "strategies", "train", "record", "prepare", "tasks", "evaluate")},
+    **{room: f"pipelines/{room}" for room in ("sweep", "launch")},
+    "credentials": "pipelines/credentials.py",
+    "resources": "pipelines/cluster/resources.py",
+}
+EQUIVALENT = Path(__file__).with_name("mutants_equivalent.json")
+OUTCOMES = ("mirrored file", "room", "equivalent", "survived")
+LIMIT, LEAST_LIMIT_S = 4, 60.0
+"""A run that takes so many times its usual seconds, and these at least, hangs."""
+PYTEST = ["-q", "-m", "not long", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--no-header"]
+
+
+def sources_of(room: str) -> list[Path]:
+    """The modules of a room, relative to the root."""
+    place = ROOT / ROOMS[room]
+    files = sorted(place.glob("*.py")) if place.is_dir() else [place]
+    return [file.relative_to(ROOT) for file in files]
+
+
+def draw_faults(sources: dict[str, str], count: int, seed: str) -> list[Fault]:
+    """Faults on different lines of these sources, by path; the same for the same seed, and more of them begin with fewer."""
+    by_line: dict[tuple[str, int], list[Fault]] = {}
+    for path, source in sorted(sources.items()):
+        for fault in find_faults(path, source):
+            by_line.setdefault((path, fault.number), []).append(fault)
+    draw = random.Random(seed)
+    lines = list(by_line)
+    draw.shuffle(lines)
+    return [draw.choice(by_line[line]) for line in lines[:count]]
+
+
+def share_out(lines: dict[str, int], count: int) -> dict[str, int]:
+    """How many of `count` draws each room has, in proportion to its lines (Hamilton's largest remainders), 1 at least."""
+    total = sum(lines.values())
+    exact = {room: count * own / total for room, own in lines.items()}
+    shares = {room: max(1, int(wanted)) for room, wanted in exact.items()}
+    for room in sorted(exact, key=lambda room: int(exact[room]) - exact[room])[: max(0, count - sum(shares.values()))]:
+        shares[room] += 1
+    return shares
+
+
+def draw_rooms(rooms: Sequence[str], count: int, seed: int) -> list[tuple[str, Fault]]:
+    """Faults of all rooms, each with its room."""
+    texts = {room: {str(path): (ROOT / path).read_text() for path in sources_of(room)} for room in rooms}
+    lines = {room: sum(text.count("\n") for text in sources.values()) for room, sources in texts.items()}
+    shares = share_out(lines, count)
+    return [(room, fault) for room in rooms for fault in draw_faults(texts[room], shares[room], f"{seed} {room}")]
+
+
+def find_again(name: Sequence[Any]) -> Fault | None:
+    """The fault of this name in the present source; None where its line is gone."""
+    path = ROOT / str(name[0])
+    faults = find_faults(str(name[0]), path.read_text()) if path.exists() else []
+    return next((fault for fault in faults if fault.name == tuple(name)), None)
+
+
+class Copy:
+    """A copy of the tree in which faults are made and tests run."""
+
+    def __init__(self, folder: Path, server: PytestServer, root: Path = ROOT) -> None:
+        """Copies to `folder` what git has of `root`, changed or not, and new files."""
+        self.folder, self._server = folder, server
+        self.seconds: dict[str, float] = {}
+        """Of each test file without a fault, by name; infinite where it fails."""
+        self._written = 1_000_000_000
+        listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.run(listed, cwd=root, capture_output=True, text=True, check=True).stdout.splitlines()
+        for name in names:
+            if os.path.lexists(root / name):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(root / name, folder / name, follow_symlinks=False)
+
+    def write(self, path: str, text: str) -> None:
+        """Writes a source under a time of its own, so that nobody takes what was compiled of another for it."""
+        (self.folder / path).write_text(text)
+        self._written += 10
+        os.utime(self.folder / path, (self._written, self._written))
+
+    def find_failure(self, tests: Sequence[str], limit_s: float) -> str | None:
+        """The first test that fails, or `a hang`; None where all pass."""
+        code, lines = self._server.run(self.folder, [*PYTEST, "-x", *tests], limit_s)
+        if code in (0, 5):  # 5: all tests of these files are long ones
+            return None
+        failed = [line.split(" - ")[0].split(" ", 1)[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+        return "a hang" if code is None else failed[0] if failed else "pytest itself"
+
+    def measure(self, tests: Sequence[str]) -> None:
+        """Measures test files without a fault, once, all in one go; those that fail are said, and left out from then on."""
+        tests = [test for test in tests if test not in self.seconds]
+        if not tests:
+            return
+        report = self.folder / "seconds.xml"
+        began = time.monotonic()
+        self._server.run(self.folder, [*PYTEST, "-o", "junit_family=xunit1", f"--junitxml={report}", *tests], 1800.0)
+        cases = [case for case in ElementTree.parse(report).iter("testcase") if case.get("file")]
+        # Whatever no test took is for the start: of each run of tests, so of each file once.
+        start = time.monotonic() - began - sum(float(case.get("time", 0)) for case in cases)
+        for test in tests:
+            own = [case for case in cases if case.get("file") == test]
+            failed = [case.get("name") for case in own if case.find("failure") is not None or case.find("error") is not None]
+            self.seconds[test] = math.inf if failed else start + sum(float(case.get("time", 0)) for case in own)
+            if failed:
+                print(f"{test} fails without a fault ({failed[0]}) and is left out", flush=True)
+
+    def order_tests(self, tests: Iterable[str], module: str, near: bool) -> list[str]:
+        """Those that name a module come first, or are all where `near`; and of either the fastest, as far as is known."""
+        named = {test: module in (self.folder / test).read_text() for test in tests}
+        return sorted(
+            (test for test in named if named[test] or not near),
+            key=lambda test: (not named[test], self.seconds.get(test, 0.0)),
+        )
+
+
+def find_tests(path: str, folder: Path) -> tuple[list[str], list[str]]:
+    """A module's mirrored test file, if it has one, and the other test files of its room."""
+    source = Path(path)
+    room = folder / "tests" / source.parent
+    mirrored = room / f"test_{source.name}"
+    one_file = path == ROOMS["credentials"]
+    others = [] if one_file else [file for file in sorted(room.glob("test_*.py")) if file != mirrored]
+    names = [[str(file.relative_to(folder)) for file in files if file.exists()] for files in ([mirrored], others)]
+    return names[0], names[1]
+
+
+def try_fault(copy: Copy, fault: Fault, near: bool = False) -> tuple[str, str]:
+    """Makes a fault and runs its tests until one fails; the outcome, and the test. The copy is as before afterwards.
+
+    With `near`, of the room's other test files those alone that name the module.
+    """
+    source = (copy.folder / fault.path).read_text()
+    mirrored, others = find_tests(fault.path, copy.folder)
+    others = copy.order_tests(others, fault.path.removesuffix(".py").replace("/", "."), near)
+    for outcome, tests in zip(OUTCOMES, (mirrored, others), strict=False):
+        copy.measure(tests)
+        passing = [test for test in tests if copy.seconds[test] < math.inf]
+        limit_s = max(LEAST_LIMIT_S, LIMIT * sum(copy.seconds[test] for test in passing))
+        copy.write(fault.path, fault.apply(source))
+        try:
+            if passing and (failed := copy.find_failure(passing, limit_s)):
+                return outcome, failed
+        finally:
+            copy.write(fault.path, source)
+    return "survived", ""
+
+
+class Results:
+    """What is known of faults: a file of JSON lines, the newest of a fault counting."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.rows = {tuple(row["name"]): row for row in map(json.loads, lines)}
+
+    def add(self, room: str, fault: Fault, outcome: str, test: str, seconds: float) -> None:
+        """Appends a result."""
+        row = {"room": room, "name": list(fault.name), "number": fault.number, "new": fault.new[:80]}
+        row |= {"outcome": outcome, "test": test, "seconds": round(seconds, 1)}
+        self.rows[fault.name] = row
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def read_equivalent() -> dict[tuple[Any, ...], str]:
+    """The reasons why faults change nothing that a test could see, by the faults' names."""
+    return {tuple(row["name"]): row["reason"] for row in json.loads(EQUIVALENT.read_text())} if EQUIVALENT.exists() else {}
+
+
+def make_table(rows: Iterable[dict[str, Any]], equivalent: dict[tuple[Any, ...], str]) -> str:
+    """The outcomes by room, and the survivors, in Markdown."""
+    counts: dict[str, Counter[str]] = {}
+    survivors = []
+    for row in rows:
+        same = row["outcome"] == "survived" and tuple(row["name"]) in equivalent
+        outcome = "equivalent" if same else row["outcome"]
+        counts.setdefault(row["room"], Counter())[outcome] += 1
+        if outcome == "survived":
+            path, line, operator, _ = row["name"]
+            survivors.append(f"- {path.removeprefix('pipelines/')}, {operator}: `{line}`")
+    counts = {room: counts[room] for room in ROOMS if room in counts}
+    counts["all"] = sum(counts.values(), Counter())
+    lines = [
+        "| room | drawn | killed by the mirrored file | killed by the room | equivalent | survived | killed of the rest |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for room, own in counts.items():
+        killed, rest = own["mirrored file"] + own["room"], own.total() - own["equivalent"]
+        figures = [own.total(), *(own[outcome] for outcome in OUTCOMES), f"{100 * killed / max(1, rest):.0f} %"]
+        lines.append(f"| {room} | " + " | ".join(map(str, figures)) + " |")
+    return "\n".join([*lines, *(["", "Survivors:", "", *sorted(survivors)] if survivors else [])])
+
+
+def main() -> None:
+    """Draws, tries, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rooms", nargs="*", choices=ROOMS, default=list(ROOMS))
+    parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--results", type=Path, default=ROOT / "build" / "mutants.jsonl")
+    parser.add_argument("--near", action="store_true", help="of a room's other test files try those that name the module")
+    parser.add_argument("--resume", action="store_true", help="leave out what the results have already")
+    parser.add_argument("--again", action="store_true", help="try the survivors of the results once more")
+    parser.add_argument("--table", action="store_true", help="only print the table of the results")
+    given = parser.parse_args()
+    results, equivalent = Results(given.results), read_equivalent()
+    if given.again:
+        lost = [
+            row for row in results.rows.values() if row["outcome"] == "survived" and tuple(row["name"]) not in equivalent
+        ]
+        found = [(row["room"], find_again(row["name"])) for row in lost]
+        chosen = [(room, fault) for room, fault in found if fault is not None]
+    elif not given.table:
+        chosen = draw_rooms(given.rooms, given.count, given.seed)
+        chosen = [(room, fault) for room, fault in chosen if not (given.resume and fault.name in results.rows)]
+    else:
+        chosen = []
+    with tempfile.TemporaryDirectory() as scratch, PytestServer() as server:
+        copy = Copy(Path(scratch), server)
+        known = given.results.with_suffix(".seconds.json")
+        if known.exists() and (given.resume or given.again):
+            copy.seconds = json.loads(known.read_text())
+        for number, (room, fault) in enumerate(chosen, 1):
+            began = time.monotonic()
+            outcome, test = try_fault(copy, fault, given.near)
+            known.parent.mkdir(parents=True, exist_ok=True)
+            known.write_text(json.dumps(copy.seconds))
+            results.add(room, fault, outcome, test, time.monotonic() - began)
+            print(
+                f"{number}/{len(chosen)} {outcome:<13} {fault.path}:{fault.number} {fault.operator}: {fault.line} [{test}]",
+                flush=True,
+            )
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    print(f"\nCommit {commit}, {time.strftime('%d %B %Y')}:\n")
+    print(make_table(results.rows.values(), equivalent))
+
+
+if __name__ == "__main__":
+    main()
