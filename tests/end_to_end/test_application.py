@@ -118,6 +118,7 @@ print(run.summary["mlflow_run_id"])
 """
 
 
+@pytest.mark.long
 def test_a_script_without_a_guard_trains_once(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(UNGUARDED)
     command = [sys.executable, "script.py"]

@@ -24,6 +24,9 @@ METRICS = {
 }
 
 
+pytestmark = pytest.mark.long
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     """Tiny settings with MLflow and a sample, long enough for readings of the machine."""

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 def test_the_page_followed_literally_trains_the_task(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "own-task.md").read_text()
     content = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]

@@ -71,7 +71,9 @@ def test_a_training_saves_and_says_that_it_is_not_done(config: Config, number: i
 
 
 @pytest.mark.parametrize("mode", ["inline", pytest.param("ray", marks=pytest.mark.long)])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)]
+)
 def test_a_preparation_ends_in_one_line(config: Config, tmp_path: Path, mode: str, number: int, code: int) -> None:
     driver = _start_endless_preparation(config, tmp_path, mode)
     driver.send_signal(number)
@@ -98,6 +100,7 @@ def test_a_job_that_ignores_ctrl_c_says_so_and_how_to_stop_it(config: Config, tm
     assert ended.startswith("interrupted by SIGTERM")
 
 
+@pytest.mark.long
 def test_a_signal_while_the_record_is_closed_costs_nothing(config: Config, tmp_path: Path) -> None:
     """The observer is told of the end in the training's process, which inline is the driver."""
     plugin = tmp_path / "late.py"

@@ -41,6 +41,7 @@ def _settings(*, exact: bool) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_another_mesh(folder: Path) -> None:
     """The last steps of an epoch have slots without samples, which every mesh computes as empty ones."""
     settings = _settings(exact=False)

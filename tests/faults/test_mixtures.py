@@ -57,6 +57,7 @@ def _run(config: Config, storage: Path) -> dict[str, Any]:
     return dict(train(replace(config, run="changed", storage=str(storage)), Folder.at(str(storage)), Quiet()))
 
 
+@pytest.mark.long
 def test_weights_change_and_sources_come_and_go_on_resume(folder: Path, tmp_path: Path) -> None:
     config = tiny(folder / "text.txt", data=_data(folder, {"text": 0.75, "sums": 0.25}))
     config = replace(config, launch=replace(config.launch, mode="inline"))
@@ -82,7 +83,7 @@ def test_weights_change_and_sources_come_and_go_on_resume(folder: Path, tmp_path
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(each, marks=pytest.mark.weekly) for each in (1, 2))])
 def test_drawn_kills_resizes_weights_and_sources_lose_and_repeat_no_sample(folder: Path, seed: int) -> None:
     draw, steps = Random(seed), 40
 

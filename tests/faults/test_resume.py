@@ -37,7 +37,7 @@ def _kill_all(workers: Workers, job: Job) -> None:
         process.join()
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_killed_and_resumed_run_ends_with_the_same_bits(tmp_path: Path, world: int) -> None:
     whole = run_workers(_job(tmp_path, "whole"), world)
     job = _job(tmp_path, "killed")

@@ -50,6 +50,7 @@ def test_a_run_whose_store_breaks_requests_has_the_bits_of_a_calm_one(
         assert audit(run_folder(there, "unwell") / "checkpoints").samples == calm[1]["samples_seen"]
 
 
+@pytest.mark.long
 def test_a_run_by_the_environments_endpoint(
     s3: str, calm: tuple[Config, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
