@@ -1,6 +1,6 @@
-"""Which test files run which source files: made by one run of all tests, and kept in `tests/source_map.json`.
+"""Which test files run which source files: made by one run of the usual tests, and kept in `tests/source_map.json`.
 
-    python -m tests.source_map run -n 3      # `make test-map`: runs all tests, traced, and writes the map
+    python -m tests.source_map run -n 3      # `make test-map`: runs the usual tests, traced, and writes the map
     python -m tests.source_map changed       # `make test-changed`: the tests that a change needs, within about a minute
 
 Import graphs do not fit, as modules are imported inside functions and most code runs in forked workers, jobs and Ray's
@@ -26,6 +26,7 @@ from tests.schedule import UNKNOWN_FILE_S, file_of, load_seconds
 ROOT = Path(__file__).resolve().parents[1]
 MAP_FILE = Path(__file__).with_name("source_map.json")
 TRACED = ROOT / "build" / "source-map"
+USUAL_TESTS = [sys.executable, "-m", "pytest", "--dist", "loadfile", "--no-loadscope-reorder", "-m", "not long"]
 BUDGET_S = 120.0
 """Seconds of test processes that a change may take: about a minute on two cores."""
 EVERYWHERE = 0.5
@@ -89,8 +90,8 @@ def load_map() -> dict[str, set[str]]:
     return {test: {stored["sources"][number] for number in numbers} for test, numbers in stored["tests"].items()}
 
 
-def trace_all_tests(arguments: list[str]) -> int:
-    """Runs all tests with every interpreter of this environment traced, and writes the map. Needs Python 3.12."""
+def trace_usual_tests(arguments: list[str]) -> int:
+    """Runs the usual tests with every interpreter of this environment traced, and writes the map. Needs Python 3.12."""
     if sys.version_info < (3, 12):
         sys.exit(f"the map needs Python 3.12 or newer, whose monitoring costs nothing; this is {sys.version.split()[0]}")
     shutil.rmtree(TRACED, ignore_errors=True)
@@ -102,8 +103,7 @@ def trace_all_tests(arguments: list[str]) -> int:
         f"{condition} and __import__('tests.source_trace', fromlist=['start']).start()\n"
     )
     try:
-        pytest_command = [sys.executable, "-m", "pytest", "--dist", "loadfile", "--no-loadscope-reorder", *arguments]
-        done = subprocess.run(pytest_command, cwd=ROOT, env=os.environ | {"RAYSTRIDE_MAP": str(TRACED)}, check=False)
+        done = subprocess.run([*USUAL_TESTS, *arguments], cwd=ROOT, env=os.environ | {"RAYSTRIDE_MAP": str(TRACED)}, check=False)
     finally:
         hook.unlink()
     write_map(read_traces(TRACED))
@@ -190,8 +190,7 @@ def run_changed(base: str, arguments: list[str]) -> int:
         print("left out, beyond about a minute (make test runs them):", *left_out, sep="\n  ")
     if not taken:
         return 0
-    command = [sys.executable, "-m", "pytest", "--dist", "loadfile", "--no-loadscope-reorder", "-m", "not long"]
-    return subprocess.run([*command, *arguments, *taken], cwd=ROOT, check=False).returncode
+    return subprocess.run([*USUAL_TESTS, *arguments, *taken], cwd=ROOT, check=False).returncode
 
 
 def main() -> None:
@@ -200,7 +199,7 @@ def main() -> None:
     parser.add_argument("action", choices=["run", "changed"])
     parser.add_argument("--base", default="main", help="branch that the change is compared with")
     known, rest = parser.parse_known_args()
-    sys.exit(trace_all_tests(rest) if known.action == "run" else run_changed(known.base, rest))
+    sys.exit(trace_usual_tests(rest) if known.action == "run" else run_changed(known.base, rest))
 
 
 if __name__ == "__main__":
