@@ -1,6 +1,7 @@
 """Settings check themselves: ranges, choices, and what contradicts each other."""
 
 import math
+import pickle
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from raystride.pipelines.config import (
 )
 from raystride.pipelines.config.parse import parse
 from raystride.pipelines.config.section import ALIASES, BESIDE
+from tests.errors import refused
 
 SECTIONS = [item.type for item in fields(Config) if isinstance(item.type, type) and issubclass(item.type, Section)]
 
@@ -125,3 +127,15 @@ def test_every_other_name_leads_to_a_setting() -> None:
     known = set(Config().flat())
     assert set(ALIASES.values()) <= known
     assert set(BESIDE) <= set(ALIASES.values())
+
+
+def test_an_error_has_in_fields_what_its_sentence_says_also_in_another_process() -> None:
+    with refused("train.steps", -1) as negative:
+        Train(steps=-1)
+    assert negative.value.allowed == {"at_least": 0}
+    with refused("train.precision", "fp7") as unknown:
+        Train(precision="fp7")  # type: ignore[arg-type]
+    assert "bf16" in unknown.value.allowed
+    assert SettingError(setting="data.source", value="s3://user:secret@bucket/x").value == "s3://***@bucket/x"
+    again = pickle.loads(pickle.dumps(negative.value))
+    assert (str(again), vars(again)) == (str(negative.value), vars(negative.value))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
-from raystride.pipelines.config import Answering, Data, Record, SettingError
+from raystride.pipelines.config import Answering, Data, Record
 from raystride.pipelines.evaluate.evaluation import Scored, Split, bootstrap, evaluate, read_table
 from raystride.pipelines.evaluate.opening import choose
 from raystride.pipelines.evaluate.prediction import answer_here
@@ -16,6 +16,7 @@ from raystride.pipelines.evaluate.recording import keep_scores
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.manifest import Manifest
 from raystride.pipelines.record import read_entries
+from tests.errors import refused
 from tests.pipelines.evaluate.conftest import texts
 
 
@@ -76,7 +77,7 @@ def test_a_language_models_figures_agree_with_each_other(trained: Folder) -> Non
 
 
 def test_a_test_set_that_is_not_named_is_asked_for(trained: Folder) -> None:
-    with pytest.raises(SettingError, match=r"data\.test_source is None"):
+    with refused("data.test_source", None):
         _evaluate(trained, "labels", "test", test_source=None)
 
 
