@@ -31,14 +31,22 @@ def start_from(model: nn.Module, place: str, tokenizer: Folder, log: Callable[[s
     Raises SettingError where it cannot be read, or is another model or has another tokenizer.
     """
     if not isinstance(model, Decoder):
-        raise SettingError(f"model.init_from is {place!r}: it must be None for a task that trains no decoder")
+        raise SettingError(
+            f"model.init_from is {place!r}: it must be None for a task that trains no decoder",
+            setting="model.init_from",
+            value=place,
+        )
     try:
         check_description(model.shape, read_description(place))  # before any weight is fetched
         folder = fetched(place)
     except ValueError as error:
-        raise SettingError(f"model.init_from is {place!r}: {error}") from error
+        raise SettingError(f"model.init_from is {place!r}: {error}", setting="model.init_from", value=place) from error
     except FileNotFoundError as error:
-        raise SettingError(f"model.init_from is {place!r}: there is no config.json in it, nor a model of the hub") from error
+        raise SettingError(
+            f"model.init_from is {place!r}: there is no config.json in it, nor a model of the hub",
+            setting="model.init_from",
+            value=place,
+        ) from error
     # Only then may rows be cut off: Qwen2.5 0.5B has 151,936 for the 151,665 ids of its tokenizer.
     same_ids = folder.exists("tokenizer.json")
     if same_ids:
@@ -99,4 +107,4 @@ def _check_tokenizer(folder: Folder, tokenizer: Folder) -> None:
 
 
 def _error(folder: Folder, what: str) -> SettingError:
-    return SettingError(f"model.init_from is {folder.uri!r}: {what}")
+    return SettingError(f"model.init_from is {folder.uri!r}: {what}", setting="model.init_from", value=folder.uri)

@@ -103,7 +103,8 @@ def trace_usual_tests(arguments: list[str]) -> int:
         f"{condition} and __import__('tests.source_trace', fromlist=['start']).start()\n"
     )
     try:
-        done = subprocess.run([*USUAL_TESTS, *arguments], cwd=ROOT, env=os.environ | {"RAYSTRIDE_MAP": str(TRACED)}, check=False)
+        variables = os.environ | {"RAYSTRIDE_MAP": str(TRACED)}
+        done = subprocess.run([*USUAL_TESTS, *arguments], cwd=ROOT, env=variables, check=False)
     finally:
         hook.unlink()
     write_map(read_traces(TRACED))

@@ -146,6 +146,10 @@ def refuse_with_lora(lora: Lora, model: Model, train: Train, scaling: Scaling, t
 def refuse_sharing(task: str, train: Train) -> None:
     """Raises SettingError for what adapters that share a base in one process cannot be trained at, or by."""
     if task in _ALONE:
-        raise SettingError(f"task is {task!r}: it must be `language_model` or `completion` for adapters that share a base")
+        raise SettingError(
+            f"task is {task!r}: it must be `language_model` or `completion` for adapters that share a base",
+            setting="task",
+            value=task,
+        )
     if train.exact:
         raise train.error("exact", "must be false for adapters that share a base, whose sums are in the order of PyTorch")

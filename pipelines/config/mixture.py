@@ -57,7 +57,9 @@ def refuse_mixture(data: Data, epochs: float) -> None:
     if epochs:
         raise SettingError(
             f"train.epochs is {epochs:g}: it must be 0 with data.sources, whose epochs differ: give train.steps, or each "
-            "source its epochs_at_most"
+            "source its epochs_at_most",
+            setting="train.epochs",
+            value=epochs,
         )
     entries = mixture_entries(data)
     wanted_weights(data, dict.fromkeys(entries, 1))
@@ -75,7 +77,9 @@ def wanted_weights(data: Data, sizes: Mapping[str, int]) -> list[tuple[int, dict
         where = f"data.curriculum[{number}]"
         if not isinstance(item, Mapping) or "from_step" not in item or set(item) - {"from_step", "weights"}:
             raise SettingError(
-                f"{where} is {item!r}: it must have from_step and weights, {{from_step: 8000, weights: {{...}}}}"
+                f"{where} is {item!r}: it must have from_step and weights, {{from_step: 8000, weights: {{...}}}}",
+                setting=where,
+                value=item,
             )
         step = item["from_step"]
         if not isinstance(step, int) or isinstance(step, bool) or step < 0 or (number and step <= found[-1][0]):
@@ -95,9 +99,15 @@ def _entry(data: Data, name: str, content: object) -> Entry:
     if not NAME.fullmatch(name):
         raise SettingError(f"data.sources has {name!r}: a name must be letters, digits, _, . and -")
     if not isinstance(content, Mapping) or "source" not in content:
-        raise SettingError(f"{where} is {content!r}: it must be settings with a source, {{source: PATH, weight: 0.5}}")
+        raise SettingError(
+            f"{where} is {content!r}: it must be settings with a source, {{source: PATH, weight: 0.5}}",
+            setting=where,
+            value=content,
+        )
     if unknown := [key for key in content if key not in (*OWN, *KEYS)]:
-        raise SettingError(f"there is no setting {where}.{unknown[0]}{nearest(unknown[0], [*OWN, *KEYS])}")
+        raise SettingError(
+            f"there is no setting {where}.{unknown[0]}{nearest(unknown[0], [*OWN, *KEYS])}", setting=f"{where}.{unknown[0]}"
+        )
     own: dict[str, float] = {}
     for key in content.keys() & set(OWN):
         value = content[key]
@@ -121,15 +131,23 @@ def _weights(data: Data, given: object, sizes: Mapping[str, int], where: str) ->
         found = TEMPERATURE.fullmatch(given.strip())
         power = float(found[1]) if found and found[1].count(".") <= 1 and found[1] != "." else math.nan
         if not 0 <= power <= 1:
-            raise SettingError(f"{where} is {given!r}: it must be `given`, or `temperature` and a number from 0 to 1")
+            raise SettingError(
+                f"{where} is {given!r}: it must be `given`, or `temperature` and a number from 0 to 1",
+                setting=where,
+                value=given,
+            )
         return {name: float(size) ** power for name, size in sizes.items()}
     if not isinstance(given, Mapping):
-        raise SettingError(f"{where} is {given!r}: it must be weights by source, {{web: 0.7, code: 0.3}}")
+        raise SettingError(
+            f"{where} is {given!r}: it must be weights by source, {{web: 0.7, code: 0.3}}", setting=where, value=given
+        )
     for name, weight in given.items():
         if name not in sizes:
             raise SettingError(f"{where} names {name!r}, which data.sources has not: it has {', '.join(sizes)}")
         if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 <= weight < math.inf:
             raise SettingError(f"{where}.{name} is {weight!r}: it must be a number of at least 0")
     if not any(given.values()):
-        raise SettingError(f"{where} is {dict(given)!r}: one weight at least must be above 0")
+        raise SettingError(
+            f"{where} is {dict(given)!r}: one weight at least must be above 0", setting=where, value=dict(given)
+        )
     return {name: float(given.get(name, 0.0)) for name in sizes}

@@ -205,11 +205,15 @@ def _read_file(file: str, cls: type, known: set[str], tell: Tell) -> dict[str, A
     try:
         content = yaml.safe_load(Path(file).read_text())
     except FileNotFoundError:
-        raise SettingError(f"--config {file}: there is no such file; presets are {', '.join(presets())}") from None
+        raise SettingError(
+            f"--config {file}: there is no such file; presets are {', '.join(presets())}", setting="config", value=file
+        ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SettingError(f"--config {file} cannot be read: {error}") from None
+        raise SettingError(f"--config {file} cannot be read: {error}", setting="config", value=file) from None
     if content is not None and not isinstance(content, dict):
-        raise SettingError(f"--config {file} must hold settings by name, not {type(content).__name__}")
+        raise SettingError(
+            f"--config {file} must hold settings by name, not {type(content).__name__}", setting="config", value=file
+        )
     content = with_new_names(_nested(content or {}), cls, lambda text: tell(f"{file}: {text}"))
     _check_keys(content, known, file)
     return content
@@ -265,7 +269,7 @@ def as_typed(cls: Any, key: str, value: Any) -> Any:
     try:
         return parser.parse_object({"value": value}).value
     except (jsonargparse.ArgumentError, TypeError, ValueError):
-        raise SettingError(f"{key} is {value!r}: it must be {_described(annotation)}") from None
+        raise SettingError(f"{key} is {value!r}: it must be {_described(annotation)}", setting=key, value=value) from None
 
 
 def _as_setting_error(cls: Any, error: Exception) -> SettingError:
@@ -273,7 +277,9 @@ def _as_setting_error(cls: Any, error: Exception) -> SettingError:
     text = " ".join(line.strip(" -") for line in str(error).splitlines() if line.strip())
     key, value = re.search(r'key "([\w.]+)"', text), re.search(r"(?:Got|Given) value: (.*)$", text)
     if key and value:
-        return SettingError(f"{key[1]} is {value[1]!r}: it must be {_described(_annotation(cls, key[1]))}")
+        return SettingError(
+            f"{key[1]} is {value[1]!r}: it must be {_described(_annotation(cls, key[1]))}", setting=key[1], value=value[1]
+        )
     return SettingError(text)
 
 

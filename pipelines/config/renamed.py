@@ -35,7 +35,7 @@ def _new_name(old: str, cls: Any, tell: Tell) -> str:
     new, renamed = old_names(cls)[old]
     major, minor = (int(part) for part in renamed.split(".")[:2])
     if tuple(int(part) for part in __version__.split(".")[:2]) > (major, minor + 1):
-        raise SettingError(f"there is no setting {old} any more: since {renamed} it is {new}")
+        raise SettingError(f"there is no setting {old} any more: since {renamed} it is {new}", setting=old)
     tell(f"{old} is now {new}; the old name works until {major}.{minor + 1}")
     return new
 

@@ -20,10 +20,15 @@ from raystride.pipelines.credentials import MissingSecret, hidden, is_masked, ma
 
 
 class SettingError(ValueError):
-    """A setting has a value that cannot work. The message names the setting, the value and what is allowed."""
+    """A setting has a value that cannot work. The message names the setting, the value and what is allowed.
 
-    def __init__(self, message: str = "") -> None:
+    So do the fields, where it is one setting: `setting` by its full name, `value` without secrets, and `allowed`: the words
+    of a choice, the limits of a range by name (`{"at_least": 1}`), or a rule in words.
+    """
+
+    def __init__(self, message: str = "", *, setting: str = "", value: Any = None, allowed: Any = None) -> None:
         super().__init__(hidden(message))
+        self.setting, self.value, self.allowed = setting, masked_all(value), allowed
 
 
 def setting(
@@ -94,7 +99,7 @@ class Section:
                     changes[item.name] = _whole(value, item.metadata.get("logins", ()))
                 except MissingSecret as error:
                     if name not in optional:
-                        raise SettingError(f"{name} is {value!r}: {error}") from None
+                        raise SettingError(f"{name} is {value!r}: {error}", setting=name, value=value) from None
         return replace(self, **changes) if any(getattr(self, key) != value for key, value in changes.items()) else self
 
     def _check(self, key: str, value: Any, limits: dict[str, float | None]) -> None:
@@ -103,7 +108,7 @@ class Section:
         choices = _choices(allowed)
         nothing = value is None and type(None) in get_args(allowed)
         if choices and not nothing and not isinstance(value, int) and value not in choices:
-            raise self.error(key, f"must be one of {', '.join(map(str, choices))}")
+            raise self.error(key, f"must be one of {', '.join(map(str, choices))}", choices)
         if isinstance(value, tuple):
             for part in value:
                 if isinstance(part, int | float):
@@ -115,15 +120,16 @@ class Section:
         if not math.isfinite(value):
             raise self.error(key, "must be a finite number")
         low, high, above, below = (limits[k] for k in ("at_least", "at_most", "above", "below"))
+        allowed = {name: limit for name, limit in limits.items() if limit is not None}
         if (low is not None and value < low) or (above is not None and value <= above):
-            raise self.error(key, f"must be {'at least' if low is not None else 'above'} {_first(low, above)}")
+            raise self.error(key, f"must be {'at least' if low is not None else 'above'} {_first(low, above)}", allowed)
         if (high is not None and value > high) or (below is not None and value >= below):
-            raise self.error(key, f"must be {'at most' if high is not None else 'below'} {_first(high, below)}")
+            raise self.error(key, f"must be {'at most' if high is not None else 'below'} {_first(high, below)}", allowed)
 
-    def error(self, key: str, rule: str) -> SettingError:
+    def error(self, key: str, rule: str, allowed: Any = None) -> SettingError:
         """The error for field `key`: its full name, its value and `rule`, which says what is allowed."""
-        name = f"{self.name}.{key}" if self.name else key
-        return SettingError(f"{name} is {masked_all(getattr(self, key))!r}: it {rule}")
+        name, value = f"{self.name}.{key}" if self.name else key, masked_all(getattr(self, key))
+        return SettingError(f"{name} is {value!r}: it {rule}", setting=name, value=value, allowed=allowed or rule)
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -80,7 +80,11 @@ def deploy_serving(settings: DeployServe) -> list[str]:
     storage = Folder.at(settings.storage)
     folder = storage / settings.run
     if not folder.exists("config.yaml"):
-        raise SettingError(f"--run {settings.run}: there is no such run in {storage}; `raystride runs list` shows them")
+        raise SettingError(
+            f"--run {settings.run}: there is no such run in {storage}; `raystride runs list` shows them",
+            setting="run",
+            value=settings.run,
+        )
     config = from_yaml(Config, folder.read("config.yaml").decode())
     text = rendered_serving(settings, config)
     looked = look_at_serving(text)
@@ -101,7 +105,11 @@ def rendered_serving(settings: DeployServe, config: Config) -> str:
     from raystride.model.hugging_face_config import model_type
 
     if config.task not in DECODERS:
-        raise SettingError(f"task is {config.task!r}: Ray Serve LLM serves decoders; `mlflow models serve` serves this one")
+        raise SettingError(
+            f"task is {config.task!r}: Ray Serve LLM serves decoders; `mlflow models serve` serves this one",
+            setting="task",
+            value=config.task,
+        )
     try:
         model_type(config.model)
     except ValueError as error:

@@ -105,7 +105,9 @@ def find_place(name: str) -> Place:
     """A place by its name or file. Raises SettingError, which names the places or what is wrong in the file."""
     path = known_places().get(name, Path(name))
     if not path.is_file():
-        raise SettingError(f"place is {name!r}: there is no such file; places are {', '.join(known_places())}")
+        raise SettingError(
+            f"place is {name!r}: there is no such file; places are {', '.join(known_places())}", setting="place", value=name
+        )
     return configured(Place, str(path)).settings
 
 
@@ -245,7 +247,9 @@ def _seconds(limit: str) -> float:
         if limit.lower() in ("infinite", "unlimited"):
             return math.inf
         raise SettingError(
-            f"slurm.time_limit is {limit!r}: it must be written as Slurm does, such as 24:00:00 or 2-00:00:00"
+            f"slurm.time_limit is {limit!r}: it must be written as Slurm does, such as 24:00:00 or 2-00:00:00",
+            setting="slurm.time_limit",
+            value=limit,
         )
     days, *rest = form.groups()
     first, second, third = (int(part or 0) for part in rest)

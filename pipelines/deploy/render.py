@@ -59,7 +59,9 @@ def write(files: dict[str, str], folder: Path, *, overwrite: bool) -> None:
     if changed and not overwrite:
         raise SettingError(
             f"output is {str(folder)!r}: {', '.join(changed)} there would be replaced; give another --output, or "
-            "--overwrite true"
+            "--overwrite true",
+            setting="output",
+            value=str(folder),
         )
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -146,7 +146,10 @@ def _parts(chosen: Chosen, split: Split, settings: Answering) -> tuple[dict[str,
     data = replace(config.data, on_error=settings.on_error)
     if split == "test":
         if not data.test_source:
-            raise SettingError("data.test_source is None: it must name the data to score the model on (--data.test_source)")
+            raise SettingError(
+                "data.test_source is None: it must name the data to score the model on (--data.test_source)",
+                setting="data.test_source",
+            )
         test = open_source(data, data.test_source, task.columns, whole=task.window is None)
         if data.on_error == "raise":
             check_source(test)
@@ -154,7 +157,9 @@ def _parts(chosen: Chosen, split: Split, settings: Answering) -> tuple[dict[str,
     if config.data.sources:
         raise SettingError(
             f"--split {split}: this run's data is a mixture, whose sources are scored one by one: take --split test with "
-            "one of them as --data.test_source"
+            "one of them as --data.test_source",
+            setting="split",
+            value=split,
         )
     source, other = open_sources(config, task)
     sources = {"": source, "train": source, "validation": other or source}

@@ -53,7 +53,9 @@ class Opened:
 
         if not isinstance(self.model, Decoder):
             raise SettingError(
-                f"task is {self.config.task!r}: it must be one that trains a decoder; `raystride predict` is for this one"
+                f"task is {self.config.task!r}: it must be one that trains a decoder; `raystride predict` is for this one",
+                setting="task",
+                value=self.config.task,
             )
         return self.model
 
@@ -112,7 +114,11 @@ def choose(storage: Folder, run: str, checkpoint: str | int = "best", average: i
     folder = storage / run
     if not folder.exists("config.yaml"):
         others = [name for name in storage.names() if (storage / name).exists("config.yaml")]
-        raise SettingError(f"--run {run}: there is no such run in {storage} (there is: {', '.join(others) or 'none'})")
+        raise SettingError(
+            f"--run {run}: there is no such run in {storage} (there is: {', '.join(others) or 'none'})",
+            setting="run",
+            value=run,
+        )
     config = from_yaml(Config, folder.read("config.yaml").decode())
     load_plugins(config.plugins)  # one that is missing is said before a cluster is started
     from raystride.pipelines.train.checkpoint import Checkpoints  # and what else is missing before PyTorch is
@@ -120,11 +126,13 @@ def choose(storage: Folder, run: str, checkpoint: str | int = "best", average: i
     checkpoints = Checkpoints(folder / "checkpoints", attempt="", keep=1)
     chosen = _chosen(checkpoints, checkpoint, average)
     if isinstance(checkpoint, int) and not chosen:
-        raise SettingError(f"--run {run}: it has no whole checkpoint of step {checkpoint}")
+        raise SettingError(f"--run {run}: it has no whole checkpoint of step {checkpoint}", setting="run", value=run)
     if len(chosen) < average:
         raise SettingError(
             f"--run {run}: it has {len(chosen)} whole checkpoint(s), and {average} are asked for; train it with a "
-            f"checkpoint.every above 0 and checkpoint.keep of at least {average}"
+            f"checkpoint.every above 0 and checkpoint.keep of at least {average}",
+            setting="run",
+            value=run,
         )
     return Chosen(config, tuple(chosen))
 

@@ -109,7 +109,7 @@ def listening(host: str, port: int) -> Iterator[sockets.socket]:
         found.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
         found.bind(address)
     except OSError as error:
-        raise SettingError(f"--host {host} --port {port}: {error}") from error
+        raise SettingError(f"--host {host} --port {port}: {error}", setting="host", value=host) from error
     with found:
         found.listen()
         yield found

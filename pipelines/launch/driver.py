@@ -300,7 +300,7 @@ def _check_init(place: str, config: Config) -> None:
     try:
         check_description(config.model, read_description(place))
     except (ValueError, FileNotFoundError) as error:
-        raise SettingError(f"model.init_from is {place!r}: {error}") from None
+        raise SettingError(f"model.init_from is {place!r}: {error}", setting="model.init_from", value=place) from None
 
 
 def _conduct(job: Job, share: Share, storage: Folder, tags: dict[str, str], beside: Beside) -> RunSummary:

@@ -36,7 +36,11 @@ def evaluate_run(settings: Evaluate, echo: Echo = print) -> "tuple[Scored, str |
     run = storage / settings.run
     owner = read_owner(run)
     if owner and owner.alive:
-        raise SettingError(f"--run {settings.run} is being trained by process {owner.pid} on {owner.host}: wait for its end")
+        raise SettingError(
+            f"--run {settings.run} is being trained by process {owner.pid} on {owner.host}: wait for its end",
+            setting="run",
+            value=settings.run,
+        )
     chosen = choose(storage, settings.run, settings.checkpoint, settings.average)
     if settings.data.test_source:
         data = replace(chosen.config.data, test_source=settings.data.test_source)
@@ -180,4 +184,4 @@ def push_run(settings: Export, folder: Folder, step: int) -> str:
     try:
         return push(folder, OF_ADAPTER if adapter else OF_MODEL, name, model_card(run, name, step, adapter=adapter))
     except ValueError as error:
-        raise SettingError(f"--push {name}: {error}") from error
+        raise SettingError(f"--push {name}: {error}", setting="push", value=name) from error

@@ -50,7 +50,9 @@ def check_sharing(configs: Sequence[Config]) -> list[Config]:
         if one.lora.dropout or one.model.dropout:
             raise SettingError(
                 f"lora.dropout is {one.lora.dropout} and model.dropout {one.model.dropout}: both must be 0 for adapters "
-                "that share a base, whose masks would be another run's"
+                "that share a base, whose masks would be another run's",
+                setting="lora.dropout",
+                value=one.lora.dropout,
             )
     return [replace(one, scaling=replace(one.scaling, workers=1, strategy="single")) for one in configs]
 

@@ -105,7 +105,9 @@ def _check_samples(config: Config, prepared: Prepared) -> None:
                 raise SettingError(
                     f"model.context is {config.model.context}: the {split} data {of}has {tokens} tokens, which is not one "
                     f"sample of {config.model.context + 1}. Lower model.context, give more data, or set "
-                    "data.validation_fraction"
+                    "data.validation_fraction",
+                    setting="model.context",
+                    value=config.model.context,
                 )
 
 

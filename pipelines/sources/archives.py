@@ -75,7 +75,7 @@ def members(archive: File) -> list[File]:
     for folder, _, names in os.walk(kept.folder):
         found += [os.path.relpath(os.path.join(folder, name), kept.folder) for name in names]
     if not found:
-        raise DataError(f"{archive.uri}: holds no files: name an archive with data")
+        raise DataError(f"{archive.uri}: holds no files: name an archive with data", file=archive.uri)
     tops = {name.partition("/")[0] for name in found}
     drop = len(tops.pop()) + 1 if len(tops) == 1 and any(name.count("/") > 1 for name in found) else 0
     # In bytes, as the files of a folder are sorted.
@@ -114,7 +114,9 @@ def _unpack(archive: Archive) -> None:
     folder = Path(archive.folder)
     root = folder.parent.parent
     open_private(root)
-    refusal = DataError(f"{archive.uri}: another process has been unpacking in {root} for {OTHERS_S / 3600:g} h")
+    refusal = DataError(
+        f"{archive.uri}: another process has been unpacking in {root} for {OTHERS_S / 3600:g} h", file=archive.uri
+    )
     with locked(root / "lock", OTHERS_S, refusal):
         if not folder.is_dir():
             _forget(root)
@@ -146,7 +148,9 @@ def _write(archive: Archive, folder: Path) -> None:
         with source, closing(_opened(archive.uri, folder.name, source)) as opened:
             for number, (name, member) in enumerate(_entries(archive.uri, opened)):
                 if number >= MEMBERS:
-                    raise DataError(f"{archive.uri}: has more than {MEMBERS:,} members: unpack it yourself")
+                    raise DataError(
+                        f"{archive.uri}: has more than {MEMBERS:,} members: unpack it yourself", file=archive.uri
+                    )
                 target = folder / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with _content(archive.uri, name, opened, member) as stream, target.open("wb") as out:
@@ -155,12 +159,15 @@ def _write(archive: Archive, folder: Path) -> None:
                         if written > most:
                             raise DataError(
                                 f"{archive.uri}: grows to more than {RATIO} times its size at {name!r}, as archives do "
-                                "that are made to fill a disk: if it is none, unpack it yourself and name the folder"
+                                "that are made to fill a disk: if it is none, unpack it yourself and name the folder",
+                                file=archive.uri,
+                                member=name,
                             )
                         if written > free:
                             raise DataError(
                                 f"{archive.uri}: does not fit on the disk of {folder.parent.parent} unpacked: name another "
-                                "place in the environment variable RAYSTRIDE_CACHE, or unpack it yourself"
+                                "place in the environment variable RAYSTRIDE_CACHE, or unpack it yourself",
+                                file=archive.uri,
                             )
                         out.write(data)
     except Faulty as faulty:
@@ -176,7 +183,8 @@ def _opened(uri: str, name: str, stream: Any) -> Any:
             return tarfile.open(fileobj=CompressedInputStream(stream, "zstd"), mode="r|")
         return zipfile.ZipFile(stream) if name.lower().endswith(".zip") else tarfile.open(fileobj=stream, mode="r:*")
     except (*_BROKEN, OSError) as error:
-        raise DataError(f"{uri}: is no archive, or a broken one: {error}; mend it, or leave it out with a glob") from error
+        reason = f"is no archive, or a broken one: {error}"
+        raise DataError(f"{uri}: {reason}; mend it, or leave it out with a glob", file=uri) from error
 
 
 def _entries(uri: str, opened: Any) -> Iterator[tuple[str, Any]]:
@@ -190,7 +198,8 @@ def _entries(uri: str, opened: Any) -> Iterator[tuple[str, Any]]:
         elif is_archive(name) or name.lower().endswith((".7z", ".rar")):
             problem = "is an archive in an archive"
         if problem:
-            raise DataError(f"{uri}: member {name!r} {problem}: pack the archive without it, or unpack it yourself")
+            remedy = "pack the archive without it, or unpack it yourself"
+            raise DataError(f"{uri}: member {name!r} {problem}: {remedy}", file=uri, member=name)
         yield name, member
 
 
@@ -211,7 +220,8 @@ def _tar_entries(uri: str, opened: tarfile.TarFile) -> Iterator[tarfile.TarInfo]
     try:
         yield from opened
     except (*_BROKEN, OSError) as error:
-        raise DataError(f"{uri}: is truncated or broken: {error}; mend it, or leave it out with a glob") from error
+        reason = f"is truncated or broken: {error}"
+        raise DataError(f"{uri}: {reason}; mend it, or leave it out with a glob", file=uri) from error
 
 
 def _hidden(parts: list[str]) -> bool:
@@ -237,5 +247,7 @@ def _read(uri: str, name: str, stream: IO[bytes]) -> bytes:
 def _broken(uri: str, name: str, error: Exception) -> DataError:
     return DataError(
         f"{uri}: member {name!r} cannot be read ({str(error) or type(error).__name__}): pack the archive anew, or unpack it "
-        "yourself"
+        "yourself",
+        file=uri,
+        member=name,
     )

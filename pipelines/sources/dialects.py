@@ -10,7 +10,7 @@ import csv
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from raystride.pipelines.config.data import DELIMITERS
@@ -88,7 +88,9 @@ def _by_position(rows: list[list[str]], delimiter: str, form: Form, columns: Col
     for column in columns:
         if int(column.name) >= len(first):
             reason = f"has no column {column.name} but 0 to {len(first) - 1}: {_numbered(first)}"
-            raise Faulty(Fault(file.uri, reason, f"choose another with --{column.setting}, {_other(delimiter)}"))
+            raise Faulty(
+                Fault(file.uri, reason, f"choose another with --{column.setting}, {_other(delimiter)}", column.name)
+            )
     if header is None:
         reason = f"names or values: its first line could be either ({glimpse(first)})"
         raise Faulty(Fault(file.uri, reason, "say whether it has a line of names with --data.header true or false"))
@@ -102,17 +104,17 @@ def _nameless(first: list[str], header: bool | None, delimiter: str, form: Form,
     if form.header == "auto" and header is not False:
         fault = no_column(file.uri, missing, first)
         if len(first) == 1:
-            return Fault(fault.place, fault.reason, f"{fault.remedy}, {_other(delimiter)}")
-        return Fault(fault.place, fault.reason, f"{fault.remedy}; if there is no line of names give --data.header false")
+            return replace(fault, remedy=f"{fault.remedy}, {_other(delimiter)}")
+        return replace(fault, remedy=f"{fault.remedy}; if there is no line of names give --data.header false")
     if form.header is True:
         return no_column(file.uri, missing, first)
     flags = " ".join(f"--{column.setting} NUMBER" for column in columns)
     remedy = f"columns by number ({flags}) or names for all with --data.columns"
     if form.header is False:
         reason = f"has no line of names, so there is no column {missing.name!r} but {_numbered(first)}"
-        return Fault(file.uri, reason, f"give {remedy}, {_other(delimiter)}")
+        return Fault(file.uri, reason, f"give {remedy}, {_other(delimiter)}", missing.name)
     reason = f"has no column {missing.name!r}: the first line looks like data: {glimpse(first)}"
-    return Fault(file.uri, reason, f"if there is no header give --data.header false and {remedy}")
+    return Fault(file.uri, reason, f"if there is no header give --data.header false and {remedy}", missing.name)
 
 
 def _rows(head: bytes, delimiter: str) -> list[list[str]]:

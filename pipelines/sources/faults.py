@@ -6,9 +6,11 @@ A reader yields a Fault where a document should have been. Under `data.on_error 
     raise DataError("books/7.txt: is not UTF-8: byte 0xff at 1203; mend it, or ... --data.on_error skip")
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from raystride.pipelines.credentials import hidden
 
@@ -17,11 +19,30 @@ REMEDY = "mend or remove it, or leave out what cannot be read with --data.on_err
 OTHER_ENCODING = f"name its encoding (--data.encoding latin-1, for instance), {REMEDY}"
 
 
-class DataError(ValueError):
-    """The data cannot be prepared. The message names the file or setting, the reason and the remedy."""
+_PLACE = re.compile(r"(?:(?P<file>.*), |^)(?P<unit>line|row) (?P<number>\d+)", re.DOTALL)
+_FLAG = re.compile(r"--([a-z_]+(?:\.[a-z_]+)+)")
 
-    def __init__(self, message: str = "") -> None:
+
+class DataError(ValueError):
+    """The data cannot be prepared. The message names the file or setting, the reason and the remedy.
+
+    `file`, `line` and `row` (from 1), `column` and `member` (of an archive) say where, as far as it is known; `settings` are
+    those that the remedy names.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        file: str = "",
+        line: int | None = None,
+        row: int | None = None,
+        column: str = "",
+        member: str = "",
+    ) -> None:
         super().__init__(hidden(message))
+        self.file, self.line, self.row, self.column, self.member = hidden(file), line, row, column, member
+        self.settings = tuple(_FLAG.findall(str(self)))
 
 
 class NoFiles(DataError):
@@ -33,11 +54,13 @@ class Fault:
     """One file or document that cannot be read."""
 
     place: str
-    """The file, and where in it."""
+    """The file, and where in it: `FILE, line 3`, `FILE, row 3`."""
     reason: str
     """What is wrong, as the rest of a sentence about the file."""
     remedy: str = REMEDY
     """What the user can do."""
+    column: str = ""
+    """The column that is missing or wrong."""
 
     def __post_init__(self) -> None:
         for name in ("place", "reason", "remedy"):  # they are listed in the prepared folder
@@ -45,7 +68,10 @@ class Fault:
 
     def error(self) -> DataError:
         """The error that the fault becomes where nothing may be skipped."""
-        return DataError(f"{self.place}: {self.reason}; {self.remedy}")
+        found = _PLACE.fullmatch(self.place)
+        where: dict[str, Any] = {found["unit"]: int(found["number"])} if found else {}
+        file = (found["file"] or "") if found else self.place.partition(", the line at byte ")[0]
+        return DataError(f"{self.place}: {self.reason}; {self.remedy}", file=file, column=self.column, **where)
 
 
 class Faulty(Exception):

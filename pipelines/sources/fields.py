@@ -40,7 +40,7 @@ def document(values: Sequence[Any], place: str, columns: Columns, reach: Reach =
     elif any(fields):
         empty = columns[fields.index("")]
         remedy = f"fill it, name another column with --{empty.setting}, or leave such rows out with --data.on_error skip"
-        yield Fault(place, f"column {empty.name!r} is empty", remedy)
+        yield Fault(place, f"column {empty.name!r} is empty", remedy, empty.name)
 
 
 def with_row(items: Iterator[Piece | Fault], row: Callable[[], Mapping[str, Any]], keep: bool) -> Iterator[Piece | Fault]:
@@ -62,7 +62,7 @@ def no_column(place: str, column: Column, found: Sequence[str]) -> Fault:
     """The fault of a file or row without a column that was asked for."""
     there = ", ".join(found[:20]) or "none"
     remedy = f"name the one that holds the {column.kind} with --{column.setting}"
-    return Fault(place, f"has no column {column.name!r} but {there}", remedy)
+    return Fault(place, f"has no column {column.name!r} but {there}", remedy, column.name)
 
 
 def find_columns(place: str, columns: Columns, found: Sequence[str], *, nested: bool = False) -> list[tuple[str, str]]:
@@ -108,14 +108,15 @@ def _field(value: Any, place: str, column: Column, reach: Reach) -> str:
     if not isinstance(value, str):
         what = _WANTED.get(column.kind, f"a usable {column.kind}")
         reason = f"column {column.name!r} holds a {type(value).__name__}, not {what}"
-        raise Faulty(Fault(place, reason, f"choose another with --{column.setting}"))
+        raise Faulty(Fault(place, reason, f"choose another with --{column.setting}", column.name))
     try:
         value.encode()
     except UnicodeEncodeError as error:
         what = "is not UTF-8 (it holds half a surrogate pair, or bytes of another encoding)"
         # Bytes that are no UTF-8 come from tables as these, by which half a pair of JSON's can be told from them.
         other = 0xDC80 <= ord(value[error.start]) <= 0xDCFF
-        raise Faulty(Fault(place, f"column {column.name!r} {what}", OTHER_ENCODING if other else REMEDY)) from error
+        remedy = OTHER_ENCODING if other else REMEDY
+        raise Faulty(Fault(place, f"column {column.name!r} {what}", remedy, column.name)) from error
     return value
 
 
@@ -123,7 +124,7 @@ def _messages(value: list[Any], place: str, column: Column) -> str:
     try:
         return pack_messages(value)
     except ValueError as error:
-        raise Faulty(Fault(place, f"column {column.name!r} holds {error}")) from error
+        raise Faulty(Fault(place, f"column {column.name!r} holds {error}", column=column.name)) from error
 
 
 def _label(value: Any) -> Any:
@@ -136,7 +137,8 @@ def _image(value: Any, place: str, column: Column, reach: Reach) -> Any:
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path") or ""
     if isinstance(value, str | bytes) and len(value) > 2 * MOST_BYTES:
-        raise Faulty(Fault(place, f"column {column.name!r} is refused: it is larger than {2 * MOST_BYTES >> 20} MiB"))
+        reason = f"column {column.name!r} is refused: it is larger than {2 * MOST_BYTES >> 20} MiB"
+        raise Faulty(Fault(place, reason, column=column.name))
     if isinstance(value, bytes):
         return data_uri(value) if value else ""
     if not value or not isinstance(value, str) or value.startswith("data:"):
@@ -145,5 +147,5 @@ def _image(value: Any, place: str, column: Column, reach: Reach) -> Any:
         content = read_image(value, reach)
     except Faulty as faulty:
         reason = f"column {column.name!r} names {faulty.fault.place!r}, which {faulty.fault.reason}"
-        raise Faulty(Fault(place, reason, faulty.fault.remedy)) from faulty
+        raise Faulty(Fault(place, reason, faulty.fault.remedy, column.name)) from faulty
     return data_uri(content) if content else ""

@@ -84,7 +84,7 @@ class CsvReader:
         for index, column in zip(chosen, self.columns, strict=True):
             if index >= len(row):
                 seen = f"has {len(row)} fields, too few for column {column.name!r}: {glimpse(row)}"
-                yield Fault(place, seen, f"name what is between them with --data.delimiter, {REMEDY}")
+                yield Fault(place, seen, f"name what is between them with --data.delimiter, {REMEDY}", column.name)
                 return
         yield from document([row[index] for index in chosen], place, self.columns, reach)
 

@@ -68,7 +68,11 @@ def run_trials(base: SweepConfig, storage: Folder, screen: Screen) -> Answer:
     if base.sweep.objective == "cost" and not price_of(base, described):
         raise base.sweep.error("price_per_hour", f"must be given: {base.sweep.cluster} has no price_per_gpu_hour")
     if folder.exists("journal"):
-        raise SettingError(f"run is {base.run!r}: it is the name of a training; give the sweep another one, by --run")
+        raise SettingError(
+            f"run is {base.run!r}: it is the name of a training; give the sweep another one, by --run",
+            setting="run",
+            value=base.run,
+        )
     screen.line(f"sweep {base.run} in {storage}")
     if base.sweep.share:
         _measure_share(base, storage, candidates, described, screen)

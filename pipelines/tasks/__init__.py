@@ -36,7 +36,13 @@ def build_task(config: Config, facts: Facts | None = None, encoders: Encoders | 
     if plugins.SCRIPT in config.plugins:
         raise SettingError(
             f"task is {config.task!r}: the script that trained this run has registered it, and only there it can be opened; "
-            "put it into a module of its own and name that in plugins"
+            "put it into a module of its own and name that in plugins",
+            setting="task",
+            value=config.task,
         )
     known = ", ".join([*TASKS, *plugins.TASKS])
-    raise SettingError(f"task is {config.task!r}: it must be one of {known}, or one that a module in plugins registers")
+    raise SettingError(
+        f"task is {config.task!r}: it must be one of {known}, or one that a module in plugins registers",
+        setting="task",
+        value=config.task,
+    )

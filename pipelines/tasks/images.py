@@ -76,7 +76,8 @@ class Images(Labelling):
             found = ", ".join(size for size, _ in sizes.most_common(5)) or "no image that could be read"
             raise SettingError(
                 f"data.image_size is None: the images have {len(sizes)} sizes (channels x height x width: {found}), so it "
-                "must say to which they are scaled, for instance [3, 32, 32]"
+                "must say to which they are scaled, for instance [3, 32, 32]",
+                setting="data.image_size",
             )
         return {**labels, "image": [int(part) for part in next(iter(sizes)).split("x")]}
 

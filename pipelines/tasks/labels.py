@@ -54,7 +54,9 @@ class Labelling(Task):
             found = f"{len(names):,} different values" if len(names) != 1 else f"one value alone, {names[0]!r},"
             raise SettingError(
                 f"{setting.setting} is {setting.name!r}: it has {found} and a classifier needs 2 to {MOST_LABELS:,} "
-                "different ones; name another column"
+                "different ones; name another column",
+                setting=setting.setting,
+                value=setting.name,
             )
         return {"labels": names, "shares": [counts[name] / counts.total() for name in names]}
 

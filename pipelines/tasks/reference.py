@@ -84,12 +84,14 @@ def weights_sha256(place: str) -> str:
     try:
         folder = fetched(place)
     except ValueError as error:
-        raise SettingError(f"model.init_from is {place!r}: {error}") from error
+        raise SettingError(f"model.init_from is {place!r}: {error}", setting="model.init_from", value=place) from error
     weights = [name for name in folder.names() if name.endswith(".safetensors")]
     if not weights or not folder.exists("config.json"):
         raise SettingError(
             f"model.init_from is {place!r}: it must have a config.json and weights in safetensors, which are the "
-            "reference, and a run that goes on needs as well; of a run of ours take `raystride export --to hugging_face`"
+            "reference, and a run that goes on needs as well; of a run of ours take `raystride export --to hugging_face`",
+            setting="model.init_from",
+            value=place,
         )
     hashes = [[name, _file_sha256(folder, name)] for name in ("config.json", *weights)]
     return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()

@@ -54,13 +54,18 @@ def end_token(tokenizer: "Tokenizer", asked: str | None) -> str:
     if asked is not None:
         if asked in vocabulary:
             return asked
-        raise SettingError(f"tokenizer.end_token is {asked!r}: it must be a token of tokenizer.file. {_specials(tokenizer)}")
+        raise SettingError(
+            f"tokenizer.end_token is {asked!r}: it must be a token of tokenizer.file. {_specials(tokenizer)}",
+            setting="tokenizer.end_token",
+            value=asked,
+        )
     for name in USUAL_ENDS:
         if name in vocabulary:
             return name
     raise SettingError(
         f"tokenizer.end_token is None: none of the usual names ({', '.join(USUAL_ENDS)}) is in tokenizer.file, "
-        f"so it must name the token that ends a document. {_specials(tokenizer)}"
+        f"so it must name the token that ends a document. {_specials(tokenizer)}",
+        setting="tokenizer.end_token",
     )
 
 

@@ -94,7 +94,9 @@ def check_base(found: Found | None, digest: str, config: Config) -> None:
         raise SettingError(
             f"model.init_from is {config.model.init_from!r}: its weights are not those that this run's adapters were "
             f"trained on (base {before[:12]} before, {digest[:12]} now). Put the earlier weights there, or start another "
-            "run, --run NAME"
+            "run, --run NAME",
+            setting="model.init_from",
+            value=config.model.init_from,
         )
 
 

@@ -116,4 +116,4 @@ def _load(model: "nn.Module", found: "Found") -> None:
 
 
 def _error(folder: Folder, what: str) -> SettingError:
-    return SettingError(f"model.init_from is {folder.uri!r}: {what}")
+    return SettingError(f"model.init_from is {folder.uri!r}: {what}", setting="model.init_from", value=folder.uri)

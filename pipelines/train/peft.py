@@ -264,4 +264,4 @@ def _meant(targets: str | list[str], name: str) -> bool:
 
 
 def _error(folder: Folder, what: str) -> SettingError:
-    return SettingError(f"lora.init_from is {folder.uri!r}: {what}")
+    return SettingError(f"lora.init_from is {folder.uri!r}: {what}", setting="lora.init_from", value=folder.uri)

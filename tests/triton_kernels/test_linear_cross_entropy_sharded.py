@@ -288,8 +288,7 @@ def test_cuts_and_rules_of_any_kind(results: list[dict[str, Any]]) -> None:
 
 def test_a_worker_sends_as_many_bytes_as_is_said(results: list[dict[str, Any]]) -> None:
     for result in results:
-        for counted, said in result["sent"]:
-            assert counted == (said if len(results) > 1 else 0)
+        assert all(counted == (said if len(results) > 1 else 0) for counted, said in some(result["sent"]))
 
 
 @pytest.mark.parametrize("what", ["without", "one wanted", "twice", "checkpoint", "autocast", "alone"])
@@ -299,7 +298,7 @@ def test_bits_are_as_they_should_be(results: list[dict[str, Any]], what: str) ->
 
 
 def test_logits_are_there_for_a_chunk_of_tokens_and_own_words_alone(results: list[dict[str, Any]]) -> None:
-    for rank, result in some(enumerate(results)):
+    for rank, result in enumerate(results):
         first, end = EVEN[len(results)][rank : rank + 2]
         expected = (6, CHUNK * (end - first)) if len(results) > 1 else (1, 93 * WORDS)
         assert result["products"] == expected
@@ -315,7 +314,7 @@ def test_the_kernels_give_the_same(results: list[dict[str, Any]]) -> None:
     for result in results:
         if kernels := result.get("kernels"):
             assert kernels["ran"] == {"linear_cross_entropy_sharded": "triton"}
-            assert all(kernels[name][0] <= TOLERANCES[CASES[name].dtype] for name in some(ON_KERNELS))
+            assert all(kernels[name][0] <= TOLERANCES[CASES[name].dtype] for name in ON_KERNELS)
             assert kernels["one has all"][0] <= 1e-5
             assert str(kernels["no word"]) == "[nan, 6, [3], True]"
             assert kernels["without"]
@@ -329,7 +328,7 @@ def test_groups_of_some_processes(results: list[dict[str, Any]]) -> None:
 def test_what_does_not_go_together_is_named(results: list[dict[str, Any]]) -> None:
     words = ["rows -1 to 35", "not among 36 words", "between 0 and 1", "weight must be", "torch.int64", "targets must be"]
     for result in results:
-        assert all(word in message for word, message in some(zip(words, result["errors"], strict=True)))
+        assert all(word in message for word, message in zip(words, result["errors"], strict=True))
 
 
 def test_without_processes_it_is_the_plain_loss() -> None:

@@ -4,55 +4,90 @@ import pytest
 
 from raystride.pipelines.cluster.resources import Resources, resolve
 from raystride.pipelines.config import Checkpoint, Config, Guard, Model, Objective, Scaling, SettingError, Train
+from tests.errors import refused
 
 CPU = Resources(cpus=4, gpus=0, memory_bytes=2.0**34, gpu_memory_bytes=None)
 
 
 @pytest.mark.parametrize(
-    ("sections", "said"),
+    ("sections", "setting", "value", "names"),
     [
         (
             {"scaling": Scaling(strategy="single", workers=2)},
-            r"scaling\.strategy is 'single'.* `ddp`, `fsdp` or `deepspeed`",
+            "scaling.strategy",
+            "single",
+            ("`ddp`", "`fsdp`", "`deepspeed`"),
         ),
-        ({"scaling": Scaling(strategy="fsdp"), "train": Train(exact=True)}, r"scaling\.strategy is 'fsdp'.* use `ddp`"),
-        ({"scaling": Scaling(strategy="deepspeed"), "train": Train(exact=True)}, r"with train\.exact use `ddp`"),
-        ({"train": Train(exact=True, compile="block")}, r"train\.compile is 'block'.* must be `none` with train\.exact"),
-        ({"scaling": Scaling(strategy="ddp", shard_workers=2)}, r"scaling\.shard_workers is 2.* `fsdp`"),
-        ({"scaling": Scaling(strategy="fsdp", workers=4, shard_workers=3)}, r"must divide scaling\.workers, 4"),
-        ({"scaling": Scaling(strategy="fsdp", shard_workers=2, least_workers=1)}, r"must be 0 with scaling\.least_workers"),
-        ({"scaling": Scaling(strategy="ddp", offload=True)}, r"scaling\.offload is True.* `fsdp`"),
+        ({"scaling": Scaling(strategy="fsdp"), "train": Train(exact=True)}, "scaling.strategy", "fsdp", ("`ddp`",)),
+        (
+            {"scaling": Scaling(strategy="deepspeed"), "train": Train(exact=True)},
+            "scaling.strategy",
+            "deepspeed",
+            ("train.exact", "`ddp`"),
+        ),
+        ({"train": Train(exact=True, compile="block")}, "train.compile", "block", ("`none`", "train.exact")),
+        ({"scaling": Scaling(strategy="ddp", shard_workers=2)}, "scaling.shard_workers", 2, ("`fsdp`",)),
+        (
+            {"scaling": Scaling(strategy="fsdp", workers=4, shard_workers=3)},
+            "scaling.shard_workers",
+            3,
+            ("scaling.workers",),
+        ),
+        (
+            {"scaling": Scaling(strategy="fsdp", shard_workers=2, least_workers=1)},
+            "scaling.shard_workers",
+            2,
+            ("scaling.least_workers",),
+        ),
+        ({"scaling": Scaling(strategy="ddp", offload=True)}, "scaling.offload", True, ("`fsdp`",)),
         (
             {"scaling": Scaling(strategy="fsdp"), "train": Train(precision="pure_bf16", stochastic_rounding=True)},
-            r"train\.stochastic_rounding is True.* master copy",
+            "train.stochastic_rounding",
+            True,
+            ("master copy",),
         ),
         (
             {"scaling": Scaling(strategy="deepspeed"), "train": Train(precision="fp16")},
-            r"train\.precision is 'fp16'.* `bf16`",
+            "train.precision",
+            "fp16",
+            ("`bf16`",),
         ),
         (
             {"scaling": Scaling(strategy="deepspeed"), "train": Train(compile="model")},
-            r"train\.compile.* `fsdp` can compile",
+            "train.compile",
+            "model",
+            ("`fsdp`",),
         ),
-        ({"task": "translation", "objective": Objective(loss="mse")}, r"objective\.loss is 'mse'.* but with task `images`"),
-        ({"task": "images", "objective": Objective(class_weights="balanced")}, r"class_weights.* task `classification`"),
-        ({"objective": Objective(label_smoothing=0.1)}, r"label_smoothing is 0\.1.* must be 0 with task `language_model`"),
-        ({"task": "translation", "model": Model(pooling="windows")}, r"model\.pooling is 'windows'.* task `classification`"),
-        ({"task": "classification", "model": Model(window=4)}, r"model\.window is 4.* only decoders have it"),
+        ({"task": "translation", "objective": Objective(loss="mse")}, "objective.loss", "mse", ("`images`",)),
+        (
+            {"task": "images", "objective": Objective(class_weights="balanced")},
+            "objective.class_weights",
+            "balanced",
+            ("`classification`",),
+        ),
+        ({"objective": Objective(label_smoothing=0.1)}, "objective.label_smoothing", 0.1, ("`language_model`",)),
+        ({"task": "translation", "model": Model(pooling="windows")}, "model.pooling", "windows", ("`classification`",)),
+        ({"task": "classification", "model": Model(window=4)}, "model.window", 4, ("decoders",)),
         (
             {"task": "translation", "model": Model(flavour="llama", norm="sandwich")},
-            r"model\.norm is 'sandwich'.* only decoders",
+            "model.norm",
+            "sandwich",
+            ("decoders",),
         ),
         (
             {"model": Model(logit_softcap=30.0), "scaling": Scaling(tensor=2, workers=2)},
-            r"scaling\.tensor is 2.* model\.logit_softcap",
+            "scaling.tensor",
+            2,
+            ("model.logit_softcap",),
         ),
-        ({"task": "images", "train": Train(slot_tokens=9)}, r"train\.slot_tokens is 9.* equally long"),
-        ({"guard": Guard(policy="rewind"), "checkpoint": Checkpoint(every=0)}, r"guard\.policy is 'rewind'.* go back to"),
+        ({"task": "images", "train": Train(slot_tokens=9)}, "train.slot_tokens", 9, ("equally long",)),
+        ({"guard": Guard(policy="rewind"), "checkpoint": Checkpoint(every=0)}, "guard.policy", "rewind", ("go back",)),
     ],
 )
-def test_settings_that_contradict_each_other(sections: dict[str, object], said: str) -> None:
-    with pytest.raises(SettingError, match=said):
+def test_settings_that_contradict_each_other(
+    sections: dict[str, object], setting: str, value: object, names: tuple[str, ...]
+) -> None:
+    with refused(setting, value, names=names):
         Config(**sections)  # type: ignore[arg-type]
 
 
@@ -81,15 +116,17 @@ def test_a_task_of_ones_own_may_use_every_setting() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "said"),
+    ("sections", "setting", "value", "names"),
     [
-        ({"train": Train(precision="tf32")}, r"train\.precision is 'tf32'.* CPUs.* `fp32` or `bf16`"),
-        ({"scaling": Scaling(strategy="fsdp", shard_workers=3)}, r"scaling\.shard_workers is 3.* of which there are 4"),
-        ({"scaling": Scaling(strategy="fsdp", offload=True)}, r"scaling\.offload is True.* main memory already"),
+        ({"train": Train(precision="tf32")}, "train.precision", "tf32", ("CPUs", "`fp32` or `bf16`")),
+        ({"scaling": Scaling(strategy="fsdp", shard_workers=3)}, "scaling.shard_workers", 3, ("4",)),
+        ({"scaling": Scaling(strategy="fsdp", offload=True)}, "scaling.offload", True, ("main memory",)),
     ],
 )
-def test_what_this_device_cannot_do(sections: dict[str, object], said: str) -> None:
-    with pytest.raises(SettingError, match=said):
+def test_what_this_device_cannot_do(
+    sections: dict[str, object], setting: str, value: object, names: tuple[str, ...]
+) -> None:
+    with refused(setting, value, names=names):
         resolve(Config(**sections), CPU)  # type: ignore[arg-type]
 
 
@@ -98,17 +135,17 @@ def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingError, match=r'pip install "raystride\[deepspeed\]", or use `fsdp`'):
         resolve(Config(scaling=Scaling(strategy="deepspeed")), CPU)
     monkeypatch.setattr("raystride.pipelines.cluster.resources.which", lambda name: None)
-    with pytest.raises(SettingError, match=r"train\.compile is 'block'.* \(g\+\+\)"):
+    with refused("train.compile", "block", names=["(g++)"]):
         resolve(Config(train=Train(compile="block")), CPU)
 
 
 def test_a_section_alone_says_what_it_needs() -> None:
-    with pytest.raises(SettingError, match=r"train\.stochastic_rounding is True.* `pure_bf16`"):
+    with refused("train.stochastic_rounding", True, names=["`pure_bf16`"]):
         Train(stochastic_rounding=True)
 
 
 def test_no_blocks_need_windows_and_windows_a_size() -> None:
-    with pytest.raises(SettingError, match=r"model\.layers is 0.* unless model\.pooling is `windows`"):
+    with refused("model.layers", 0, names=["`windows`", "model.pooling"]):
         Model(layers=0)
-    with pytest.raises(SettingError, match=r"model\.windows is \(\).* at least one"):
+    with refused("model.windows", ()):
         Model(pooling="windows", windows=())

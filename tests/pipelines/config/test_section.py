@@ -1,8 +1,10 @@
 """Settings check themselves: ranges, choices, and what contradicts each other."""
 
 import math
+import pickle
 from dataclasses import dataclass, fields, replace
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from hypothesis import given
@@ -23,46 +25,53 @@ from raystride.pipelines.config import (
 )
 from raystride.pipelines.config.parse import parse
 from raystride.pipelines.config.section import ALIASES, BESIDE
+from tests.errors import refused
 
 SECTIONS = [item.type for item in fields(Config) if isinstance(item.type, type) and issubclass(item.type, Section)]
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "setting", "value", "allowed"),
     [
-        (lambda: Train(steps=-1), "train.steps is -1: it must be at least 0"),
-        (lambda: Train(steps=0), "train.steps is 0"),
-        (lambda: Train(clip_norm=math.nan), "train.clip_norm is nan: it must be a finite number"),
-        (lambda: Optimizer(betas=(0.9, 1.0)), "must be below 1"),
-        (lambda: Optimizer(learning_rate=0.0), "must be above 0"),
-        (lambda: Model(flavour="bert"), "must be one of gpt2, llama"),  # type: ignore[arg-type]
-        (lambda: Model(width=130, heads=4), "model.width is 130"),
-        (lambda: Model(flavour="llama", kv_heads=3), "model.kv_heads is 3"),
-        (lambda: Model(flavour="llama", width=12, heads=4), "even size"),
-        (lambda: Model(flavour="llama", head_size=7), "model.head_size is 7: it must be even"),
-        (lambda: Model(flavour="llama", gelu="tanh"), "model.gelu is 'tanh': it must be `exact`"),
-        (lambda: Model(flavour="original", gelu="tanh"), "which has no GELU"),
-        (lambda: Model(rope_scaling=(8, 1, 4, 64)), "model.rope_scaling is (8, 1, 4, 64): it must be None"),
-        (lambda: Model(flavour="llama", rope_scaling=(8, 4, 4, 64)), "must have a low factor"),
-        (lambda: Model(flavour="llama", rope_scaling=(8, 0, 4, 64)), "must be above 0"),
-        (lambda: Train(exact=True, micro_batch_slots=2), "train.micro_batch_slots is 2: it must be 0 or 1 with train.exact"),
-        (lambda: Train(exact=True, deterministic=False), "train.deterministic is False: it must be true with train.exact"),
-        (lambda: Tokenizer(kind="file"), "tokenizer.file"),
-        (lambda: Tokenizer(kind="bpe", vocabulary_size=100), "at least 257"),
-        (lambda: Data(validation="source"), "data.validation_source"),
-        (lambda: Data(source=""), "data.source"),
-        (lambda: Scaling(workers=0), "scaling.workers is 0"),
-        (lambda: Config(scaling=Scaling(workers=9)), "raise train.slots"),
-        (lambda: Config(scaling=Scaling(workers=2, strategy="single")), "must be `ddp`"),
-        (lambda: Config(run="a/b"), "run is 'a/b'"),
-        (lambda: Config(run=".hidden"), "run is '.hidden'"),
-        (lambda: Config(train=Train(steps=0, hours=1.0)), "optimizer.decay_steps"),
+        (lambda: Train(steps=-1), "train.steps", -1, {"at_least": 0}),
+        (lambda: Train(steps=0), "train.steps", 0, ("train.epochs", "train.hours")),
+        (lambda: Train(clip_norm=math.nan), "train.clip_norm", ANY, ("finite",)),
+        (lambda: Optimizer(betas=(0.9, 1.0)), "optimizer.betas", (0.9, 1.0), {"at_least": 0, "below": 1}),
+        (lambda: Optimizer(learning_rate=0.0), "optimizer.learning_rate", 0.0, {"above": 0}),
+        (lambda: Model(flavour="bert"), "model.flavour", "bert", ("gpt2, llama",)),  # type: ignore[arg-type]
+        (lambda: Model(width=130, heads=4), "model.width", 130, ()),
+        (lambda: Model(flavour="llama", kv_heads=3), "model.kv_heads", 3, ()),
+        (lambda: Model(flavour="llama", width=12, heads=4), "model.width", 12, ("even size",)),
+        (lambda: Model(flavour="llama", head_size=7), "model.head_size", 7, ("even",)),
+        (lambda: Model(flavour="llama", gelu="tanh"), "model.gelu", "tanh", ("`exact`",)),
+        (lambda: Model(flavour="original", gelu="tanh"), "model.gelu", "tanh", ("no GELU",)),
+        (lambda: Model(rope_scaling=(8, 1, 4, 64)), "model.rope_scaling", (8, 1, 4, 64), ("None",)),
+        (lambda: Model(flavour="llama", rope_scaling=(8, 4, 4, 64)), "model.rope_scaling", (8, 4, 4, 64), ("low factor",)),
+        (lambda: Model(flavour="llama", rope_scaling=(8, 0, 4, 64)), "model.rope_scaling", (8, 0, 4, 64), {"above": 0}),
+        (lambda: Train(exact=True, micro_batch_slots=2), "train.micro_batch_slots", 2, ("0 or 1", "train.exact")),
+        (lambda: Train(exact=True, deterministic=False), "train.deterministic", False, ("train.exact",)),
+        (lambda: Tokenizer(kind="file"), "tokenizer.file", None, ()),
+        (lambda: Tokenizer(kind="bpe", vocabulary_size=100), "tokenizer.vocabulary_size", 100, ("at least 257",)),
+        (lambda: Data(validation="source"), "data.validation_source", None, ()),
+        (lambda: Data(source=""), "data.source", "", ()),
+        (lambda: Scaling(workers=0), "scaling.workers", 0, ANY),
+        (lambda: Config(scaling=Scaling(workers=9)), "scaling.workers", 9, ("train.slots",)),
+        (lambda: Config(scaling=Scaling(workers=2, strategy="single")), "scaling.strategy", "single", ("`ddp`",)),
+        (lambda: Config(run="a/b"), "run", "a/b", ()),
+        (lambda: Config(run=".hidden"), "run", ".hidden", ()),
+        (lambda: Config(train=Train(steps=0, hours=1.0)), "optimizer.decay_steps", ANY, ()),
     ],
 )
-def test_a_wrong_value_names_the_setting_and_what_is_allowed(make: Any, message: str) -> None:
-    with pytest.raises(SettingError) as raised:
+def test_a_wrong_value_names_the_setting_and_what_is_allowed(make: Any, setting: str, value: Any, allowed: Any) -> None:
+    """By its limits, or by what the sentence names."""
+    with refused(setting, value, names=allowed if isinstance(allowed, tuple) else ()) as raised:
         make()
-    assert message in str(raised.value)
+    assert isinstance(allowed, tuple) or raised.value.allowed == allowed
+
+
+def test_the_sentence_says_setting_value_and_what_is_allowed() -> None:
+    with pytest.raises(SettingError, match=r"^train\.steps is -1: it must be at least 0$"):
+        Train(steps=-1)
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -125,3 +134,15 @@ def test_every_other_name_leads_to_a_setting() -> None:
     known = set(Config().flat())
     assert set(ALIASES.values()) <= known
     assert set(BESIDE) <= set(ALIASES.values())
+
+
+def test_an_error_has_in_fields_what_its_sentence_says_also_in_another_process() -> None:
+    with refused("train.steps", -1) as negative:
+        Train(steps=-1)
+    assert negative.value.allowed == {"at_least": 0}
+    with refused("train.precision", "fp7") as unknown:
+        Train(precision="fp7")  # type: ignore[arg-type]
+    assert "bf16" in unknown.value.allowed
+    assert SettingError(setting="data.source", value="s3://user:secret@bucket/x").value == "s3://***@bucket/x"
+    again = pickle.loads(pickle.dumps(negative.value))
+    assert (str(again), vars(again)) == (str(negative.value), vars(negative.value))

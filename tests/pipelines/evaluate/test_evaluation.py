@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
-from raystride.pipelines.config import Answering, Config, Data, Record, SettingError
+from raystride.pipelines.config import Answering, Config, Data, Record
 from raystride.pipelines.evaluate.evaluation import Scored, Split, bootstrap, evaluate, read_table, worst
 from raystride.pipelines.evaluate.opening import choose
 from raystride.pipelines.evaluate.parts import AnswerWork
@@ -19,6 +19,7 @@ from raystride.pipelines.prepare.manifest import Manifest
 from raystride.pipelines.record import read_entries
 from raystride.pipelines.sources.pieces import Part
 from raystride.pipelines.tasks.language_model import LanguageModel
+from tests.errors import refused
 from tests.pipelines.evaluate.conftest import texts
 
 
@@ -101,7 +102,7 @@ def test_another_checkpoint_is_scored_anew_after_an_interruption(trained: Folder
 
 
 def test_a_test_set_that_is_not_named_is_asked_for(trained: Folder) -> None:
-    with pytest.raises(SettingError, match=r"data\.test_source is None"):
+    with refused("data.test_source", None):
         _evaluate(trained, "labels", "test", test_source=None)
 
 

@@ -17,6 +17,7 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.pieces import Part
 from tests.distributed import CONTEXT
+from tests.errors import unreadable
 from tests.pipelines.evaluate.conftest import texts, train, write_rows
 from tests.some import some
 from tests.tiny import tiny
@@ -136,7 +137,7 @@ def test_other_questions_are_refused_the_folder(trained: Folder, questions: Path
 def test_what_is_no_question_ends_it_or_is_counted(trained: Folder, tmp_path: Path) -> None:
     source = tmp_path / "bad.jsonl"
     source.write_text('{"text": "ripe apple"}\n{"words": "ripe pear"}\n{"text": "ripe plum"}\n')
-    with pytest.raises(DataError, match=r"bad\.jsonl, line 2: has no column 'text' but words"):
+    with unreadable("bad.jsonl", line=2, column="text", names=["words"]):
         _predict(trained, source, tmp_path / "a")
     found = _predict(trained, source, tmp_path / "b", on_error="skip")
     assert (found.rows, found.skipped) == (2, 1)
@@ -162,7 +163,7 @@ def test_ray_answers_the_same(ray_cluster: None, trained: Folder, questions: Pat
     assert _rows(tmp_path / "a") == _rows(tmp_path / "b")
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"words": "ripe pear"}\n')
-    with pytest.raises(DataError, match=r"line 1: has no column 'text'"):
+    with unreadable(line=1, column="text"):
         _predict(trained, bad, tmp_path / "c", run_parts=run_parts)
 
 
@@ -234,6 +235,6 @@ def test_a_folder_in_which_nothing_was_answered_is_free(trained: Folder, questio
     write_rows(questions, [{"text": "ripe apple"}])
     assert _predict(trained, questions, tmp_path / "a", form="jsonl").files == ["00000.jsonl"]
     assert not (tmp_path / "a" / "00000.parquet").exists()
-    with pytest.raises(DataError, match=r"has no column 'body' but text"):
+    with unreadable(column="body"):
         _predict(trained, questions, tmp_path / "c", column="body")
     assert not (tmp_path / "c").exists()

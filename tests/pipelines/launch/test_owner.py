@@ -163,7 +163,9 @@ def test_who_cannot_write_for_a_while_goes_on(folder: Folder, monkeypatch: pytes
         assert folder.local
         (folder.local / "owner.json").unlink()
         (folder.local / "owner.json").mkdir()  # neither read nor written
-        time.sleep(0.3)
+        looks: list[Folder] = []
+        monkeypatch.setattr(owner, "read_owner", lambda folder: (looks.append(folder), read_owner(folder))[1])
+        wait_until(lambda: len(looks) > 3, "looks at what cannot be read")
         mine.check()
         (folder.local / "owner.json").rmdir()
         wait_until(lambda: read_owner(folder), "the owner, written again")

@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -54,6 +55,20 @@ def _says(storage: Path, text: str) -> bool:
     return any(text.encode() in file.read_bytes() for file in (storage / "mine").rglob("*.jsonl"))
 
 
+STARTED: list["subprocess.Popen[str]"] = []
+
+
+@pytest.fixture(autouse=True)
+def end_processes() -> Iterator[None]:
+    """Ends what a test that failed has left."""
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
 class Training:
     """A training, or a preparation, beside which others may run."""
 
@@ -68,6 +83,7 @@ class Training:
             text=True,
             start_new_session=True,
         )
+        STARTED.append(self.process)
 
     def begun(self) -> psutil.Process:
         """The process that prepares, once a checkpoint was made of what is ready."""

@@ -327,10 +327,10 @@ def test_only_the_first_worker_of_a_node_reads_and_a_step_costs_nothing() -> Non
     sender: Any = None  # never used
     monitor = GpuMonitor(sender, 0.01)
     monitor.on_start(RunFacts(run="r", attempt="a1", rank=3, local_rank=1))
+    assert monitor._thread is None
     called: list[str] = []
     sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
     monitor.on_step(1)
     sys.setprofile(None)
     assert called == ["on_step"]
     monitor.on_end({})
-    assert monitor._thread is None

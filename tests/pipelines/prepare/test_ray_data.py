@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from raystride.pipelines.config import SettingError, Tokenizer
+from raystride.pipelines.config import Tokenizer
 from raystride.pipelines.sources.faults import DataError
+from tests.errors import refused, unreadable
 from tests.pipelines.conftest import prepared, settings
 from tests.pipelines.prepare.test_prepare import LINES, tree
 
@@ -62,7 +63,7 @@ def test_an_error_of_the_data_comes_out_as_it_is(tmp_path: Path) -> None:
     for i in range(30):
         (tmp_path / f"{i}.txt").write_text("good")
     (tmp_path / "bad.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(DataError, match=r"^\S+/bad.txt: is not UTF-8: byte 0xe9 at 3; .*--data.on_error skip$") as raised:
+    with unreadable("/bad.txt", settings=("data.encoding", "data.on_error"), names=["0xe9 at 3"]) as raised:
         prepared(settings(tmp_path), tmp_path / "runs", on_ray=True)
     assert type(raised.value) is DataError
     assert raised.value.__cause__ is None
@@ -77,5 +78,5 @@ def test_an_error_of_the_tokenizer_comes_out_as_it_is(tmp_path: Path) -> None:
     file = write_tokenizer(tmp_path / "tokenizer.json", end=None)
     config = settings(tmp_path / "text.txt", validation="tail")
     config = replace(config, tokenizer=Tokenizer(kind="file", file=str(file)))
-    with pytest.raises(SettingError, match=r"^tokenizer\.end_token is None"):
+    with refused("tokenizer.end_token", None):
         prepared(config, tmp_path / "runs", on_ray=True)

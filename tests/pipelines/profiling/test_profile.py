@@ -19,6 +19,7 @@ from raystride.pipelines.record.sender import Entry, Receipt
 from raystride.pipelines.worker.job import Job, WorkerInfo
 from raystride.pipelines.worker.worker import run_worker
 from tests.distributed import CONTEXT, LIMIT_S
+from tests.errors import refused
 from tests.processes import make_job
 from tests.receipts import taken
 from tests.tiny import tiny, write_text
@@ -140,7 +141,7 @@ def test_without_nsight_the_training_goes_on_and_says_why(tmp_path: Path) -> Non
 
 
 def test_ncu_needs_a_process_of_its_own() -> None:
-    with pytest.raises(SettingError, match=r"profile\.tool is 'ncu': it needs launch\.mode inline"):
+    with refused("profile.tool", "ncu", names=["launch.mode"]):
         Config(profile=Profile(tool="ncu"))
     with pytest.raises(SettingError, match="must be a first and a last step"):
         Profile(steps=(5, 4))

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystride.pipelines.config import SettingError
 from raystride.pipelines.config.run import Record
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record import Recorder, Sender
 from raystride.pipelines.record.entry import new_entry
 from raystride.pipelines.record.journal import Journal
 from raystride.pipelines.record.tensorboard_log import TensorboardLog, check_tensorboard
+from tests.errors import refused
 from tests.pipelines.record.conftest import MakeRecorder
-from tests.pipelines.record.test_mlflow_follower import until
+from tests.waiting import wait_until
 
 SETTINGS = Record(mlflow=False, tensorboard=True)
 PARAMETERS = {"train.steps": 100, "train.exact": False, "train.precision": "fp32"}
@@ -100,7 +100,7 @@ def test_what_a_full_disk_did_not_take_is_written_later(record: MakeRecorder, fo
     sender.put(new_entry("metrics", {"train_loss": 1.0}, step=1, time=1.0))
     sender.put(new_entry("error", {"text": "urgent"}))
     assert sender.flush(60.0)
-    until(lambda: bool(recorder.state()["warnings"]), "the fault was not said")
+    wait_until(lambda: bool(recorder.state()["warnings"]), "the fault was not said")
     assert "TensorBoard" in recorder.state()["warnings"][0]
     in_the_way.unlink()
     sender.put(new_entry("metrics", {"train_loss": 2.0}, step=2, time=2.0))
@@ -112,7 +112,7 @@ def test_what_a_full_disk_did_not_take_is_written_later(record: MakeRecorder, fo
 def test_without_its_package_it_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raystride.pipelines.record.tensorboard_log.find_spec", lambda name: None)
     check_tensorboard(Record())
-    with pytest.raises(SettingError, match=r"record.tensorboard is True.*pip install"):
+    with refused("record.tensorboard", True, names=["pip install"]):
         check_tensorboard(SETTINGS)
 
 

@@ -14,6 +14,7 @@ from raystride.pipelines.sources import archives
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.source import open_source
 from raystride.pipelines.tasks.task import Column
+from tests.errors import unreadable
 from tests.pipelines.sources.documents import open_documents
 
 TEXT = (Column("data.column", "text"),)
@@ -111,7 +112,7 @@ def test_members_that_are_refused_by_name(
     tmp_path: Path, name: str, pack: Callable[[Path, Members], Path], member: str, problem: str
 ) -> None:
     place = pack(tmp_path / name, {"a.txt": b"fine", member: b"PK"})
-    with pytest.raises(DataError, match=rf"{name}: member '{member}' {problem}: "):
+    with unreadable(name, member=member, names=[problem]):
         read(place)
     assert not list(tmp_path.rglob("outside.txt"))
     assert not list((tmp_path / "cache-unpacked").rglob("a.txt"))
@@ -122,25 +123,25 @@ def test_links_passwords_and_broken_members(tmp_path: Path) -> None:
         link = tarfile.TarInfo("elsewhere.txt")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/hostname"
         archive.addfile(link)
-    with pytest.raises(DataError, match=r"member 'elsewhere.txt' is a link"):
+    with unreadable("a.tar", member="elsewhere.txt", names=["link"]):
         read(tmp_path / "a.tar")
     content = bytearray(zipped(tmp_path / "b.zip", {"x.txt": b"words and words" * 50}).read_bytes())
     content[45] ^= 0xFF
     (tmp_path / "b.zip").write_bytes(content)
-    with pytest.raises(DataError, match=r"b.zip: member 'x.txt' cannot be read"):
+    with unreadable("b.zip", member="x.txt"):
         read(tmp_path / "b.zip")
     locked = bytearray(zipped(tmp_path / "c.zip", {"x.txt": b"words"}).read_bytes())
     locked[6] |= 1
     locked[locked.index(b"PK\x01\x02") + 8] |= 1
     (tmp_path / "c.zip").write_bytes(locked)
-    with pytest.raises(DataError, match=r"c.zip: member 'x.txt' has a password"):
+    with pytest.raises(DataError, match=r"c.zip: member 'x.txt' has a password: pack .* without it, or unpack it yourself"):
         read(tmp_path / "c.zip")
     (tmp_path / "d.zip").write_bytes(b"no archive")
-    with pytest.raises(DataError, match=r"d.zip: is no archive"):
+    with unreadable("d.zip", member=""):
         read(tmp_path / "d.zip")
     whole = tarred(tmp_path / "e.tar.gz", {"x.txt": bytes(range(256)) * 400}).read_bytes()
     (tmp_path / "e.tar.gz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match=r"e.tar.gz: .*(truncated|cannot be read|is no archive)"):
+    with unreadable("e.tar.gz"):
         read(tmp_path / "e.tar.gz")
 
 
@@ -150,7 +151,7 @@ def test_an_archive_that_bursts_is_bounded(
 ) -> None:
     place = pack(tmp_path / name, {"a.txt": b"0" * (32 << 20)})
     monkeypatch.setattr(archives, "AT_LEAST", 1 << 20)
-    with pytest.raises(DataError, match=rf"{name}: grows to more than 200 times its size at 'a.txt'"):
+    with unreadable(name, member="a.txt", names=["200 times"]):
         read(place)
     assert not list((tmp_path / "cache-unpacked").rglob("a.txt"))
 
@@ -159,8 +160,8 @@ def test_what_is_no_text_is_never_read_as_text(tmp_path: Path) -> None:
     zipped(tmp_path / "a.zip", {"x.txt": b"words"}).rename(tmp_path / "a.txt")
     data = Data(source=str(tmp_path / "a.txt"), encoding="latin-1")
     found = open_documents(data, data.source, TEXT)
-    with pytest.raises(DataError, match=r"a.txt: is no text but holds a zip archive"):
+    with unreadable("a.txt", names=["zip"]):
         [document for part in found.parts for document in found.read(part)]
     (tmp_path / "b.7z").write_bytes(b"plain")
-    with pytest.raises(DataError, match=r"b.7z: is no text but holds 7z"):
+    with unreadable("b.7z", names=["7z"]):
         read(tmp_path / "b.7z")

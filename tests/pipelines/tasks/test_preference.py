@@ -16,6 +16,7 @@ from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tasks.preference import Preference
 from raystride.pipelines.tasks.task import IGNORED
 from raystride.pipelines.tokenizers.alphabets import ByteEncoder
+from tests.errors import refused
 
 END = ByteEncoder.end_id
 FACTS = {"vocabulary_size": 257, "end_id": END}
@@ -249,7 +250,7 @@ def test_settings_that_do_not_go_together_are_refused(task: str, objective: dict
 
 
 def test_logits_with_a_bound_are_refused() -> None:
-    with pytest.raises(SettingError, match=r"model\.logit_softcap is 30\.0.*`preference`"):
+    with refused("model.logit_softcap", 30.0, names=["`preference`"]):
         Config(task="preference", model=Model(logit_softcap=30.0), objective=Objective(reference_free=True))
 
 

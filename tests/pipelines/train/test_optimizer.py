@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from raystride.model.transformer import Decoder
 from raystride.pipelines.config import Model, Optimizer
 from raystride.pipelines.train.optimizer import build_optimizer, learning_rate
-from tests.some import some
 
 
 def _rates(steps: int, **settings: object) -> list[float]:
@@ -57,8 +56,8 @@ def test_noam_is_equation_3() -> None:
 def test_rates_stay_between_their_bounds(schedule: str, steps: int, warmup: int, lowest: float) -> None:
     rates = _rates(steps, learning_rate=1.0, warmup_steps=warmup, schedule=schedule, lowest_rate=lowest)
     assert all(0 < rate <= 1 + 1e-12 for rate in rates[:warmup])
-    assert all(lowest - 1e-12 <= rate <= 1 + 1e-12 for rate in some(rates[warmup:]))
-    assert all(earlier >= later - 1e-12 for earlier, later in some(zip(rates[warmup:], rates[warmup + 1 :], strict=False)))
+    assert all(lowest - 1e-12 <= rate <= 1 + 1e-12 for rate in rates[warmup:])
+    assert all(earlier >= later - 1e-12 for earlier, later in zip(rates[warmup:], rates[warmup + 1 :], strict=False))
 
 
 def test_only_matrices_decay() -> None:
