@@ -45,7 +45,9 @@ def main() -> None:
     parser.add_argument("--lowest", action="store_true")
     if parser.parse_args().lowest:
         project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
-        print("".join(f"{name}=={each}\n" for name, each in sorted(lowest_versions(project).items())), end="")
+        for name, lowest in sorted(lowest_versions(project).items()):
+            # The first release of a series may have a third number: nvidia-ml-py 12.560 is 12.560.30.
+            print(f"{name}=={lowest if lowest.release[1:] else f'{lowest}.0'}.*")
     else:
         print("testing with", ", ".join(f"{name} {each}" for name, each in installed_versions().items()))
 
