@@ -77,7 +77,7 @@ def test_the_faults_of_a_source_are_those_that_stand_here() -> None:
 def test_a_draw_is_the_same_for_the_same_seed_and_leaves_a_source(room: str) -> None:
     drawn = draw_rooms([room], 25, seed=3)
     assert drawn == draw_rooms([room], 25, seed=3)
-    assert drawn[:10] == draw_rooms([room], 10, seed=3)
+    assert {fault for _, fault in draw_rooms([room], 10, seed=3)} < {fault for _, fault in drawn}
     assert drawn != draw_rooms([room], 25, seed=4)
     assert len({(fault.path, fault.number) for _, fault in drawn}) == 25
     for _, fault in drawn:
