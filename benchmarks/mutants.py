@@ -136,12 +136,10 @@ class Copy:
                 print(f"{test} fails without a fault ({failed[0]}) and is left out", flush=True)
 
     def order_tests(self, tests: Iterable[str], module: str, quick: bool) -> list[str]:
-        """Those that name a module come first, or are all where `quick`; and of either the fastest, as far as is known."""
+        """Those that name a module come first, or are all where `quick` and there is one; of either the fastest, if known."""
         named = {test: module in (self.folder / test).read_text() for test in tests}
-        return sorted(
-            (test for test in named if named[test] or not quick),
-            key=lambda test: (not named[test], self.seconds.get(test, 0.0)),
-        )
+        chosen = [test for test in named if named[test]] if quick and any(named.values()) else list(named)
+        return sorted(chosen, key=lambda test: (not named[test], self.seconds.get(test, 0.0)))
 
 
 def find_tests(path: str, folder: Path) -> tuple[list[str], list[str]]:
@@ -158,7 +156,7 @@ def find_tests(path: str, folder: Path) -> tuple[list[str], list[str]]:
 def try_fault(copy: Copy, fault: Fault, quick: bool = False) -> tuple[str, str]:
     """Makes a fault and runs its tests until one fails; the outcome, and the test. The copy is as before afterwards.
 
-    With `quick`, of the room's other test files those alone that name the module, and none is measured before.
+    With `quick`, of the room's other test files those alone that name the module, if any does, and none is measured before.
     """
     source = (copy.folder / fault.path).read_text()
     mirrored, others = find_tests(fault.path, copy.folder)
@@ -231,7 +229,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "mutants.jsonl")
-    parser.add_argument("--quick", action="store_true", help="try only those other files of a room that name the module")
+    parser.add_argument("--quick", action="store_true", help="try only other files that name the module, if any does")
     parser.add_argument("--resume", action="store_true", help="leave out what the results have already")
     parser.add_argument("--again", action="store_true", help="try the survivors of the results once more")
     parser.add_argument("--table", action="store_true", help="only print the table of the results")
