@@ -136,7 +136,7 @@ class Copy:
                 print(f"{test} fails without a fault ({failed[0]}) and is left out", flush=True)
 
     def order_tests(self, tests: Iterable[str], module: str, quick: bool) -> list[str]:
-        """Those that name a module come first, or are all where `quick` and there is one; of either the fastest, if known."""
+        """Those that name a module come first, or are all where `quick` and there is one; then the fastest, if known."""
         named = {test: module in (self.folder / test).read_text() for test in tests}
         chosen = [test for test in named if named[test]] if quick and any(named.values()) else list(named)
         return sorted(chosen, key=lambda test: (not named[test], self.seconds.get(test, 0.0)))
