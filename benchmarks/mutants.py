@@ -114,7 +114,8 @@ class Copy:
         code, lines = self._server.run(self.folder, [*PYTEST, "-x", *tests], limit_s)
         if code in (0, 5):  # 5: all tests of these files are long ones
             return None
-        failed = [line.split(" - ")[0].split(" ", 1)[1] for line in lines if line.startswith(("FAILED tests/", "ERROR tests/"))]
+        told = [line for line in lines if line.startswith(("FAILED tests/", "ERROR tests/"))]
+        failed = [line.split(" - ")[0].split(" ", 1)[1] for line in told]
         return "a hang" if code is None else failed[0] if failed else "pytest itself"
 
     def measure(self, tests: Sequence[str]) -> None:
