@@ -15,6 +15,7 @@ from raystride.model.lora import attach, start_adapters
 from raystride.model.transformer import Decoder
 from raystride.pipelines.config import Checkpoint, Config, Lora, Model, Optimizer, Scaling, Train
 from raystride.pipelines.strategies import build_strategy
+from raystride.pipelines.strategies.sharded_base import ShardedBase
 from tests.distributed import run_distributed
 from tests.pipelines.strategies.course import SLOTS, STEPS, Course, changed, course_job, documents, run_course
 from tests.plain_training import PlainStep, assert_plain, train_plainly
@@ -81,6 +82,7 @@ def _drawn_apart(rank: int, world: int, configs: list[Config]) -> list[dict[str,
     found = []
     for config in configs:
         strategy = build_strategy(config, device=torch.device("cpu"), rank=rank, world=world)
+        assert isinstance(strategy, ShardedBase) is bool(config.lora.rank)
         model, _ = strategy.prepare(_make(rank, config.lora), lambda model: None)
         named = {name: getattr(each, "full_tensor", lambda each=each: each)() for name, each in model.named_parameters()}
         found.append({name: each.detach().clone() for name, each in named.items()})
