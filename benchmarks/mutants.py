@@ -36,8 +36,8 @@ ROOMS = {
 }
 EQUIVALENT = Path(__file__).with_name("mutants_equivalent.json")
 OUTCOMES = ("mirrored file", "room", "equivalent", "survived")
-LIMIT, LEAST_LIMIT_S = 4, 60.0
-"""A run that takes so many times its usual seconds, and these at least, hangs."""
+LIMIT, LEAST_LIMIT_S, QUICK_S = 4, 60.0, 120.0
+"""A run that takes so many times its usual seconds, and these at least, hangs; of a file that was not measured the last."""
 PYTEST = ["-q", "-m", "not long", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--no-header"]
 
 
@@ -71,11 +71,13 @@ def share_out(lines: dict[str, int], count: int) -> dict[str, int]:
 
 
 def draw_rooms(rooms: Sequence[str], count: int, seed: int) -> list[tuple[str, Fault]]:
-    """Faults of all rooms, each with its room."""
+    """Faults of all rooms, each with its room, shuffled, so that what a run has done that was stopped is of all rooms."""
     texts = {room: {str(path): (ROOT / path).read_text() for path in sources_of(room)} for room in rooms}
     lines = {room: sum(text.count("\n") for text in sources.values()) for room, sources in texts.items()}
     shares = share_out(lines, count)
-    return [(room, fault) for room in rooms for fault in draw_faults(texts[room], shares[room], f"{seed} {room}")]
+    drawn = [(room, fault) for room in rooms for fault in draw_faults(texts[room], shares[room], f"{seed} {room}")]
+    random.Random(seed).shuffle(drawn)
+    return drawn
 
 
 def find_again(name: Sequence[Any]) -> Fault | None:
@@ -112,7 +114,8 @@ class Copy:
         code, lines = self._server.run(self.folder, [*PYTEST, "-x", *tests], limit_s)
         if code in (0, 5):  # 5: all tests of these files are long ones
             return None
-        failed = [line.split(" - ")[0].split(" ", 1)[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+        told = [line for line in lines if line.startswith(("FAILED tests/", "ERROR tests/"))]
+        failed = [line.split(" - ")[0].split(" ", 1)[1] for line in told]
         return "a hang" if code is None else failed[0] if failed else "pytest itself"
 
     def measure(self, tests: Sequence[str]) -> None:
@@ -133,13 +136,11 @@ class Copy:
             if failed:
                 print(f"{test} fails without a fault ({failed[0]}) and is left out", flush=True)
 
-    def order_tests(self, tests: Iterable[str], module: str, near: bool) -> list[str]:
-        """Those that name a module come first, or are all where `near`; and of either the fastest, as far as is known."""
+    def order_tests(self, tests: Iterable[str], module: str, quick: bool) -> list[str]:
+        """Those that name a module come first, or are all where `quick` and there is one; then the fastest, if known."""
         named = {test: module in (self.folder / test).read_text() for test in tests}
-        return sorted(
-            (test for test in named if named[test] or not near),
-            key=lambda test: (not named[test], self.seconds.get(test, 0.0)),
-        )
+        chosen = [test for test in named if named[test]] if quick and any(named.values()) else list(named)
+        return sorted(chosen, key=lambda test: (not named[test], self.seconds.get(test, 0.0)))
 
 
 def find_tests(path: str, folder: Path) -> tuple[list[str], list[str]]:
@@ -153,18 +154,19 @@ def find_tests(path: str, folder: Path) -> tuple[list[str], list[str]]:
     return names[0], names[1]
 
 
-def try_fault(copy: Copy, fault: Fault, near: bool = False) -> tuple[str, str]:
+def try_fault(copy: Copy, fault: Fault, quick: bool = False) -> tuple[str, str]:
     """Makes a fault and runs its tests until one fails; the outcome, and the test. The copy is as before afterwards.
 
-    With `near`, of the room's other test files those alone that name the module.
+    With `quick`, of the room's other test files those alone that name the module, if any does, and none is measured before.
     """
     source = (copy.folder / fault.path).read_text()
     mirrored, others = find_tests(fault.path, copy.folder)
-    others = copy.order_tests(others, fault.path.removesuffix(".py").replace("/", "."), near)
+    others = copy.order_tests(others, fault.path.removesuffix(".py").replace("/", "."), quick)
     for outcome, tests in zip(OUTCOMES, (mirrored, others), strict=False):
-        copy.measure(tests)
-        passing = [test for test in tests if copy.seconds[test] < math.inf]
-        limit_s = max(LEAST_LIMIT_S, LIMIT * sum(copy.seconds[test] for test in passing))
+        if not quick:
+            copy.measure(tests)
+        passing = [test for test in tests if copy.seconds.get(test, 0.0) < math.inf]
+        limit_s = max(LEAST_LIMIT_S, LIMIT * sum(copy.seconds.get(test, QUICK_S) for test in passing))
         copy.write(fault.path, fault.apply(source))
         try:
             if passing and (failed := copy.find_failure(passing, limit_s)):
@@ -228,7 +230,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "mutants.jsonl")
-    parser.add_argument("--near", action="store_true", help="of a room's other test files try those that name the module")
+    parser.add_argument("--quick", action="store_true", help="try only other files that name the module, if any does")
     parser.add_argument("--resume", action="store_true", help="leave out what the results have already")
     parser.add_argument("--again", action="store_true", help="try the survivors of the results once more")
     parser.add_argument("--table", action="store_true", help="only print the table of the results")
@@ -252,7 +254,7 @@ def main() -> None:
             copy.seconds = json.loads(known.read_text())
         for number, (room, fault) in enumerate(chosen, 1):
             began = time.monotonic()
-            outcome, test = try_fault(copy, fault, given.near)
+            outcome, test = try_fault(copy, fault, given.quick)
             known.parent.mkdir(parents=True, exist_ok=True)
             known.write_text(json.dumps(copy.seconds))
             results.add(room, fault, outcome, test, time.monotonic() - began)

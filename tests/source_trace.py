@@ -81,7 +81,8 @@ class SourceTrace:
 def start() -> SourceTrace | None:
     """Traces this process and those that it forks, if $RAYSTRIDE_MAP names a folder of a pytest process."""
     folder = os.environ.get("RAYSTRIDE_MAP")
-    if not folder or not os.path.exists(os.path.join(folder, "current")):
+    traced = sys.monitoring.get_tool(MONITORING_TOOL) is not None
+    if traced or not folder or not os.path.exists(os.path.join(folder, "current")):
         return None
     sys.monitoring.use_tool_id(MONITORING_TOOL, "raystride-source-map")
     trace = SourceTrace(folder)

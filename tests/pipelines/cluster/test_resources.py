@@ -1,6 +1,7 @@
 """Every `auto` becomes a number that fits what there is."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,6 +94,29 @@ def test_this_machine_has_cores_and_memory() -> None:
     assert there.cpus == usable_cores() >= 1
     assert there.memory_bytes > 2**28
     assert there.nodes == 1
+
+
+def test_this_machines_gpus_are_those_that_pytorch_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = SimpleNamespace(name="A card", total_memory=8e10)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda number: card)
+    there = Resources.of_this_machine()
+    assert (there.gpus, there.gpu_name, there.gpu_memory_bytes, there.gpu_problem) == (2, "A card", 8e10, "")
+    without = Resources.of_this_machine(gpus=False)
+    assert (without.gpus, without.gpu_name, without.gpu_memory_bytes) == (0, None, None)
+    assert (without.cpus, without.memory_bytes) == (there.cpus, there.memory_bytes)
+
+
+def test_gpus_that_pytorch_cannot_use_are_none_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("pynvml.nvmlInit", lambda: None)
+    monkeypatch.setattr("pynvml.nvmlSystemGetDriverVersion", lambda: "470.82")
+    monkeypatch.setattr("pynvml.nvmlDeviceGetCount", lambda: 2)
+    there = Resources.of_this_machine()
+    assert (there.gpus, there.gpu_name) == (0, None)
+    assert there.gpu_problem.startswith("there are 2 GPUs, but PyTorch")
 
 
 def test_a_cluster_has_the_memory_of_its_smallest_node(monkeypatch: pytest.MonkeyPatch) -> None:

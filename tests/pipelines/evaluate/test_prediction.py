@@ -36,7 +36,7 @@ def _predict(storage: Folder, source: object, output: Path, run: str = "labels",
     answering = Answering(run=run, **settings)
     chosen = choose(storage, run, "last", answering.average)
     run_parts = changes.pop("run_parts", answer_here)
-    return predict(chosen, answering, str(source), Folder(str(output)), run_parts, echo=lambda _: None, **changes)
+    return predict(chosen, answering, str(source), Folder(str(output)), run_parts, **{"echo": lambda _: None} | changes)
 
 
 def _rows(output: Path) -> list[dict[str, Any]]:
@@ -86,7 +86,9 @@ def _answer_slowly(storage: Folder, source: Path, output: Path) -> None:
 
 
 def test_what_was_killed_goes_on_and_comes_to_the_same(trained: Folder, questions: Path, tmp_path: Path) -> None:
-    _predict(trained, questions, tmp_path / "whole", form="jsonl")
+    fresh: list[str] = []
+    _predict(trained, questions, tmp_path / "whole", form="jsonl", echo=fresh.append)
+    assert not [line for line in fresh if "going on" in line]
     output = tmp_path / "killed"
     process = CONTEXT.Process(target=_answer_slowly, args=(trained, questions, output), daemon=True)
     process.start()
@@ -97,7 +99,9 @@ def test_what_was_killed_goes_on_and_comes_to_the_same(trained: Folder, question
     before = {path: path.stat().st_mtime_ns for path in output.glob("*.jsonl")}
     assert len(before) == 2
     assert json.loads((output / MANIFEST).read_text())["complete"] is False
-    _predict(trained, questions, output, form="jsonl")
+    said: list[str] = []
+    _predict(trained, questions, output, form="jsonl", echo=said.append)
+    assert said[0].startswith("going on with what was interrupted: 2 of ")
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert _rows(output) == _rows(tmp_path / "whole")
     assert _predict(trained, questions, output, form="jsonl").rate is None

@@ -1,6 +1,7 @@
 """Read-ahead: a worker finds its pieces there, none is fetched more often than by the best cache, and the bound holds."""
 
 import sqlite3
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -226,3 +227,22 @@ def test_a_feed_of_far_shards_is_fetched_ahead_and_one_of_a_disk_is_not(
     again = replace(config, data=replace(data, cache_gib=32.0))  # on resume nothing changes
     resumed = open_feed(again, task, far_folder(folder.local), past=feed.plan.order.to_json())
     assert resumed.plan.order == feed.plan.order
+
+
+def test_a_step_that_was_read_wakes_who_fetches_and_the_end_waits_for_it(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_ahead, "PAUSE_S", 600.0)  # so that nothing goes on by itself
+    samples, cache = _samples(prepared, tmp_path / "cache", 1 << 10)
+    plan = Plan(Order(samples.count), slots=2, slot_size=2)
+    ahead = ReadAhead(plan, samples, cache, rank=0, world=1, most_bytes=4 * PIECE)
+
+    def waits() -> bool:
+        return bool(ahead._event._cond._waiters)  # type: ignore[attr-defined]
+
+    with ahead.reading(0, 10**9):
+        _until(waits)
+        before = ahead._fetch_step
+        ahead.passed(before - 1)
+        _until(lambda: ahead._fetch_step > before)
+    assert "read-ahead" not in [thread.name for thread in threading.enumerate()]

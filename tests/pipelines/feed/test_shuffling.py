@@ -3,6 +3,8 @@
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from raystride.pipelines.config import Data
 from raystride.pipelines.feed.mixture import Mixture, MixtureSource
@@ -64,3 +66,18 @@ def test_belady_by_hand() -> None:
     assert belady([1, 2, 3, 1, 2, 3], 2) == 4
     assert belady([1, 2, 1, 2], 1) == 4
     assert belady([1, 2, 3, 1, 2, 3], 2, counted_from=3) == 1
+
+
+@given(read=st.lists(st.integers(0, 4), min_size=1, max_size=9), held=st.integers(1, 4))
+def test_no_cache_fetches_less_than_beladys(read: list[int], held: int) -> None:
+    """All that a cache can do, played out: which pieces it holds after each read, and the fewest fetches to come there."""
+    fewest: dict[frozenset[int], int] = {frozenset(): 0}
+    for piece in read:
+        after: dict[frozenset[int], int] = {}
+        for cache, fetches in fewest.items():
+            full = len(cache) >= held and piece not in cache
+            for kept in [cache - {victim} for victim in cache] if full else [cache]:
+                now = kept | {piece}
+                after[now] = min(after.get(now, 99), fetches + (piece not in cache))
+        fewest = after
+    assert belady(read, held) == min(fewest.values())

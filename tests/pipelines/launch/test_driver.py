@@ -7,8 +7,10 @@ import pytest
 
 from raystride.pipelines.config import Data, Launch, Model, Validation
 from raystride.pipelines.config.parse import Parsed
+from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.driver import run_training
-from raystride.pipelines.launch.exit_codes import WRONG_SETTINGS
+from raystride.pipelines.launch.exit_codes import DONE, WRONG_SETTINGS
+from tests.ray_jobs.jobs import finish_job, start_job
 from tests.tiny import tiny, write_text
 
 
@@ -26,6 +28,17 @@ def test_what_cannot_work_is_refused_at_once(
     config = tiny(write_text(tmp_path), storage=str(tmp_path), launch=Launch(mode="inline"), **changes)
     assert run_training(Parsed(config, "tiny")) == WRONG_SETTINGS
     assert message in capsys.readouterr().err
+
+
+def test_a_training_ends_with_0_and_once_more_there_is_nothing_to_do(tmp_path: Path) -> None:
+    config = tiny(write_text(tmp_path), storage=str(tmp_path / "runs"), launch=Launch(mode="inline"))
+    first = finish_job(start_job("train", config, "--run", "a"))
+    assert first.code == DONE, first.err
+    assert Folder(str(tmp_path / "runs/a")).read_json("summary.json")["status"] == "finished"
+    again = finish_job(start_job("train", config, "--run", "a"))
+    assert again.code == DONE
+    assert "6 steps" in again.out
+    assert "step 1 " not in again.out
 
 
 def test_weights_of_another_network_are_refused_before_the_name_is_taken(

@@ -1,6 +1,7 @@
 """The command that lists, shows and prunes runs, as a user starts it."""
 
 import json
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,37 @@ def test_list_and_show(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "training loss    2.5000" in shown
     assert [line.split()[0] for line in shown.splitlines()[-3:]] == ["results", "mlflow", "next"]
+
+
+def test_a_storage_without_runs_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert runs.main(["list", "--storage", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"no runs in {tmp_path}\n"
+
+
+def test_a_replay_is_told_where_to(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = runs._parser().parse_args(["replay", run.name, "--mlflow-uri", "http://there", "--experiment", "words"])
+    assert (given.mlflow_uri, given.experiment, given.storage, given.run) == ("http://there", "words", "runs", run.name)
+    given = runs._parser().parse_args(["replay", run.name])
+    assert (given.mlflow_uri, given.experiment) == (None, None)
+
+
+def test_two_runs_are_compared_by_what_they_differ_in(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = run.with_name("large-2b4c")
+    shutil.copytree(run, other)
+    (other / "summary.json").write_text(
+        (run / "summary.json").read_text().replace("2.5", "2.25").replace(run.name, other.name)
+    )
+    for folder, width in ((run, 64), (other, 128)):
+        (folder / "config.yaml").write_text(f"seed: 3\nmodel:\n  width: {width}\n")
+    assert runs.main(["compare", run.name, other.name, "--storage", str(run.parent)]) == 0
+    shown = capsys.readouterr().out
+    lines = [line.split() for line in shown.splitlines()]
+    assert lines[0] == [run.name, other.name]
+    assert ["model.width", "64", "128"] in lines
+    assert not [line for line in lines if line and line[0] == "seed"], "they have it in common"
+    assert "mlflow   has no page that compares them" in shown
+    assert runs.main(["compare", run.name, run.name, "--storage", str(run.parent)]) == 2
+    assert f"compare is given one run, {run.name}" in capsys.readouterr().err
 
 
 def test_prune_keeps_the_newest_the_best_and_every_manifest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,3 +157,11 @@ def test_what_a_step_is_made_of_is_part_of_the_fingerprint(tmp_path: Path, monke
     found += [fingerprint(each, build_task(each)) for each in (settings(source), settings(source, least_characters=1))]
     assert len(set(found)) == 4
     sys.modules.pop("own_cleaning", None)
+
+
+def test_bounds_of_a_texts_length_are_among_what_stays(tmp_path: Path) -> None:
+    texts = [letter * size for size, letter in zip((9, 10, 15, 20, 21), "abcde", strict=True)] * 3
+    data = {"least_characters": 10, "most_characters": 20, "validation_fraction": 0.3}
+    result = prepared(settings(_source(tmp_path, texts), **data), tmp_path / "storage")
+    assert {len(text) for text in _all(result)} == {10, 15, 20}
+    assert result.manifest.source["dropped"] == {"too short": 3, "too long": 3}

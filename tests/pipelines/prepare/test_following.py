@@ -13,10 +13,11 @@ from raystride.pipelines.config import Config, Data
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare import following
 from raystride.pipelines.prepare.fingerprint import open_sources
-from raystride.pipelines.prepare.following import follow_source
+from raystride.pipelines.prepare.following import Followed, follow_source
 from raystride.pipelines.prepare.generations import read_generation
 from raystride.pipelines.prepare.manifest import Manifest
 from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.sources.pieces import File
 from raystride.pipelines.tasks import build_task
 from tests.errors import refused
 from tests.tiny import tiny
@@ -145,3 +146,34 @@ def test_what_cannot_be_followed_is_refused(tmp_path: Path) -> None:
         replace(config, data=Data(follow=True))
     with refused("data.follow", True, names=["`tail`", "data.validation"]):
         replace(config, data=Data(follow=True, start_after_mib=1, validation="tail"))
+
+
+def test_files_come_once_when_they_have_settled(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path))
+    followed = Followed(folder)
+    first, second = File("a", "a", 10), File("b", "b", 20)
+    assert not followed.known
+    assert followed.next(0, [first]) == (), "it may still be written"
+    assert followed.next(0, [replace(first, size=11)]) == (), "it was"
+    assert followed.next(0, [replace(first, size=11), second]) == (replace(first, size=11),)
+    assert followed.next(1, [replace(first, size=11), second]) == (second,)
+    assert followed.next(2, [replace(first, size=11), second]) == ()
+    assert followed.next(2, [second, File("c", "c", 1)], settle=False) == (File("c", "c", 1),)
+    again = Followed(folder)
+    assert again.known
+    assert again.next(0, [replace(first, size=99)]) == (replace(first, size=11),), "as long as it was then"
+    for files in ([], [replace(first, size=10)]):
+        with pytest.raises(DataError, match="a has gone or become shorter"):
+            again.next(0, files)
+
+
+def test_a_batch_is_cut_as_it_was_before(tmp_path: Path) -> None:
+    followed = Followed(Folder(str(tmp_path)))
+    followed.next(0, [File("a", "a", 10)], settle=False)
+    assert (followed.parts(0), followed.parts(1)) == (None, None)
+    followed.cut(0, 3)
+    again = Followed(Folder(str(tmp_path)))
+    assert again.parts(0) == 3
+    again.cut(0, 3)
+    with pytest.raises(DataError, match=r"batch 0 of .* makes 4 parts now, not 3"):
+        again.cut(0, 4)

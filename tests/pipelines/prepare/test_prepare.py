@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from raystride.pipelines.config import Config, Tokenizer, Train
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.fingerprint import fingerprint as fingerprint_for
-from raystride.pipelines.prepare.hash_list import SUFFIX
+from raystride.pipelines.prepare.hash_list import SUFFIX, hash_list_name, parse_hash_list
 from raystride.pipelines.prepare.prepare import prepare
 from raystride.pipelines.prepare.stage_speed import SPEED_FILE
 from raystride.pipelines.prepare.stages import validates
@@ -63,6 +63,8 @@ def test_a_finished_preparation_is_reused_until_a_file_is_lost(corpus: Path, tmp
     assert "prepared before" in lines[-1]
     assert first.folder.names() == ["manifest.json", SPEED_FILE, "tokenizer", "train", "validation"]
     assert first.folder.local
+    for shard in (shard for split in first.manifest.splits.values() for shard in split):
+        parse_hash_list(first.folder.read(hash_list_name(shard.file)), shard.top_hash)
     (first.folder.local / first.manifest.splits["train"][0].file).unlink()
     repaired = prepared(config, tmp_path / "runs")
     assert not repaired.reused

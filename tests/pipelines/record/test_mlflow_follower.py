@@ -151,3 +151,22 @@ def test_a_server_that_hangs_or_is_not_there_does_not_hold_up_the_end(
             assert "replay" in recorder.state()["warnings"][-1]
     assert len([entry for entry in read_entries(folder) if entry["kind"] == "metrics"]) == 20
     assert (Path(folder.uri) / "summary.json").exists()
+
+
+def test_a_run_on_a_server_has_a_page_there_before_anybody_connects(storage: Folder, folder: Folder) -> None:
+    name, uri = folder.uri.rpartition("/")[2], "http://127.0.0.1:9"
+    settings = Record(mlflow_uri=uri)
+
+    def follower() -> Follower:
+        log = MlflowLog.at(folder, name, settings, storage)
+        assert log
+        return Follower(folder, log, pytest.fail)
+
+    assert (follower().link, follower().run_id) == (None, None)
+    folder.put_json("mlflow.json", {"uri": uri, "run_id": "ab12", "experiment_id": "3", "logged": {}})
+    found = follower()
+    assert found.run_id == "ab12"
+    assert found.link
+    assert found.link.startswith(f"{uri}/#/experiments/3/runs/ab12?")
+    folder.put_json("mlflow.json", {"uri": "http://127.0.0.1:10", "run_id": "ab12", "experiment_id": "3", "logged": {}})
+    assert follower().link is None, "of another server"

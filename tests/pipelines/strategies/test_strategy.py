@@ -1,13 +1,22 @@
 """Every strategy on 1 to 4 processes takes the course of a single worker, and reads the checkpoints of any other."""
 
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from raystride.pipelines.config import Checkpoint, Model, Optimizer, Scaling, Train
+from raystride.model.hugging_face import names_there
+from raystride.model.lora import attach, start_adapters
+from raystride.model.transformer import Decoder
+from raystride.pipelines.config import Checkpoint, Config, Lora, Model, Optimizer, Scaling, Train
+from raystride.pipelines.strategies import build_strategy
+from raystride.pipelines.strategies.sharded_base import ShardedBase
+from tests.distributed import run_distributed
 from tests.pipelines.strategies.course import SLOTS, STEPS, Course, changed, course_job, documents, run_course
 from tests.plain_training import PlainStep, assert_plain, train_plainly
 
@@ -53,6 +62,42 @@ def test_the_course_is_that_of_one_worker(folder: Path, scaling: Scaling, world:
     assert_same_course(course, _single(folder))
     for each in (course, _single(folder)):
         assert_plain(each, _plain(folder))
+
+
+SMALL = Model(layers=2, heads=2, width=8, context=4)
+
+
+def _make(seed: int, lora: Lora) -> nn.Module:
+    """A network whose values, those of adapters as well, are drawn from a seed."""
+    torch.manual_seed(seed)
+    model = Decoder(SMALL, 11)
+    if lora.rank:
+        attach(model, lora, names_there(model))
+        start_adapters(model, lora, seed)
+    return model
+
+
+def _drawn_apart(rank: int, world: int, configs: list[Config]) -> list[dict[str, torch.Tensor]]:
+    """Whole parameters after `prepare` of a worker that has drawn values of its own."""
+    found = []
+    for config in configs:
+        strategy = build_strategy(config, device=torch.device("cpu"), rank=rank, world=world)
+        assert isinstance(strategy, ShardedBase) is bool(config.lora.rank)
+        model, _ = strategy.prepare(_make(rank, config.lora), lambda model: None)
+        named = {name: getattr(each, "full_tensor", lambda each=each: each)() for name, each in model.named_parameters()}
+        found.append({name: each.detach().clone() for name, each in named.items()})
+    return found
+
+
+def test_all_workers_begin_with_the_values_of_the_first() -> None:
+    """On one machine all draw the same, so that nothing else here would see it."""
+    base = Config(model=replace(SMALL, init_from="base"), lora=Lora(rank=2), scaling=FSDP)
+    configs = [Config(model=SMALL, scaling=DDP), Config(model=SMALL, scaling=FSDP), base]
+    for found in run_distributed(_drawn_apart, 2, configs):
+        for config, values in zip(configs, found, strict=True):
+            drawn = dict(_make(0, config.lora).named_parameters())
+            assert values.keys() == drawn.keys()
+            assert all(torch.equal(value, drawn[name]) for name, value in values.items()), config.scaling.strategy
 
 
 def test_the_other_flavour_in_shards(folder: Path) -> None:

@@ -274,6 +274,11 @@ def test_it_lies_in_the_sweeps_folder(tmp_path: Path) -> None:
     assert (tmp_path / "report.html").read_text() == sweep_page(found)
 
 
+def test_one_window_has_no_spread_to_tell_of() -> None:
+    assert "It trains 100 tokens a second on 1 worker." in answer(sweep(), [trial(100.0, windows=1)], None).text
+    assert "It trains 100 ± " in answer(sweep(), [trial(100.0, windows=4)], None).text
+
+
 def test_a_sweep_by_loss_has_the_losses_and_the_lowest_first() -> None:
     rates = [0.1, 0.001, 0.01]
     every = [replace(trial(300.0 - i, optimizer__learning_rate=rate), val_loss=2.0 + rate) for i, rate in enumerate(rates)]

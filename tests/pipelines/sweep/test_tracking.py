@@ -12,7 +12,8 @@ from raystride.pipelines.config.sweep import SweepConfig
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record.journal import Journal
 from raystride.pipelines.record.mlflow_log import database
-from raystride.pipelines.sweep.result import Result
+from raystride.pipelines.sweep.driver import _logged
+from raystride.pipelines.sweep.result import Result, results
 from raystride.pipelines.sweep.tracking import Tracking
 from tests.pipelines.sweep.test_page import sweep, trial
 
@@ -66,8 +67,9 @@ def points(storage: Folder, run: Any, key: str) -> list[tuple[int, float]]:
 def test_trials_are_under_their_sweep_and_told_twice_are_there_once(storage: Folder) -> None:
     base, result = named("s1"), ran(storage, "s1-a")
     tracking = Tracking(storage / "s1", base, storage)
-    told = tracking.trial(result, 1)
+    told = _logged(storage / "s1", tracking, result, 1)
     assert told == replace(result, mlflow_run_id=found(storage)["s1-a"].info.run_id)
+    assert results(storage / "s1") == {told.key: told}, "kept, so that a sweep that goes on tells it once"
     tracking.end("finished")
     assert points(storage, found(storage)["s1"], "trial_tokens_per_second") == [(1, pytest.approx(result.speed))]
     again = Tracking(storage / "s1", base, storage)
@@ -92,7 +94,8 @@ def test_what_never_ran_is_not_in_mlflow(storage: Folder) -> None:
 def test_without_mlflow_nothing_is_told(storage: Folder) -> None:
     tracking = Tracking(storage / "s3", named("s3", mlflow=False), storage)
     result = ran(storage, "s3-a")
-    assert tracking.trial(result, 1) is result
+    assert _logged(storage / "s3", tracking, result, 1) is result
+    assert not results(storage / "s3")
     tracking.end("finished")
     assert (tracking.run_id, tracking.link, tracking.comparison([result])) == (None, None, None)
 

@@ -205,6 +205,10 @@ def test_validation_and_training_have_the_same_figures() -> None:
     assert graded["accuracy"] == scored["val_accuracy"]
 
 
+def test_a_pair_is_padded_by_its_longer_answer_twice() -> None:
+    assert _task().sizes(np.array([3, 9]), np.array([20, 30])).tolist() == [[3, 3], [9, 9]]
+
+
 def test_messages_are_written_as_a_chat() -> None:
     task = _task(chat=True)
     prompt = [_said("system", "S"), _said("user", "Q")]
