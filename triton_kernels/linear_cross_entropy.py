@@ -112,6 +112,15 @@ def rows_of_a_chunk(rows: int) -> int:
     return min(rows, max(_SMALLEST_CHUNK, cdiv(rows, _CHUNKS))) if rows else 1
 
 
+def dense_on_cpus(x: torch.Tensor) -> torch.Tensor:
+    """Returns x (N, C), on CPUs with rows side by side.
+
+    On processors with AMX PyTorch's bf16 product reads one element beyond a row of odd length (2.13 and 2.14), and lets a NaN
+    through that it finds there.
+    """
+    return x if x.is_cuda else x.contiguous()
+
+
 def logits_buffer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Where a chunk's logits go, (n, V rounded up), for x (N, C) and weight (V, C)."""
     rows = len(x)
@@ -151,6 +160,7 @@ def _linear_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Loss sum, count, and the gradients of x and weight (empty where not wanted). x (N, C), targets (N)."""
     # The kernel takes the targets of a chunk to lie side by side.
+    x, weight = dense_on_cpus(x), dense_on_cpus(weight)
     rows, words, targets = x.shape[0], weight.shape[0], targets.contiguous()
     losses = torch.empty(rows, dtype=torch.float32, device=x.device)
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if for_x else x.new_empty(0)

@@ -27,7 +27,7 @@ from raystride.triton_kernels.arguments import expect
 from raystride.triton_kernels.dispatch import takes_triton
 from raystride.triton_kernels.language import cdiv, jit, jit_varying, next_power_of_2, tl
 from raystride.triton_kernels.launch import launch
-from raystride.triton_kernels.linear_cross_entropy import Product, linear_cross_entropy, rows_of_a_chunk
+from raystride.triton_kernels.linear_cross_entropy import Product, dense_on_cpus, linear_cross_entropy, rows_of_a_chunk
 
 _NAME = "linear_cross_entropy_sharded"
 _BLOCK = 4096
@@ -196,6 +196,7 @@ class _Chunk:
     def __init__(
         self, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, call: _Call, buffer: torch.Tensor | None
     ) -> None:
+        x, weight = dense_on_cpus(x), dense_on_cpus(weight)
         self.x, self.weight, self.targets, self.call = x, weight, targets, call
         logits = self._multiplied() if buffer is None else torch.mm(x, weight.t(), out=buffer[: len(x), : len(weight)])
         self._logits = logits if call.triton else logits.to(_exact(logits))

@@ -21,6 +21,7 @@ from raystride.triton_kernels.dispatch import takes_triton
 from raystride.triton_kernels.linear_cross_entropy import (
     ChunkSum,
     Product,
+    dense_on_cpus,
     logits_buffer,
     rows_of_a_chunk,
     softmax_losses,
@@ -47,6 +48,7 @@ def _linear_log_probabilities(
     x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int
 ) -> torch.Tensor:
     """y (N), fp32; x (N, C), targets (N)."""
+    x, weight = dense_on_cpus(x), dense_on_cpus(weight)
     rows, words, targets = x.shape[0], weight.shape[0], targets.contiguous()
     losses = torch.empty(rows, dtype=torch.float32, device=x.device)
     buffer, size = logits_buffer(x, weight), rows_of_a_chunk(rows)
@@ -73,6 +75,7 @@ def _linear_log_probabilities_backward(
     for_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of x and weight (empty where not wanted) from that of y, grad (N)."""
+    x, weight = dense_on_cpus(x), dense_on_cpus(weight)
     rows, words, targets = x.shape[0], weight.shape[0], targets.contiguous()
     losses = torch.empty(rows, dtype=torch.float32, device=x.device)
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if for_x else x.new_empty(0)

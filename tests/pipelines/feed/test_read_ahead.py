@@ -241,8 +241,8 @@ def test_a_step_that_was_read_wakes_who_fetches_and_the_end_waits_for_it(
         return bool(ahead._event._cond._waiters)  # type: ignore[attr-defined]
 
     with ahead.reading(0, 10**9):
-        _until(waits)
+        wait_until(waits, "a fetch that waits")
         before = ahead._fetch_step
         ahead.passed(before - 1)
-        _until(lambda: ahead._fetch_step > before)
+        wait_until(lambda: ahead._fetch_step > before, "the next fetch")
     assert "read-ahead" not in [thread.name for thread in threading.enumerate()]
