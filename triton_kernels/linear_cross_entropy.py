@@ -115,8 +115,8 @@ def rows_of_a_chunk(rows: int) -> int:
 def dense_on_cpus(x: torch.Tensor) -> torch.Tensor:
     """Returns x (N, C), on CPUs with rows side by side.
 
-    On processors with AMX PyTorch's bf16 product reads one element beyond a row of odd length (2.13 and 2.14), and lets a NaN
-    through that it finds there.
+    PyTorch's bf16 product on processors with AMX reads one element beyond a row of odd length (2.13 and 2.14), and lets a
+    NaN through that it finds there.
     """
     return x if x.is_cuda else x.contiguous()
 
