@@ -13,7 +13,7 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.train import agreement
 from raystride.pipelines.train.agreement import put_together
 from raystride.pipelines.train.names import MANIFEST
-from raystride.pipelines.train.planning import share_out
+from raystride.pipelines.train.planning import Held, share_out
 from raystride.pipelines.train.storage import CheckpointReader, CheckpointWriter, NotWritten, load, save
 from tests.distributed import run_distributed
 
@@ -36,6 +36,18 @@ def test_each_shared_piece_is_written_by_one_that_holds_it(pieces: dict[Any, int
     if len(tables) == 1:  # whoever writes most has at most one piece more than the average
         loads = [sum(pieces[place] for place, rank in writers.items() if rank == each) for each in range(ranks)]
         assert max(loads) <= sum(loads) / ranks + max(pieces.values(), default=0)
+
+
+def test_what_ranks_hold_is_put_together() -> None:
+    """Ranks of a mesh hold tensors of their own; those with just the same pieces are listed together."""
+    piece = (("w", (0,)), 4)
+    first = Held({"a": {"size": [1]}}, {"x": ([piece], [0])}, {0: 5})
+    second = Held({"b": {"size": [2]}}, {"x": ([piece], [1]), "y": ([piece], [1])}, {1: 6}, {1: OSError("full")})
+    found = first.merge(second)
+    assert found.tensors == {"a": {"size": [1]}, "b": {"size": [2]}}
+    assert found.shared == {"x": ([piece], [0, 1]), "y": ([piece], [1])}
+    assert found.fed == {0: 5, 1: 6}
+    assert list(found.failures) == [1]
 
 
 def _together(rank: int, world: int, branches: int) -> Any:
