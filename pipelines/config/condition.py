@@ -40,7 +40,7 @@ class Condition:
         try:
             self._body = ast.parse(text, mode="eval").body
         except (SyntaxError, ValueError) as error:
-            raise SettingError(f"sweep.where has {text!r}, which is no condition: {getattr(error, 'msg', error)}") from None
+            raise self._error(f", which is no condition: {getattr(error, 'msg', error)}") from None
         self._check(self._body, known)
 
     def holds(self, values: Mapping[str, Any]) -> bool:
@@ -48,16 +48,19 @@ class Condition:
         try:
             return bool(_value(self._body, values))
         except (TypeError, ZeroDivisionError) as error:
-            raise SettingError(f"sweep.where has {self.text!r}, which cannot be told: {error}") from None
+            raise self._error(f", which cannot be told: {error}") from None
+
+    def _error(self, what: str) -> SettingError:
+        return SettingError(f"sweep.where has {self.text!r}{what}", setting="sweep.where", value=self.text)
 
     def _check(self, node: ast.AST, known: Collection[str]) -> None:
         if isinstance(node, ast.Attribute | ast.Name):
             if (name := ast.unparse(node)) not in known:
-                raise SettingError(f"sweep.where has {self.text!r}: there is no setting {name}{nearest(name, known)}")
+                raise self._error(f": there is no setting {name}{nearest(name, known)}")
             return
         whole = (ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Constant, ast.Tuple, ast.List)
         if not isinstance(node, (*whole, ast.And, ast.Or, ast.Load, *OPERATORS)):
-            raise SettingError(f"sweep.where has {self.text!r}: it may only compare settings, and join that by and, or")
+            raise self._error(": it may only compare settings, and join that by and, or")
         for child in ast.iter_child_nodes(node):
             self._check(child, known)
 

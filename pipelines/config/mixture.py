@@ -83,7 +83,11 @@ def wanted_weights(data: Data, sizes: Mapping[str, int]) -> list[tuple[int, dict
             )
         step = item["from_step"]
         if not isinstance(step, int) or isinstance(step, bool) or step < 0 or (number and step <= found[-1][0]):
-            raise SettingError(f"{where}.from_step is {step!r}: it must be a whole number, and above the one before")
+            raise SettingError(
+                f"{where}.from_step is {step!r}: it must be a whole number, and above the one before",
+                setting=f"{where}.from_step",
+                value=step,
+            )
         weights = _weights(data, item.get("weights", first), sizes, f"{where}.weights")
         found = [*(each for each in found if each[0] < step), (step, weights)]
     return found
@@ -97,7 +101,9 @@ def defines_source(key: str) -> bool:
 def _entry(data: Data, name: str, content: object) -> Entry:
     where = f"data.sources.{name}"
     if not NAME.fullmatch(name):
-        raise SettingError(f"data.sources has {name!r}: a name must be letters, digits, _, . and -")
+        raise SettingError(
+            f"data.sources has {name!r}: a name must be letters, digits, _, . and -", setting="data.sources", value=name
+        )
     if not isinstance(content, Mapping) or "source" not in content:
         raise SettingError(
             f"{where} is {content!r}: it must be settings with a source, {{source: PATH, weight: 0.5}}",
@@ -114,7 +120,10 @@ def _entry(data: Data, name: str, content: object) -> Entry:
         number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not number or value < 0 or (key == "epochs_at_most" and not value):
             raise SettingError(
-                f"{where}.{key} is {value!r}: it must be a number {'above' if key != 'weight' else 'of at least'} 0"
+                f"{where}.{key} is {value!r}: it must be a number {'above' if key != 'weight' else 'of at least'} 0",
+                setting=f"{where}.{key}",
+                value=value,
+                allowed={"above" if key != "weight" else "at_least": 0},
             )
         own[key] = float(value)
     changes: dict[str, Any] = {key: value for key, value in content.items() if key not in OWN}
@@ -122,7 +131,8 @@ def _entry(data: Data, name: str, content: object) -> Entry:
         changes = {key: as_typed(Data, key, value) for key, value in changes.items()}
         return Entry(replace(data, sources={}, curriculum=(), weights="given", **changes), **own)
     except SettingError as error:
-        raise SettingError(f"data.sources.{name}: {error}") from None
+        own_name = f"{where}.{error.setting.removeprefix('data.')}"
+        raise SettingError(f"{where}: {error}", setting=own_name, value=error.value, allowed=error.allowed) from None
 
 
 def _weights(data: Data, given: object, sizes: Mapping[str, int], where: str) -> dict[str, float]:
@@ -143,9 +153,19 @@ def _weights(data: Data, given: object, sizes: Mapping[str, int], where: str) ->
         )
     for name, weight in given.items():
         if name not in sizes:
-            raise SettingError(f"{where} names {name!r}, which data.sources has not: it has {', '.join(sizes)}")
+            raise SettingError(
+                f"{where} names {name!r}, which data.sources has not: it has {', '.join(sizes)}",
+                setting=where,
+                value=name,
+                allowed=tuple(sizes),
+            )
         if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 <= weight < math.inf:
-            raise SettingError(f"{where}.{name} is {weight!r}: it must be a number of at least 0")
+            raise SettingError(
+                f"{where}.{name} is {weight!r}: it must be a number of at least 0",
+                setting=f"{where}.{name}",
+                value=weight,
+                allowed={"at_least": 0},
+            )
     if not any(given.values()):
         raise SettingError(
             f"{where} is {dict(given)!r}: one weight at least must be above 0", setting=where, value=dict(given)

@@ -192,7 +192,7 @@ def _check_flags(arguments: Sequence[str], known: set[str]) -> None:
         if argument.startswith("--"):
             key = argument[2:].split("=")[0]
             if key not in known | own:
-                raise SettingError(f"there is no setting --{key}{nearest(key, known)}")
+                raise SettingError(f"there is no setting --{key}{nearest(key, known)}", setting=key)
 
 
 def _config_files(arguments: Sequence[str]) -> list[str]:
@@ -234,7 +234,7 @@ def _warn(text: str) -> None:
 def _check_keys(content: dict[str, Any], known: set[str], where: str) -> None:
     for key in _file_keys(content, known):
         if key not in known:
-            raise SettingError(f"{where}: there is no setting {key}{nearest(key, known)}")
+            raise SettingError(f"{where}: there is no setting {key}{nearest(key, known)}", setting=key)
 
 
 def _file_keys(content: dict[str, Any], known: set[str], prefix: str = "") -> Iterator[str]:

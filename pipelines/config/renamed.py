@@ -61,7 +61,7 @@ def with_new_names(content: Mapping[str, Any], cls: Any, tell: Tell | None) -> d
             *sections, name = (_new_name(old, cls, tell) if tell else new).split(".")
             target = reduce(lambda place, name: place.setdefault(name, {}), sections, changed)
             if name in target:
-                raise SettingError(f"{old} and {new} are one setting: give it the new name alone")
+                raise SettingError(f"{old} and {new} are one setting: give it the new name alone", setting=new)
             target[name] = place.pop(last)
             if not place and old.count(".") == 1:  # the section may be gone, too
                 del changed[old.partition(".")[0]]

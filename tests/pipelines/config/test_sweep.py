@@ -6,12 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystride.pipelines.config import Config, SettingError
+from raystride.pipelines.config import Config
 from raystride.pipelines.config.condition import Condition
 from raystride.pipelines.config.parse import as_typed, parse
 from raystride.pipelines.config.sweep import OF_TRIALS, Sweep, SweepConfig
+from tests.errors import refused
 
 KNOWN = Config().flat()
+RATE = "optimizer.learning_rate"
+LOG = {RATE: {"log_uniform": [0, 1]}}
 
 
 def test_a_space_comes_from_yaml_by_full_names(tmp_path: Path) -> None:
@@ -23,41 +26,40 @@ def test_a_space_comes_from_yaml_by_full_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sweep", "said"),
+    ("sweep", "setting", "value", "names"),
     [
-        ({"space": {"train.slots": []}}, "must give train.slots a list of values or one range of uniform"),
-        ({"space": {"optimizer.learning_rate": {"log_uniform": [0, 1]}}, "search": "random"}, "must give optimizer"),
-        ({"space": {"optimizer.learning_rate": {"uniform": [0, 1]}}}, "must be `random` or `optuna`"),
-        ({"objective": "time_to_loss"}, "sweep.target_loss is 0.0: it must be given"),
-        ({"objective": "cost"}, "sweep.price_per_hour is 0.0: it must be given"),
-        ({"windows": 2}, "sweep.least_windows is 3: it must be at most sweep.windows, 2"),
+        ({"space": {"train.slots": []}}, "sweep.space", {"train.slots": []}, ("list", "uniform")),
+        ({"space": {RATE: {"uniform": [0, 1]}}}, "sweep.search", "grid", ("`random`", "`optuna`", "sweep.space", RATE)),
+        ({"objective": "time_to_loss"}, "sweep.target_loss", 0.0, ("sweep.objective",)),
+        ({"objective": "cost"}, "sweep.price_per_hour", 0.0, ("sweep.cluster", "sweep.objective")),
+        ({"windows": 2}, "sweep.least_windows", 3, ("sweep.windows, 2",)),
     ],
 )
-def test_what_cannot_work_is_refused(sweep: dict[str, object], said: str) -> None:
-    with pytest.raises(SettingError, match=said):
+def test_what_cannot_work_is_refused(sweep: dict[str, object], setting: str, value: object, names: tuple[str, ...]) -> None:
+    with refused(setting, value, names=names):
         Sweep(**sweep)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("key", OF_TRIALS)
 def test_what_a_trial_sets_by_itself_cannot_be_tried(key: str) -> None:
     assert key in KNOWN
-    with pytest.raises(SettingError, match=f"names {key}, which each trial sets by itself"):
+    with refused("sweep.space", {key: [1]}, names=["each trial"]):
         SweepConfig(sweep=Sweep(space={key: [1]}))
 
 
 def test_a_condition_is_read_before_anything_starts_whatever_searches() -> None:
-    with pytest.raises(SettingError, match=r"no setting train\.slot; did you mean train\.slots"):
+    with refused("sweep.where", "train.slot < 3", names=["train.slots"]):
         SweepConfig(sweep=Sweep(space={"train.slots": [1]}, search="optuna", where=("train.slot < 3",)))
 
 
 def test_a_space_names_settings_that_there_are() -> None:
-    with pytest.raises(SettingError, match=r"names train\.slot, which is no setting"):
+    with refused("sweep.space", {"train.slot": [1]}, names=["names train.slot,", "no setting"]):
         SweepConfig(sweep=Sweep(space={"train.slot": [1]}))
 
 
 @pytest.mark.parametrize(("key", "value"), [("train.slots", "two"), ("train.precision", "fp8"), ("scaling.reshard", 3)])
 def test_values_of_another_type_are_refused(key: str, value: object) -> None:
-    with pytest.raises(SettingError, match=f"{key} is {value!r}: it must be"):
+    with refused(key, value, names=[repr(value)]):
         as_typed(Config, key, value)
 
 
@@ -77,13 +79,13 @@ def test_conditions_say_what_python_says(workers: int, slots: int) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("__import__('os')", "may only compare settings"),
-        ("train.slot < 3", r"no setting train\.slot; did you mean train\.slots"),
+        ("__import__('os')", "only compare"),
+        ("train.slot < 3", "train.slots"),
         ("1 <", "no condition"),
         ("scaling.workers < 2", "cannot be told"),  # it is `auto`
         ("train.slots / 0 > 1", "cannot be told"),
     ],
 )
 def test_other_conditions_are_refused(text: str, said: str) -> None:
-    with pytest.raises(SettingError, match=said):
+    with refused("sweep.where", text, names=[said]):
         Condition(text, KNOWN).holds(KNOWN)
