@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 
 from raystride.pipelines.config import Config, Data
-from raystride.pipelines.sources.faults import DataError, Fault
+from raystride.pipelines.sources.faults import DataError, Fault, place_fields
 from raystride.pipelines.sources.pieces import Piece
 from raystride.pipelines.tasks.task import Document, Task
 
@@ -125,22 +125,24 @@ class Cleaning:
             return table
         first = table[PLACE][0].as_py() if PLACE in table.column_names else ""
         about = f"data.steps {name!r} at {where}, {first}".rstrip(", ")
+        fields: dict[str, Any] = {"settings": ("data.steps",), **(place_fields(first) if first else {})}
         try:
             found = find_step(self.data, name)(table)
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise DataError(f"{about}: raised {reason}; mend the function, or take it out of data.steps") from error
+            message = f"{about}: raised {reason}; mend the function, or take it out of data.steps"
+            raise DataError(message, **fields) from error
         if not isinstance(found, pa.Table):
-            raise DataError(f"{about}: returned a {type(found).__name__}; it must return a pyarrow.Table")
+            raise DataError(f"{about}: returned a {type(found).__name__}; it must return a pyarrow.Table", **fields)
         for column in self._names:
             if column not in found.column_names:
-                raise DataError(f"{about}: returned no column {column!r}; it must keep those that the task reads")
+                message = f"{about}: returned no column {column!r}; it must keep those that the task reads"
+                raise DataError(message, column=column, **fields)
             values = found[column]
             text = pa.types.is_string(values.type) or pa.types.is_large_string(values.type)
             if not text or values.null_count:
-                raise DataError(
-                    f"{about}: returned a column {column!r} ({values.type}) that is not all text; leave out rows"
-                )
+                message = f"{about}: returned a column {column!r} ({values.type}) that is not all text; leave out rows"
+                raise DataError(message, column=column, **fields)
         return found
 
 

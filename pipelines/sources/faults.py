@@ -7,7 +7,7 @@ A reader yields a Fault where a document should have been. Under `data.on_error 
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +20,15 @@ OTHER_ENCODING = f"name its encoding (--data.encoding latin-1, for instance), {R
 
 
 _PLACE = re.compile(r"(?:(?P<file>.*), |^)(?P<unit>line|row) (?P<number>\d+)", re.DOTALL)
+_KEY = re.compile(r"(?P<file>.*), key (?P<member>.*)", re.DOTALL)
 _FLAG = re.compile(r"--([a-z_]+(?:\.[a-z_]+)+)")
 
 
 class DataError(ValueError):
     """The data cannot be prepared. The message names the file or setting, the reason and the remedy.
 
-    `file`, `line` and `row` (from 1), `column` and `member` (of an archive) say where, as far as it is known; `settings` are
-    those that the remedy names.
+    `file`, `line` and `row` (from 1), `column` and `member` (of an archive; the key of WebDataset's) say where, as far as it
+    is known; `settings` are those that the remedy names.
     """
 
     def __init__(
@@ -39,10 +40,20 @@ class DataError(ValueError):
         row: int | None = None,
         column: str = "",
         member: str = "",
+        settings: Sequence[str] = (),
     ) -> None:
         super().__init__(hidden(message))
         self.file, self.line, self.row, self.column, self.member = hidden(file), line, row, column, member
-        self.settings = tuple(_FLAG.findall(str(self)))
+        self.settings = (*settings, *_FLAG.findall(str(self)))
+
+
+def place_fields(place: str) -> dict[str, Any]:
+    """Returns the fields of a DataError that a Fault's place says: `FILE, line 3`, `FILE, row 3`, `FILE, key 3`."""
+    if found := _PLACE.fullmatch(place):
+        return {"file": found["file"] or "", found["unit"]: int(found["number"])}
+    if found := _KEY.fullmatch(place):
+        return found.groupdict()
+    return {"file": place.partition(", the line at byte ")[0]}
 
 
 class NoFiles(DataError):
@@ -68,10 +79,8 @@ class Fault:
 
     def error(self) -> DataError:
         """The error that the fault becomes where nothing may be skipped."""
-        found = _PLACE.fullmatch(self.place)
-        where: dict[str, Any] = {found["unit"]: int(found["number"])} if found else {}
-        file = (found["file"] or "") if found else self.place.partition(", the line at byte ")[0]
-        return DataError(f"{self.place}: {self.reason}; {self.remedy}", file=file, column=self.column, **where)
+        message = f"{self.place}: {self.reason}; {self.remedy}"
+        return DataError(message, column=self.column, **place_fields(self.place))
 
 
 class Faulty(Exception):

@@ -103,7 +103,7 @@ class WebDatasetReader:
                     return _decoded(ending, members[ending], column, place, encoding)
         there = ", ".join(f".{ending}" for ending in sample.endings)
         remedy = f"name what holds it with --{column.setting}: an ending, or a name in the .json; {REMEDY}"
-        raise Faulty(Fault(place, f"has no {column.kind} but {there}", remedy))
+        raise Faulty(Fault(place, f"has no {column.kind} but {there}", remedy, column.name))
 
 
 def _decoded(ending: str, content: bytes, column: Column, place: str, encoding: str) -> Any:
@@ -112,7 +112,8 @@ def _decoded(ending: str, content: bytes, column: Column, place: str, encoding: 
     try:
         text = content.decode("utf-8-sig" if encoding == "utf-8" else encoding)
     except UnicodeDecodeError as error:
-        raise Faulty(Fault(place, f"its .{ending} is not {encoding}: {error.reason}", OTHER_ENCODING)) from error
+        reason = f"its .{ending} is not {encoding}: {error.reason}"
+        raise Faulty(Fault(place, reason, OTHER_ENCODING, column.name)) from error
     return text.strip()
 
 

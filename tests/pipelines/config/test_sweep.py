@@ -29,6 +29,7 @@ def test_a_space_comes_from_yaml_by_full_names(tmp_path: Path) -> None:
     ("sweep", "setting", "value", "names"),
     [
         ({"space": {"train.slots": []}}, "sweep.space", {"train.slots": []}, ("list", "uniform")),
+        ({"space": LOG, "search": "random"}, "sweep.space", LOG, (f"give {RATE}", "log_uniform")),
         ({"space": {RATE: {"uniform": [0, 1]}}}, "sweep.search", "grid", ("`random`", "`optuna`", "sweep.space", RATE)),
         ({"objective": "time_to_loss"}, "sweep.target_loss", 0.0, ("sweep.objective",)),
         ({"objective": "cost"}, "sweep.price_per_hour", 0.0, ("sweep.cluster", "sweep.objective")),
