@@ -48,7 +48,14 @@ _values: set[str] = set()
 
 
 class MissingSecret(ValueError):
-    """An address was written down without its password or key, and nothing has given it again."""
+    """An address was written down without its password or key, and nothing has given it again.
+
+    `address` has `***` in place of it; `variables` are those of the environment of which one would do.
+    """
+
+    def __init__(self, message: str = "", *, address: str = "", variables: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.address, self.variables = address, tuple(variables)
 
 
 def masked(text: str) -> str:
@@ -122,10 +129,12 @@ def whole(uri: str, logins: Sequence[str] = ()) -> str:
     if f"://{MASK}@" in uri and _has_login(scheme, logins):
         uri = uri.replace(f"://{MASK}@", "://", 1)
     if is_masked(uri):
-        others = ", ".join(logins or (AWS_LOGIN[:1] if scheme.startswith("s3") else ()))
+        variables = (*logins, *(AWS_LOGIN[:1] if scheme.startswith("s3") and not logins else ()))
         raise MissingSecret(
             f"the password or key of {uri} is not kept with the settings: give the whole address again, on the command line "
-            f"or in {URIS}" + (f", or set {others}" if others else "")
+            f"or in {URIS}" + (f", or set {', '.join(variables)}" if variables else ""),
+            address=uri,
+            variables=(URIS, *variables),
         )
     return uri
 

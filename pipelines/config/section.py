@@ -99,7 +99,8 @@ class Section:
                     changes[item.name] = _whole(value, item.metadata.get("logins", ()))
                 except MissingSecret as error:
                     if name not in optional:
-                        raise SettingError(f"{name} is {value!r}: {error}", setting=name, value=value) from None
+                        message, allowed = f"{name} is {value!r}: {error}", error.variables
+                        raise SettingError(message, setting=name, value=value, allowed=allowed) from None
         return replace(self, **changes) if any(getattr(self, key) != value for key, value in changes.items()) else self
 
     def _check(self, key: str, value: Any, limits: dict[str, float | None]) -> None:

@@ -8,7 +8,7 @@ if is_run(place):
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import from_yaml
@@ -42,13 +42,14 @@ def check_run(config: Config, folder: Folder) -> None:
         raise _error(folder, "that run has trained adapters; merge them first, `raystride export --merge true`")
     if theirs.task != config.task and "classification" in (theirs.task, config.task):
         raise _error(folder, f"that run's task is `{theirs.task}`, whose network is another one")
-    flags = []
+    wanted: dict[str, Any] = {}
     for item in fields(config.model):
         value = getattr(theirs.model, item.name)
         if item.metadata.get("fixed") and item.name not in _FREE and getattr(config.model, item.name) != value:
-            flags.append(f"--model.{item.name} {shlex.quote(str(value))}")
-    if flags:
-        raise _error(folder, f"its network is not the one that the settings describe: give {' '.join(flags)}")
+            wanted[f"model.{item.name}"] = value
+    if wanted:
+        flags = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in wanted.items())
+        raise _error(folder, f"its network is not the one that the settings describe: give {flags}", wanted)
 
 
 def start_with(model: "nn.Module", place: str, task: Task, tokenizer: Folder, log: Callable[[str], None]) -> None:
@@ -115,5 +116,7 @@ def _load(model: "nn.Module", found: "Found") -> None:
     read(wanted, found.folder, found.manifest, found.rank)
 
 
-def _error(folder: Folder, what: str) -> SettingError:
-    return SettingError(f"model.init_from is {folder.uri!r}: {what}", setting="model.init_from", value=folder.uri)
+def _error(folder: Folder, what: str, allowed: Any = None) -> SettingError:
+    """`allowed` are the settings with which it would go, by full names."""
+    message = f"model.init_from is {folder.uri!r}: {what}"
+    return SettingError(message, setting="model.init_from", value=folder.uri, allowed=allowed)

@@ -64,7 +64,8 @@ def _of_both(halves: Mapping[int, Adapter]) -> tuple[torch.Tensor, torch.Tensor,
     """A, B and magnitude of a layer whose first rows have one adapter and whose others another: their ranks add up."""
     if len(halves) < 2 and any(each.magnitude is not None for each in halves.values()):
         raise SettingError(
-            "lora.targets has one of gate and up, and PEFT's layout one layer for both: with lora.dora name both"
+            "lora.targets has one of gate and up, and PEFT's layout one layer for both: with lora.dora name both",
+            setting="lora.targets",
         )
     made = {number: _matrices(adapter) for number, adapter in sorted(halves.items())}
     nothing = next(iter(made.values()))[1][:, :0]
@@ -80,7 +81,9 @@ def _there(model: nn.Module) -> dict[tuple[str, str], Site]:
         if not found[name, part].theirs and not half_there(model, name):
             raise SettingError(
                 f"lora.targets has {found[name, part].ours}: PEFT's layout, which follows Hugging Face's, has no such layer "
-                f"of a {type(model).__name__} of these settings, so its adapters stay in the run's checkpoints"
+                f"of a {type(model).__name__} of these settings, so its adapters stay in the run's checkpoints",
+                setting="lora.targets",
+                value=found[name, part].ours,
             )
     return found
 
@@ -220,20 +223,22 @@ def _check_description(model: nn.Module, lora: Lora, folder: Folder, description
             f"its init_lora_weights is {init!r}, so it belongs to what was left of the base's weights: have PEFT convert it "
             "by save_pretrained(path_initial_model_for_weight_conversion=...)",
         )
-    wanted = {
+    pairs = {
         "rank": (lora.rank, description.get("r")),
         "alpha": (float(lora.alpha), float(description.get("lora_alpha", 0))),
         "rslora": (lora.rslora, bool(description.get("use_rslora"))),
         "dora": (lora.dora, bool(description.get("use_dora"))),
     }
-    flags = [f"--lora.{key} {str(there).lower()}" for key, (here, there) in wanted.items() if here != there]
+    wanted: dict[str, Any] = {f"lora.{key}": there for key, (here, there) in pairs.items() if here != there}
+    flags = [f"--{key} {str(value).lower()}" for key, value in wanted.items()]
     try:
         if targets := _other_targets(model, lora, description):
             flags.append(f"--lora.targets '{targets}'")
+            wanted["lora.targets"] = targets
     except ValueError as error:
         raise _error(folder, f"its target_modules are {description.get('target_modules')!r}: {error}") from error
     if flags:
-        raise _error(folder, f"its adapters are not those that the settings describe: give {' '.join(flags)}")
+        raise _error(folder, f"its adapters are not those that the settings describe: give {' '.join(flags)}", wanted)
 
 
 def _other_targets(model: nn.Module, lora: Lora, description: Mapping[str, Any]) -> str:
@@ -263,5 +268,7 @@ def _meant(targets: str | list[str], name: str) -> bool:
         raise ValueError(f"no regular expression ({error})") from error
 
 
-def _error(folder: Folder, what: str) -> SettingError:
-    return SettingError(f"lora.init_from is {folder.uri!r}: {what}", setting="lora.init_from", value=folder.uri)
+def _error(folder: Folder, what: str, allowed: Any = None) -> SettingError:
+    """`allowed` are the settings with which it would go, by full names."""
+    message = f"lora.init_from is {folder.uri!r}: {what}"
+    return SettingError(message, setting="lora.init_from", value=folder.uri, allowed=allowed)

@@ -18,6 +18,7 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.hub import INDEX, WEIGHTS
 from raystride.pipelines.pretrained import start_from
 from raystride.pipelines.tokenizers import train_tokenizer
+from tests.errors import refused
 
 SHAPE = Model(flavour="llama", layers=2, heads=2, width=8, context=4)
 
@@ -62,7 +63,7 @@ def test_two_files_and_an_index_are_one_model(source: Path, own: Folder, scheme:
     model = _model(0)
     start_from(model, f"{scheme}{source}", own, said.append)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), _model(1).parameters(), strict=True))
-    assert said == [f"weights from {scheme}{source}"]
+    assert [line.rpartition(" ")[2] for line in said] == [f"{scheme}{source}"]
 
 
 def test_ids_that_no_tokenizer_has_are_left_out(source: Path, own: Folder) -> None:
@@ -75,12 +76,14 @@ def test_ids_that_no_tokenizer_has_are_left_out(source: Path, own: Folder) -> No
     said: list[str] = []
     model = _model(0)
     start_from(model, str(source), own, said.append)
-    assert said == [f"weights from {source}, but for 20 ids that its tokenizer does not have"]
+    (line,) = said
+    assert str(source) in line
+    assert " 20 ids " in line
     ids = torch.arange(4)[None]
     assert torch.equal(model.logits(model.hidden(ids)), padded.logits(padded.hidden(ids))[..., :300])
     # Without a tokenizer beside it, nothing says that the ids mean the same.
     (source / "tokenizer.json").unlink()
-    with pytest.raises(SettingError, match=r"has 320 ids and the run's tokenizer 300"):
+    with refused("model.init_from", str(source), names=["320 ids", "tokenizer 300"]):
         start_from(_model(0), str(source), own, print)
 
 
@@ -106,20 +109,21 @@ def _other_text(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_without("config.json"), r"no config\.json in it"),
+        (_without("config.json"), r"no config\.json"),
         (lambda folder: (folder / "config.json").write_text("{"), r"Expecting property name"),
-        (_without("model-00002-of-00002.safetensors"), rf"no model-00002-of-00002\.safetensors, which {INDEX} names"),
-        (_pickled, rf"neither {WEIGHTS} nor {INDEX}, and pickled weights are not read"),
+        (_without("model-00002-of-00002.safetensors"), rf"no model-00002-of-00002\.safetensors.*{INDEX}"),
+        (_pickled, rf"neither {WEIGHTS} nor {INDEX}.*safetensors"),
         (_truncated, r"[Ii]ncomplete|buffer"),
-        (_other_text, r"other ids than the run's: .*--tokenizer\.file .*/source/tokenizer\.json"),
+        (_other_text, r"--tokenizer\.file .*/source/tokenizer\.json"),
     ],
 )
 def test_what_is_wrong_with_a_folder_is_named(
     source: Path, own: Folder, damage: Callable[[Path], None], message: str
 ) -> None:
     damage(source)
-    with pytest.raises(SettingError, match=rf"model\.init_from is '{source}': .*(?:{message})"):
+    with refused("model.init_from", str(source), names=[f"'{source}'"]) as raised:
         start_from(_model(0), str(source), own, print)
+    assert re.search(message, str(raised.value))
 
 
 @pytest.mark.parametrize("scheme", ["", "local://"])
@@ -137,9 +141,7 @@ def test_an_index_names_files_beside_it_alone(
     (source.parent.parent / "authorized_keys").write_text("theirs")
     before = sorted(outside.rglob("*"))
     (source / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": file}}))
-    with pytest.raises(
-        SettingError, match=rf"model\.init_from is .*{INDEX} names {re.escape(repr(file))}, which is no plain"
-    ):
+    with refused("model.init_from", f"{scheme}{source}", names=[f"{INDEX} names {file!r},"]):
         start_from(_model(0), f"{scheme}{source}", own, print)
     assert sorted(outside.rglob("*")) == before
 
@@ -147,7 +149,7 @@ def test_an_index_names_files_beside_it_alone(
 @pytest.mark.parametrize("index", [[], {}, {"weight_map": ["a.safetensors"]}])
 def test_an_index_without_names_is_refused(source: Path, own: Folder, index: object) -> None:
     (source / INDEX).write_text(json.dumps(index))
-    with pytest.raises(SettingError, match=rf"its {INDEX} has no weight_map"):
+    with pytest.raises(SettingError, match=rf"^model\.init_from is '{source}': its {INDEX} has no weight_map$"):
         start_from(_model(0), str(source), own, print)
 
 
