@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from raystride.model.hugging_face_families import FAMILIES, ModelType, Read, family_of
-from raystride.model.shape import DecoderShape, head_size, hidden_width, is_tied, post_norm, window_of
+from raystride.model.shape import DecoderShape, UnfitError, head_size, hidden_width, is_tied, post_norm, window_of
 
 _GELU = {
     "gelu": "exact",
@@ -24,21 +24,25 @@ _GELU = {
 def model_type(shape: DecoderShape) -> ModelType | Literal["gpt2"]:
     """The layout that says what a decoder is. Raises ValueError, with the setting's name, where there is none."""
     if post_norm(shape) and shape.flavour != "original":
-        raise ValueError(f"model.norm is {shape.norm}: the layouts of GPT-2 and Llama normalise before, `pre`")
+        raise _unfit(shape, "norm", shape.norm, "the layouts of GPT-2 and Llama normalise before, `pre`")
     if shape.flavour == "llama":
         return family_of(shape)
     if shape.flavour != "gpt2":
-        raise ValueError(f"model.flavour is `{shape.flavour}`: no layout is known for it, only for `gpt2` and `llama`")
+        raise _unfit(shape, "flavour", f"`{shape.flavour}`", "no layout is known for it, only for `gpt2` and `llama`")
     if (shape.kv_heads or shape.heads) != shape.heads:
-        raise ValueError(f"model.kv_heads is {shape.kv_heads}: GPT-2's layout has no grouped heads, only `llama` has")
+        raise _unfit(shape, "kv_heads", shape.kv_heads, "GPT-2's layout has no grouped heads, only `llama` has")
     if shape.qk_norm:
-        raise ValueError("model.qk_norm is True: GPT-2's layout has no norms of queries and keys, only `llama` has")
+        raise _unfit(shape, "qk_norm", True, "GPT-2's layout has no norms of queries and keys, only `llama` has")
     for name in ("softcap", "logit_softcap", "window", "query_scalar"):
         if getattr(shape, name):
-            raise ValueError(f"model.{name} is {getattr(shape, name)}: GPT-2's layout has none")
+            raise _unfit(shape, name, getattr(shape, name), "GPT-2's layout has none")
     if head_size(shape) * shape.heads != shape.width:
-        raise ValueError(f"model.head_size is {shape.head_size}: in GPT-2's layout it is width / heads")
+        raise _unfit(shape, "head_size", shape.head_size, "in GPT-2's layout it is width / heads")
     return "gpt2"
+
+
+def _unfit(shape: DecoderShape, name: str, written: object, why: str) -> UnfitError:
+    return UnfitError(f"model.{name} is {written}: {why}", setting=f"model.{name}", value=getattr(shape, name))
 
 
 def describe(shape: DecoderShape, vocabulary_size: int, end_id: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from raystride.model.shape import DecoderShape, head_size, hidden_width, sandwich_norm, window_of
+from raystride.model.shape import DecoderShape, UnfitError, head_size, hidden_width, sandwich_norm, window_of
 
 ModelType = Literal["llama", "qwen2", "qwen3", "mistral", "smollm3", "phi3", "gemma2", "gemma3_text"]
 Read = tuple[dict[str, Any], dict[str, tuple[Any, list[Any]]]]
@@ -291,8 +291,10 @@ def family_of(shape: DecoderShape) -> ModelType:
     nearest = min(found, key=lambda kind: len(found[kind]))
     if not found[nearest]:
         if FAMILIES[nearest].even_heads and shape.width % shape.heads:
-            raise ValueError(
-                f"model.heads is {shape.heads}: in the layout of `{nearest}` it must divide model.width, {shape.width}"
+            raise UnfitError(
+                f"model.heads is {shape.heads}: in the layout of `{nearest}` it must divide model.width, {shape.width}",
+                setting="model.heads",
+                value=shape.heads,
             )
         return nearest
     family, wrong = FAMILIES[nearest], found[nearest]
@@ -301,4 +303,6 @@ def family_of(shape: DecoderShape) -> ModelType:
     why = f" beside {', '.join(beside)}" if beside else ""
     wants = [f"model.{name} {value}" for name, value in family.fixed.items() if name in wrong]
     needs = f", which has {', '.join(wants)}" if wants else ""
-    raise ValueError(f"{named}: no layout says that{why}; the nearest is `{nearest}`{needs}")
+    name, value = next(iter(wrong.items()))
+    message = f"{named}: no layout says that{why}; the nearest is `{nearest}`{needs}"
+    raise UnfitError(message, setting=f"model.{name}", value=value)

@@ -23,6 +23,7 @@ from torch import nn
 from raystride.model.cut import Cut, cut_of, fill, shape_of_whole
 from raystride.model.dropout import Dropout
 from raystride.model.linear import Linear, linear
+from raystride.model.shape import UnfitError
 
 Names = Callable[[str], tuple[str, ...]]
 """From the name of one of our modules to their names of it, several for its rows one after the other; none: it has none."""
@@ -259,9 +260,11 @@ def chosen(found: list[Site], shape: AdapterShape) -> list[Site]:
     for target in shape.named:
         if not any(each.named(target) for each in found):
             known = sorted({(each.theirs or each.ours).rpartition(".")[2] for each in found})
-            raise ValueError(
+            raise UnfitError(
                 f"lora.targets names {target!r}: it must be a linear layer of this network other than the head, one of "
-                f"{', '.join(known)}, or `all-linear`"
+                f"{', '.join(known)}, or `all-linear`",
+                setting="lora.targets",
+                value=target,
             )
     return [each for each in found if any(each.named(target) for target in shape.named)]
 
@@ -283,7 +286,8 @@ def attach(model: nn.Module, shape: AdapterShape, names: Names) -> None:
             setattr(model.get_submodule(parent), child, layer)
         most = min(len(site.rows), shape_of_whole(layer.weight)[1])
         if shape.init in ("pissa", "olora") and shape.rank > most:
-            raise ValueError(f"lora.rank is {shape.rank}: it must be at most {most}, the rank of {site.theirs or site.ours}")
+            message = f"lora.rank is {shape.rank}: it must be at most {most}, the rank of {site.theirs or site.ours}"
+            raise UnfitError(message, setting="lora.rank", value=shape.rank)
         layer.add(site.part, shape, site.rows)
 
 

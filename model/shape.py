@@ -12,6 +12,14 @@ IGNORED = -100
 """The target that every loss leaves out; PyTorch's own default."""
 
 
+class UnfitError(ValueError):
+    """A setting that a network, its layout or its adapters cannot have: `setting` by its full name, and its `value`."""
+
+    def __init__(self, message: str = "", *, setting: str = "", value: object = None) -> None:
+        super().__init__(message)
+        self.setting, self.value = setting, value
+
+
 class DecoderShape(Protocol):
     """Sizes and choices of a decoder; `raystride.pipelines.config.Model` documents each."""
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from raystride.model.linear import Linear, in_bf16
 from raystride.model.lora import AdaptedLinear, Adapter, adapted, base_parameters
+from raystride.model.shape import UnfitError
 from raystride.model.transformer import Decoder, PackedDecoder
 
 
@@ -104,9 +105,8 @@ class SideBySide:
         first: Any = networks[0]
         known: Any = (Decoder.forward, PackedDecoder.forward)
         if not all(isinstance(each, Decoder) and type(each).forward in known for each in networks):
-            raise ValueError(
-                "lora.adapters is above 1: it must be 1 but for tasks that train a decoder on words that follow"
-            )
+            message = "lora.adapters is above 1: it must be 1 but for tasks that train a decoder on words that follow"
+            raise UnfitError(message, setting="lora.adapters", value=len(networks))
         self._shares = _Shares()
         # Blocks of its own, in which layers stand side by side; every parameter is one of the networks'.
         shared = {id(each): each for each in first.parameters()}

@@ -3,17 +3,23 @@
 with refused("train.steps", -1): Train(steps=-1)
 with refused("data.follow", True, names=["data.start_after_mib"]): Data(follow=True)
 with unreadable("rows.csv", line=3, column="text"): read("data/rows.csv")
+with rejected("task.yaml", "num_node"): look_at_sky(files)
+with cannot_run("nodes", "5", "4"): plan(...)
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import ANY
 
 import pytest
 
+from raystride.pipelines.cluster.cluster import CannotRun
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.sources.faults import DataError
+
+if TYPE_CHECKING:
+    from raystride.pipelines.deploy.schemas import FileError
 
 
 @contextmanager
@@ -35,3 +41,26 @@ def unreadable(file: str = "", *, names: Sequence[str] = (), **fields: Any) -> I
     assert error.file.endswith(file), str(error)
     assert {name: getattr(error, name) for name in fields} == fields, str(error)
     assert not [name for name in (file, *names) if name not in str(error)], str(error)
+
+
+@contextmanager
+def rejected(file: str, *names: str) -> Iterator["pytest.ExceptionInfo[FileError]"]:
+    """Expects a FileError about this rendered file, with one fault that says all `names`, as the sentence does."""
+    from raystride.pipelines.deploy.schemas import FileError  # with the packages of schemas, which few tests need
+
+    with pytest.raises(FileError) as raised:
+        yield raised
+    error = raised.value
+    assert error.file == file, str(error)
+    assert not names or any(all(name in fault for name in names) for fault in error.faults), error.faults
+    assert not [name for name in (file, *names) if name not in str(error)], str(error)
+
+
+@contextmanager
+def cannot_run(problem: str, *names: str) -> Iterator[pytest.ExceptionInfo[CannotRun]]:
+    """Expects a CannotRun with a failed check of this name, which says all `names`, as the sentence does."""
+    with pytest.raises(CannotRun) as raised:
+        yield raised
+    error = raised.value
+    assert any(problem == check and all(name in found for name in names) for check, found in error.problems), error.problems
+    assert not [name for name in (problem, *names) if name not in str(error)], str(error)

@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -39,10 +39,24 @@ STARTS, TOO_SLOW = 3, "timed out during startup"
 
 
 class CannotRun(RuntimeError):
-    """The cluster cannot run this configuration; the message has a line for each check that failed."""
+    """The cluster cannot run this configuration; the message has a line for each check that failed.
 
-    def __init__(self, message: str = "") -> None:
+    `problems` are those checks by name, each with what was asked and what there is; `setting` and `value` are the limit that
+    was waited for, and `host` is where it failed, as far as they are known.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        problems: Sequence[tuple[str, str]] = (),
+        setting: str = "",
+        value: Any = None,
+        host: str = "",
+    ) -> None:
         super().__init__(hidden(message))
+        self.problems = tuple((name, hidden(found)) for name, found in problems)
+        self.setting, self.value, self.host = setting, value, host
 
 
 class NoCluster(CannotRun):
@@ -238,7 +252,10 @@ def ask_a_node(function: Callable[[], T], timeout_s: float, *, gpu: bool = False
         found: T = ray.get(task.remote(function), timeout=timeout_s)
     except GetTimeoutError:
         raise CannotRun(
-            f"no worker answered in {timeout_s:g} s (launch.timeout_s): the cluster is busy or lost a node; see `ray status`"
+            f"no worker answered in {timeout_s:g} s (launch.timeout_s): the cluster is busy or lost a node; "
+            "see `ray status`",
+            setting="launch.timeout_s",
+            value=timeout_s,
         ) from None
     return found
 

@@ -31,7 +31,9 @@ class PlacesWatch:
         if self._wait_s and self._clock() - self._since > self._wait_s:
             raise CannotRun(
                 f"no places for the workers in {self._wait_s:g} s (launch.wait_s), {text}. Ask for fewer with "
-                "--scaling.workers, wait longer with --launch.wait_s, or see `ray status` for who has them"
+                "--scaling.workers, wait longer with --launch.wait_s, or see `ray status` for who has them",
+                setting="launch.wait_s",
+                value=self._wait_s,
             )
         return text
 

@@ -30,6 +30,12 @@ class SettingError(ValueError):
         super().__init__(hidden(message))
         self.setting, self.value, self.allowed = setting, masked_all(value), allowed
 
+    @classmethod
+    def of(cls, error: Exception) -> Self:
+        """Returns the same error as one of a setting, with those of the fields that it has."""
+        known = {name: getattr(error, name) for name in ("setting", "value", "allowed") if hasattr(error, name)}
+        return cls(str(error), **known)
+
 
 def setting(
     default: Any,

@@ -9,8 +9,7 @@ from importlib.metadata import version
 
 import yaml
 
-from raystride.pipelines.config import SettingError
-from raystride.pipelines.deploy.schemas import launcher_schema, schema_faults, sky_schema
+from raystride.pipelines.deploy.schemas import FileError, launcher_schema, schema_faults, sky_schema
 
 
 def look_at_launcher(files: Mapping[str, str]) -> list[str]:
@@ -21,7 +20,8 @@ def look_at_launcher(files: Mapping[str, str]) -> list[str]:
     if types and tree.get("head_node_type") not in types:
         wrong.append(f"head_node_type: there is no {tree.get('head_node_type')!r} in available_node_types")
     if wrong:
-        raise SettingError("cluster.yaml is nothing for Ray's cluster launcher: " + "; ".join(wrong))
+        message = "cluster.yaml is nothing for Ray's cluster launcher: " + "; ".join(wrong)
+        raise FileError(message, file="cluster.yaml", faults=wrong)
     return [f"cluster.yaml: the schema of Ray {version('ray')}'s launcher"]
 
 
@@ -31,5 +31,5 @@ def look_at_sky(files: Mapping[str, str]) -> list[str]:
     wrong = schema_faults(sky_schema("task"), tree) + schema_faults(sky_schema("resources"), tree.get("resources", {}))
     wrong += [f"secrets.{name} has a value" for name, value in tree.get("secrets", {}).items() if value is not None]
     if wrong:
-        raise SettingError("task.yaml is no task of SkyPilot's: " + "; ".join(wrong))
+        raise FileError("task.yaml is no task of SkyPilot's: " + "; ".join(wrong), file="task.yaml", faults=wrong)
     return ["task.yaml: SkyPilot 0.14.1's schema"]

@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema
 import yaml
 
-from raystride.pipelines.config import SettingError
+from raystride.pipelines.deploy.schemas import FileError
 
 PACKAGE = "check_jsonschema"
 """Brings the specification's schema along; `pip install raystride[deploy]`."""
@@ -28,10 +28,10 @@ def look_at_compose(files: Mapping[str, str]) -> list[str]:
             looked.append(f"{name}: not by the compose specification, which is not here: pip install 'raystride[deploy]'")
             continue
         if faults := sorted(_by_schema(schema, tree)):
-            raise SettingError(f"{name} is no compose file: " + "; ".join(faults))
+            raise FileError(f"{name} is no compose file: " + "; ".join(faults), file=name, faults=faults)
         looked.append(f"{name}: compose specification")
     if faults := list(_by_sense(yaml.safe_load(files["compose.yaml"]))):
-        raise SettingError("compose.yaml cannot work: " + "; ".join(faults))
+        raise FileError("compose.yaml cannot work: " + "; ".join(faults), file="compose.yaml", faults=faults)
     return [*looked, "compose.yaml: what it names is there, ports are this machine's alone, no secret stands in it"]
 
 

@@ -62,7 +62,8 @@ def _kind(word: str) -> Kind:
     for kind in KINDS:
         if word == kind:
             return kind
-    raise SettingError(f"there is no kind {word!r} of deployment{nearest(word, KINDS)}; there are {', '.join(KINDS)}")
+    message = f"there is no kind {word!r} of deployment{nearest(word, KINDS)}; there are {', '.join(KINDS)}"
+    raise SettingError(message, setting="kind", value=word, allowed=KINDS)
 
 
 def _underscored(argument: str) -> str:

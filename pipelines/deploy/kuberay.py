@@ -7,9 +7,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from raystride.pipelines.config import SettingError
 from raystride.pipelines.deploy.overlays import Document, built, folders_of
-from raystride.pipelines.deploy.schemas import kuberay_schema, schema_faults
+from raystride.pipelines.deploy.schemas import FileError, kuberay_schema, schema_faults
 
 SHARED = "once"
 """The folder of what outlives a job."""
@@ -31,7 +30,7 @@ def look_at_kuberay(files: Mapping[str, str]) -> list[str]:
             for fault in schema_faults(kuberay_schema(each["kind"]), each)
         ]
         if wrong := [*wrong, *_by_sense([*shared, *documents] if folder != SHARED else documents)]:
-            raise SettingError(f"{folder} cannot work: " + "; ".join(wrong))
+            raise FileError(f"{folder} cannot work: " + "; ".join(wrong), file=folder, faults=wrong)
         by = f"{', '.join(kinds)} by {source}" if kinds else "no object of KubeRay's"
         looked.append(f"{folder}: {by}; what it names is there, every pod keeps to `restricted`")
     return looked

@@ -20,6 +20,7 @@ from raystride.pipelines.config.parse import from_yaml
 from raystride.pipelines.credentials import stripped
 from raystride.pipelines.deploy.plan import find_place
 from raystride.pipelines.deploy.render import write
+from raystride.pipelines.deploy.schemas import FileError
 from raystride.pipelines.files import Folder
 from raystride.pipelines.stores import address_below, split
 
@@ -113,7 +114,7 @@ def rendered_serving(settings: DeployServe, config: Config) -> str:
     try:
         model_type(config.model)
     except ValueError as error:
-        raise SettingError(str(error)) from error
+        raise SettingError.of(error) from error
     place = find_place(settings.place) if settings.place else None
     storage = place.storage if place else Folder.at(settings.storage).uri
     engine: dict[str, Any] = {"max_model_len": config.model.context, "tensor_parallel_size": settings.gpus}
@@ -148,5 +149,6 @@ def look_at_serving(text: str) -> list[str]:
     """Looks at every field; a line that says so. Raises SettingError for one that is unknown or has a wrong value."""
     errors = sorted(Draft202012Validator(_SCHEMA).iter_errors(yaml.safe_load(text)), key=lambda error: error.json_path)
     if errors:
-        raise SettingError("; ".join(f"{FILE}: {error.json_path.removeprefix('$.')}: {error.message}" for error in errors))
+        faults = [f"{error.json_path.removeprefix('$.')}: {error.message}" for error in errors]
+        raise FileError("; ".join(f"{FILE}: {fault}" for fault in faults), file=FILE, faults=faults)
     return [f"{FILE}: fields of Ray Serve and of its LLMConfig"]

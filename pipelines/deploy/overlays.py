@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from raystride.pipelines.config import SettingError
+from raystride.pipelines.deploy.schemas import FileError
 
 FILE = "kustomization.yaml"
 KNOWN = {"apiVersion", "kind", "namespace", "resources", "configMapGenerator", "patches"}
@@ -29,7 +29,8 @@ def built(files: Mapping[str, str], folder: str) -> list[Document]:
     """The documents that a folder stands for. Raises SettingError where a file is missing or a patch finds nothing."""
     tree = yaml.safe_load(_file(files, f"{folder}/{FILE}"))
     if unknown := set(tree) - KNOWN:
-        raise SettingError(f"{folder}/{FILE}: {', '.join(sorted(unknown))} is not looked at here")
+        message = f"{folder}/{FILE}: {', '.join(sorted(unknown))} is not looked at here"
+        raise FileError(message, file=f"{folder}/{FILE}", faults=sorted(unknown))
     documents: list[Document] = []
     for resource in tree.get("resources", ()):
         path = posixpath.normpath(posixpath.join(folder, resource))
@@ -57,7 +58,7 @@ def documents_of(text: str) -> list[Document]:
 
 def _file(files: Mapping[str, str], name: str) -> str:
     if name not in files:
-        raise SettingError(f"there is no {name}")
+        raise FileError(f"there is no {name}", file=name)
     return files[name]
 
 
@@ -70,7 +71,8 @@ def _apply(document: Document, operation: Mapping[str, Any], where: str) -> None
         else:
             _put(document, operation["path"], deepcopy(operation["value"]), new=operation["op"] == "add")
     except (KeyError, IndexError, ValueError, TypeError) as error:
-        raise SettingError(f"{where}: {operation['op']} {operation.get('path')}: there is no {error}") from None
+        fault = f"{operation['op']} {operation.get('path')}: there is no {error}"
+        raise FileError(f"{where}: {fault}", file=where, faults=[fault]) from None
 
 
 def _steps(pointer: str) -> list[str]:

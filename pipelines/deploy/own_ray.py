@@ -80,7 +80,7 @@ class OwnRay:
             # Short: the paths of Ray's sockets, which lie below it, have some hundred characters at most.
             folder = Path(tempfile.mkdtemp(prefix="rs-", dir="/tmp"))
         except OSError as error:
-            raise CannotRun(f"Ray's temporary folder cannot be made on {where}: {error}") from None
+            raise CannotRun(f"Ray's temporary folder cannot be made on {where}: {error}", host=where) from None
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options, f"--num-cpus={cpus}"]
         command += [f"--temp-dir={folder}", "--disable-usage-stats", "--log-color=false"]
         command += [f"--dashboard-agent-listen-port={free_ports(1)[0]}"]
@@ -89,7 +89,7 @@ class OwnRay:
             try:
                 tls = certified(folder, host, variables)
             except OSError as error:
-                raise CannotRun(f"this node's certificate cannot be written on {where}: {error}") from None
+                raise CannotRun(f"this node's certificate cannot be written on {where}: {error}", host=where) from None
             variables = {name: value for name, value in variables.items() if name != AUTHORITY_VARIABLE} | tls
             for _ in range(STARTS):
                 failed = _start(folder, command, variables)
@@ -97,7 +97,7 @@ class OwnRay:
                     break
                 end_all(folder)
             if failed:
-                raise CannotRun(f"`ray start` {failed} on {where}:\n{_said(folder)}")
+                raise CannotRun(f"`ray start` {failed} on {where}:\n{_said(folder)}", host=where)
             raylet = next((each for each in _of(folder) if each.name() == "raylet"), None)
             yield cls(address, folder, raylet, tls)
         finally:

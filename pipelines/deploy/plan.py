@@ -14,7 +14,6 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from raystride.pipelines.cluster.cluster import CannotRun
 from raystride.pipelines.cluster.resources import Resources, Share, resolve
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.combinations import SHARDED
@@ -24,7 +23,7 @@ from raystride.pipelines.credentials import masked_all
 from raystride.pipelines.files import absolute
 from raystride.pipelines.launch.mesh_choice import choose_mesh
 from raystride.pipelines.launch.place import is_path, settled
-from raystride.pipelines.launch.preflight import GIB, Check, checks_of_settings, estimate_memory, failing
+from raystride.pipelines.launch.preflight import GIB, Check, checks_of_settings, estimate_memory, refuse_failing
 
 Kind = Literal["compose", "slurm", "kuberay", "launcher", "sky"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -128,8 +127,7 @@ def plan(kind: Kind, request: Deploy, place: Place, parsed: Parsed[Any]) -> Depl
     grace_s = _grace_s(config, share, request.nodes)
     checks = list(_checks_of_place(kind, request, place, config, grace_s))
     checks += checks_of_settings(config, share, there, config.tokenizer.vocabulary_size)
-    if problems := list(failing(checks)):
-        raise CannotRun("this place cannot run it:\n" + "\n".join(problems))
+    refuse_failing(checks, "place")
     settled = request.gpus_per_node or isinstance(config.scaling.workers, int)
     # A sweep varies the workers itself.
     if settled and request.job == "train":

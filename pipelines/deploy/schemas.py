@@ -8,7 +8,7 @@ Where they come from, and under which licence, is in `deploy/schemas/README.md`.
 import difflib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,9 +18,20 @@ import jsonschema
 import yaml
 
 from raystride.pipelines.config import SettingError
+from raystride.pipelines.credentials import hidden
 from raystride.pipelines.deploy.plan import TEMPLATES
 
 Schema = Mapping[str, Any]
+
+
+class FileError(SettingError):
+    """A rendered file that its reader would not take: `file` by its name, and `faults`, each with its place."""
+
+    def __init__(self, message: str = "", *, file: str = "", faults: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.file, self.faults = file, tuple(map(hidden, faults))
+
+
 SCHEMAS = TEMPLATES / "schemas"
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """PyYAML's in C, where it has that: KubeRay's definitions are two megabytes, which it reads in a quarter of the time."""
@@ -55,14 +66,16 @@ def _of_definitions(file: str, kind: str) -> Schema:
     try:
         documents = list(yaml.load_all(Path(file).read_text(), Loader=LOADER))
     except (OSError, yaml.YAMLError) as error:
-        raise SettingError(f"RAYSTRIDE_CRDS is {file!r}, which cannot be read: {error}") from None
+        message = f"RAYSTRIDE_CRDS is {file!r}, which cannot be read: {error}"
+        raise SettingError(message, setting="RAYSTRIDE_CRDS", value=file) from None
     definitions = [each for document in documents if document for each in document.get("items", [document])]
     for definition in definitions:
         if definition.get("spec", {}).get("names", {}).get("kind") == kind:
             versions = {each["name"]: each["schema"]["openAPIV3Schema"] for each in definition["spec"]["versions"]}
             schema: Schema = _closed(versions["v1"])
             return schema
-    raise SettingError(f"RAYSTRIDE_CRDS is {file!r}, in which there is no definition of {kind}")
+    message = f"RAYSTRIDE_CRDS is {file!r}, in which there is no definition of {kind}"
+    raise SettingError(message, setting="RAYSTRIDE_CRDS", value=file)
 
 
 @cache

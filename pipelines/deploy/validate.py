@@ -9,11 +9,11 @@ from shutil import which
 
 import yaml
 
-from raystride.pipelines.config import SettingError
 from raystride.pipelines.deploy.clouds import look_at_launcher, look_at_sky
 from raystride.pipelines.deploy.compose_file import look_at_compose
 from raystride.pipelines.deploy.kuberay import look_at_kuberay
 from raystride.pipelines.deploy.plan import Kind
+from raystride.pipelines.deploy.schemas import FileError
 
 Look = Callable[[Mapping[str, str]], list[str]]
 """Takes the files; returns what was looked at, a line each. Raises SettingError."""
@@ -36,13 +36,14 @@ def _documents(name: str, text: str) -> list[object]:
     try:
         return list(yaml.safe_load_all(text))
     except yaml.YAMLError as error:
-        raise SettingError(f"{name} is no YAML: {error}") from None
+        raise FileError(f"{name} is no YAML: {error}", file=name, faults=[str(error)]) from None
 
 
 def _bash(name: str, text: str) -> None:
     done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
     if done.returncode:
-        raise SettingError(f"{name} is no script: {done.stderr.strip()}")
+        fault = done.stderr.strip()
+        raise FileError(f"{name} is no script: {fault}", file=name, faults=[fault])
 
 
 def _sbatch(files: Mapping[str, str]) -> list[str]:
@@ -54,7 +55,7 @@ def _sbatch(files: Mapping[str, str]) -> list[str]:
     )
     said = (done.stderr or done.stdout).strip().splitlines()
     if done.returncode and any("nvalid" in line for line in said):
-        raise SettingError(f"job.sbatch: Slurm says: {'; '.join(said)}")
+        raise FileError(f"job.sbatch: Slurm says: {'; '.join(said)}", file="job.sbatch", faults=said)
     return [f"job.sbatch: sbatch --test-only: {said[-1] if said else 'accepted'}"]
 
 

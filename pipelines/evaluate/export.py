@@ -37,7 +37,7 @@ def export_hugging_face(opened: Opened, folder: Folder) -> Folder:
     try:
         description, tensors = to_hugging_face(opened.decoder, opened.encoder.end_id)
     except ValueError as error:
-        raise SettingError(str(error)) from error
+        raise SettingError.of(error) from error
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "model.safetensors"
         save_file(tensors, file, metadata={"format": "pt"})

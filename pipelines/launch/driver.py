@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from raystride.model.hugging_face_config import check_description
-from raystride.pipelines.cluster.cluster import CannotRun, ask_a_node, cluster, several_nodes
+from raystride.pipelines.cluster.cluster import ask_a_node, cluster, several_nodes
 from raystride.pipelines.cluster.internals import submission_id
 from raystride.pipelines.cluster.places import PlacesWatch
 from raystride.pipelines.cluster.resources import Resources, Share
@@ -38,7 +38,7 @@ from raystride.pipelines.launch.job_page import JobPage, metadata_of
 from raystride.pipelines.launch.many import train_many
 from raystride.pipelines.launch.owner import Ownership, new_attempt
 from raystride.pipelines.launch.place import locate, settled
-from raystride.pipelines.launch.preflight import failing
+from raystride.pipelines.launch.preflight import refuse_failing
 from raystride.pipelines.launch.preparing import data_for, prepare_data, use_at_most
 from raystride.pipelines.launch.profiled import under_profiler
 from raystride.pipelines.launch.resume import (
@@ -232,8 +232,7 @@ def _proved(config: Config, storage: Folder, screen: Screen) -> tuple[Config, Re
     config, there, share = resources_for(config, storage, screen.line)
     if there.gpu_problem and config.scaling.device == "auto":
         screen.warning(f"training on CPUs: {there.gpu_problem}")
-    if problems := list(failing(checks_for(config, storage, there, share))):
-        raise CannotRun("this cluster cannot run it:\n" + "\n".join(problems))
+    refuse_failing(checks_for(config, storage, there, share), "cluster")
     return config, there, share
 
 

@@ -128,7 +128,8 @@ def export_run(settings: Export) -> "tuple[Folder, Opened]":
     storage = Folder.at(settings.storage)
     chosen = choose(storage, settings.run, settings.checkpoint, settings.average)
     if settings.merge and not chosen.config.lora.rank:
-        raise SettingError(f"merge is True: it must be false, since run {settings.run} trained no adapters (lora.rank is 0)")
+        message = f"merge is True: it must be false, since run {settings.run} trained no adapters (lora.rank is 0)"
+        raise SettingError(message, setting="merge", value=True)
     opened = chosen.open()
     adapter = writes_adapter(settings, opened.config)
     name = "adapter" if adapter else settings.to

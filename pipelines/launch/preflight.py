@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from raystride.pipelines.cluster.cluster import CannotRun
 from raystride.pipelines.cluster.resources import Resources, Share
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.combinations import MESHED_DECODERS, MESHLESS, SHARDED
@@ -159,3 +160,10 @@ def failing(checks: list[Check]) -> Iterator[str]:
     for check in checks:
         if not check.passed:
             yield f"{check.name}: {check.found}\n  {check.remedy}"
+
+
+def refuse_failing(checks: list[Check], where: str) -> None:
+    """Raises CannotRun where a check did not pass; `where` is `cluster` or `place`."""
+    if problems := list(failing(checks)):
+        failed = [(check.name, check.found) for check in checks if not check.passed]
+        raise CannotRun(f"this {where} cannot run it:\n" + "\n".join(problems), problems=failed)

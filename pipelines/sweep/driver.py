@@ -152,7 +152,7 @@ def _described(base: SweepConfig) -> ClusterDescription | None:
     try:
         return ClusterDescription.load(base.sweep.cluster) if base.sweep.cluster else None
     except ClusterError as error:
-        raise SettingError(str(error)) from None
+        raise SettingError.of(error) from None
 
 
 def candidates_of(base: SweepConfig) -> list[Candidate]:

@@ -57,7 +57,7 @@ class MakeAdapted:
         try:
             attach(model, self.config.lora, names_there(model))
         except ValueError as error:
-            raise SettingError(str(error)) from error
+            raise SettingError.of(error) from error
         return model
 
 

@@ -11,6 +11,7 @@ from raystride.pipelines.deploy.clouds import look_at_launcher, look_at_sky
 from raystride.pipelines.deploy.validate import look_at_files
 from raystride.ray_jobs import deploy
 from tests.deploy.rendering import rendered_for
+from tests.errors import rejected
 
 SSH: dict[str, Any] = {"place": "machines_by_ssh", "cloud": {"hosts": ("10.0.0.1", "10.0.0.2", "10.0.0.3")}}
 LAUNCHED: dict[str, dict[str, Any]] = {
@@ -35,7 +36,7 @@ def test_rays_launcher_takes_it(case: str) -> None:
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     files = rendered_for("launcher", **LAUNCHED[case])
-    assert "cluster.yaml: the schema of Ray" in look_at_files("launcher", files)[-1]
+    assert look_at_files("launcher", files)[-1].startswith("cluster.yaml: ")
     config = prepare_config(yaml.safe_load(files["cluster.yaml"]))
     validate_config(config)
     assert config["max_workers"] == LAUNCHED[case].get("nodes", 2) - ("ssh" in case)
@@ -57,9 +58,9 @@ def test_a_cloud_has_a_head_that_computes_nothing_and_workers_that_may_be_spot()
 def test_a_launchers_misspelt_field_and_a_missing_type_are_caught() -> None:
     files = rendered_for("launcher", **LAUNCHED["aws"])
     tree = yaml.safe_load(files["cluster.yaml"])
-    with pytest.raises(ValueError, match="no field 'setup_comands'; did you mean setup_commands"):
+    with rejected("cluster.yaml", "'setup_comands'", "mean setup_commands?"):
         look_at_launcher({"cluster.yaml": yaml.safe_dump({**tree, "setup_comands": []})})
-    with pytest.raises(ValueError, match="head_node_type: there is no 'haed'"):
+    with rejected("cluster.yaml", "head_node_type", "'haed'"):
         look_at_launcher({"cluster.yaml": yaml.safe_dump({**tree, "head_node_type": "haed"})})
 
 
@@ -76,11 +77,11 @@ def test_skypilot_takes_it(case: str) -> None:
 
 def test_a_tasks_misspelt_field_and_a_secret_with_a_value_are_caught() -> None:
     tree = yaml.safe_load(rendered_for("sky", **SKY["gpu"])["task.yaml"])
-    with pytest.raises(ValueError, match="no field 'num_node'; did you mean num_nodes"):
+    with rejected("task.yaml", "'num_node'", "mean num_nodes?"):
         look_at_sky({"task.yaml": yaml.safe_dump({**tree, "num_node": 3})})
-    with pytest.raises(ValueError, match="no field 'use_spots'"):
+    with rejected("task.yaml", "'use_spots'"):
         look_at_sky({"task.yaml": yaml.safe_dump({**tree, "resources": {"use_spots": True}})})
-    with pytest.raises(ValueError, match="RAY_AUTH_TOKEN has a value"):
+    with rejected("task.yaml", "RAY_AUTH_TOKEN has a value"):
         look_at_sky({"task.yaml": yaml.safe_dump({**tree, "secrets": {"RAY_AUTH_TOKEN": "x"}})})
 
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from raystride.model.hugging_face import from_hugging_face, to_hugging_face
 from raystride.model.hugging_face_config import check_description, describe, model_type
 from raystride.model.norm import LayerNorm, RMSNorm
+from raystride.model.shape import UnfitError
 from raystride.model.transformer import Decoder
 from raystride.pipelines.config import Config, Model
 from raystride.pipelines.config.parse import parse
@@ -204,7 +205,7 @@ def test_another_arithmetic_is_refused_by_its_name(shape: Model, changes: dict[s
 @pytest.mark.parametrize("shape", [*SHAPES.values(), *FAMILIES.values(), SCALED])
 def test_the_flags_that_are_named_describe_the_folder(shape: Model) -> None:
     description, _ = to_hugging_face(_decoder(shape), end_id=0)
-    with pytest.raises(ValueError, match=r"the settings describe: give --model\.") as raised:
+    with pytest.raises(ValueError, match=r": give --model\.") as raised:
         check_description(Model(), description)
     flags = str(raised.value).partition(": give ")[2]
     told = parse(Config, shlex.split(flags), program="train.py").settings.model
@@ -216,7 +217,7 @@ def test_the_flags_that_are_named_describe_the_folder(shape: Model) -> None:
 def test_a_description_without_sizes_is_refused() -> None:
     description, tensors = to_hugging_face(_decoder(GPT2), end_id=0)
     del description["n_embd"]
-    with pytest.raises(ValueError, match=r"config.json has no 'n_embd'"):
+    with pytest.raises(ValueError, match=r"config\.json .*'n_embd'"):
         from_hugging_face(_decoder(GPT2), description, tensors)
 
 
@@ -238,7 +239,7 @@ def test_a_missing_tensor_is_named() -> None:
 def test_a_tensor_of_another_shape_is_named_with_both(shape: Model, name: str, expected: str) -> None:
     description, tensors = to_hugging_face(_decoder(shape), end_id=0)
     tensors[name] = torch.zeros(3, 5)
-    with pytest.raises(ValueError, match=rf"{name} is \(3, 5\): the settings make it {expected}"):
+    with pytest.raises(ValueError, match=rf"{name} is \(3, 5\).*{expected}$"):
         from_hugging_face(_decoder(shape), description, tensors)
 
 
@@ -250,19 +251,19 @@ def test_weights_without_a_place_are_named() -> None:
 
 def test_another_vocabulary_is_refused_with_a_remedy() -> None:
     description, tensors = to_hugging_face(_decoder(GPT2), end_id=0)
-    with pytest.raises(ValueError, match=r"has 11 ids and the run's tokenizer 12: .*--tokenizer.file"):
+    with pytest.raises(ValueError, match=r" 11 ids .*tokenizer 12: .*--tokenizer\.file"):
         from_hugging_face(Decoder(GPT2, 12), description, tensors)
 
 
 def test_too_few_positions_are_refused() -> None:
     description, tensors = to_hugging_face(_decoder(GPT2), end_id=0)
-    with pytest.raises(ValueError, match=r"has 6 positions: lower model\.context, 8"):
+    with pytest.raises(ValueError, match=r" 6 positions.*model\.context, 8"):
         from_hugging_face(_decoder(replace(GPT2, context=8)), description, tensors)
 
 
 def test_biases_are_not_dropped() -> None:
     description, tensors = to_hugging_face(_decoder(GPT2), end_id=0)
-    with pytest.raises(ValueError, match=r"has biases, .* --model\.bias true"):
+    with pytest.raises(ValueError, match=r"ln_1\.bias .*--model\.bias true"):
         from_hugging_face(_decoder(replace(GPT2, bias=False)), description | {"bias": False}, tensors)
 
 
@@ -271,28 +272,31 @@ def test_a_tied_head_may_be_there_twice_but_not_differ(shape: Model, embedding: 
     description, tensors = to_hugging_face(_decoder(shape), end_id=0)
     head = tensors[f"{embedding}.weight"].clone()
     from_hugging_face(_decoder(shape), description, tensors | {"lm_head.weight": head})
-    with pytest.raises(ValueError, match=r"lm_head\.weight is not its embedding"):
+    with pytest.raises(ValueError, match=r"lm_head\.weight"):
         from_hugging_face(_decoder(shape), description, tensors | {"lm_head.weight": head + 1})
 
 
 UNSAYABLE = [
-    (replace(GPT2, kv_heads=1), r"model\.kv_heads is 1"),
-    (replace(GPT2, head_size=6), r"model\.head_size is 6"),
-    (replace(GPT2, qk_norm=True), r"model\.qk_norm is True"),
-    (replace(GPT2, window=3), r"model\.window is 3"),
-    (replace(QWEN2, qk_norm=True), r"model\.qk_norm is True.*beside model\.qkv_bias; the nearest is `qwen2`"),
-    (replace(LLAMA, norm="sandwich", gate="gelu"), r"scaled_embedding is False.*`gemma2`, which has model.scaled_embedding"),
-    (replace(GEMMA3, softcap=5), r"model\.softcap is 5"),
-    (replace(LLAMA, head_size=6, width=18), r"model\.heads is 4: .*model\.width, 18"),
-    (replace(GPT2, norm="post"), r"model\.norm is post"),
-    (replace(GPT2, flavour="original", bias=False), r"model\.flavour is `original`"),
+    (replace(GPT2, kv_heads=1), "kv_heads", ()),
+    (replace(GPT2, head_size=6), "head_size", ()),
+    (replace(GPT2, qk_norm=True), "qk_norm", ()),
+    (replace(GPT2, window=3), "window", ()),
+    (replace(QWEN2, qk_norm=True), "qk_norm", ("beside model.qkv_bias", "`qwen2`")),
+    (replace(LLAMA, norm="sandwich", gate="gelu"), "scaled_embedding", ("`gemma2`", "has model.scaled_embedding")),
+    (replace(GEMMA3, softcap=5), "softcap", ()),
+    (replace(LLAMA, head_size=6, width=18), "heads", ("model.width, 18",)),
+    (replace(GPT2, norm="post"), "norm", ()),
+    (replace(GPT2, flavour="original", bias=False), "flavour", ()),
 ]
 
 
-@pytest.mark.parametrize(("shape", "message"), UNSAYABLE)
-def test_what_no_layout_can_say_is_named(shape: Model, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize(("shape", "setting", "names"), UNSAYABLE)
+def test_what_no_layout_can_say_is_named(shape: Model, setting: str, names: tuple[str, ...]) -> None:
+    value = getattr(shape, setting)
+    with pytest.raises(UnfitError) as raised:
         to_hugging_face(_decoder(shape), end_id=0)
+    assert (raised.value.setting, raised.value.value) == (f"model.{setting}", value)
+    assert not [name for name in (f"model.{setting} is ", str(value), *names) if name not in str(raised.value)]
 
 
 @pytest.mark.parametrize("shape", [replace(each, norm_eps=1e-3) for each in SHAPES.values()], ids=SHAPES.keys())

@@ -8,6 +8,7 @@ import torch
 from raystride.model.cut import Cut, cut_before_drawn, cut_parameter
 from raystride.model.hugging_face import names_there
 from raystride.model.lora import adapted, attach, base_parameters, chosen, hold_base, merge, sites, start_adapters
+from raystride.model.shape import UnfitError
 from raystride.model.transformer import Decoder
 from raystride.model.translator import Translator
 from raystride.pipelines.config import Lora, Model
@@ -55,13 +56,15 @@ def test_a_translator_has_names_of_its_own() -> None:
 @pytest.mark.parametrize("target", ["lm_head", "head", "proj", "embed_tokens"])
 def test_a_name_that_no_layer_has_is_refused_with_those_that_there_are(target: str) -> None:
     model = Decoder(SHAPES["llama"], 50)
-    with pytest.raises(ValueError, match=rf"lora\.targets names '{target}'.*down_proj, gate_proj"):
+    with pytest.raises(UnfitError, match=rf"'{target}'.*down_proj, gate_proj") as raised:
         chosen(sites(model, names_there(model)), Lora(rank=2, targets=(target,)))
+    assert (raised.value.setting, raised.value.value) == ("lora.targets", target)
 
 
 def test_a_rank_above_a_weights_own_has_no_singular_vectors() -> None:
-    with pytest.raises(ValueError, match=r"lora\.rank is 17: it must be at most 16, the rank of .*k_proj"):
+    with pytest.raises(UnfitError, match=r"^lora\.rank is 17: it must be at most 16, the rank of .*k_proj$") as raised:
         attach(model := Decoder(SHAPES["llama"], 50), Lora(rank=17, init="pissa"), names_there(model))
+    assert (raised.value.setting, raised.value.value) == ("lora.rank", 17)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -58,8 +58,9 @@ def test_what_waits_says_for_what_and_ends_when_told(taken: Any, asked: Any) -> 
     now[0] += 60
     short.look()
     now[0] += 1
-    with pytest.raises(CannotRun, match=r"60 s \(launch\.wait_s\).*0 of 2 CPUs free.*scaling\.workers"):
+    with pytest.raises(CannotRun, match=r"60 s \(launch\.wait_s\).*0 of 2 CPUs.*scaling\.workers") as raised:
         short.look()
+    assert (raised.value.setting, raised.value.value) == ("launch.wait_s", 60)
     ray.kill(taken)
     assert asked.wait(60)
     assert places.look() is None
@@ -67,8 +68,9 @@ def test_what_waits_says_for_what_and_ends_when_told(taken: Any, asked: Any) -> 
 
 
 def test_a_probe_that_does_not_come_back_ends() -> None:
-    with pytest.raises(CannotRun, match=r"launch\.timeout_s"):
+    with pytest.raises(CannotRun, match=r"0\.5 s \(launch\.timeout_s\)") as raised:
         ask_a_node(_sleeper, 0.5)
+    assert (raised.value.setting, raised.value.value) == ("launch.timeout_s", 0.5)
     assert ask_a_node(_answer, 60) == "here"
 
 

@@ -2,14 +2,16 @@
 
 import pytest
 
-from raystride.pipelines.config import SettingError
 from raystride.pipelines.deploy.clouds import look_at_launcher, look_at_sky
+from raystride.pipelines.deploy.schemas import FileError
+from tests.errors import rejected
 
 
 def test_a_file_without_what_it_needs_is_refused() -> None:
-    with pytest.raises(SettingError, match="'provider' is a required property"):
+    sentence = r"^cluster\.yaml is nothing for Ray's cluster launcher: the file: 'provider' is a required property$"
+    with pytest.raises(FileError, match=sentence):
         look_at_launcher({"cluster.yaml": "cluster_name: x"})
-    with pytest.raises(SettingError, match="num_nodes: 'two' is not of type 'integer'"):
+    with rejected("task.yaml", "num_nodes", "'two'", "'integer'"):
         look_at_sky({"task.yaml": "num_nodes: two"})
 
 

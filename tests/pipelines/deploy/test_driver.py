@@ -32,17 +32,17 @@ def test_a_place_that_is_too_small_is_exit_code_3_before_anything_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _deploy(WHOLE.replace("--nodes 4", "--nodes 65 --train.slots 520"), tmp_path / "job") == 3
-    assert "nodes: 65 asked, 64 there\n  lower --nodes to 64" in capsys.readouterr().err
+    assert "\n  lower --nodes to 64\n" in capsys.readouterr().err
     assert not (tmp_path / "job").exists()
 
 
 @pytest.mark.parametrize(
     ("line", "cause"),
     [
-        ("slurn", "there is no kind 'slurn' of deployment; did you mean slurm?"),
+        ("slurn", "mean slurm?"),
         ("slurm --nodes 0", "nodes is 0: it must be at least 1"),
-        ("slurm --config lm_124m --train.stepz 3", "there is no setting --train.stepz; did you mean train.steps?"),
-        ("slurm --config lm_python --array 2", "array is 2: it needs `raystride deploy slurm --job sweep`"),
+        ("slurm --config lm_124m --train.stepz 3", "mean train.steps?"),
+        ("slurm --config lm_python --array 2", "`raystride deploy slurm --job sweep`"),
         ("slurm --config lm_python --place moon", "place is 'moon'"),
     ],
 )
@@ -56,7 +56,9 @@ def test_what_somebody_has_changed_is_not_written_over(tmp_path: Path, capsys: p
     assert _deploy(WHOLE, tmp_path) == _deploy(WHOLE, tmp_path) == 0
     (tmp_path / "job.sbatch").write_text("#!/bin/bash\nmine\n")
     assert _deploy(WHOLE, tmp_path) == 2
-    assert "job.sbatch there would be replaced" in capsys.readouterr().err
+    refusal = capsys.readouterr().err
+    assert refusal.startswith(f"error: output is {str(tmp_path)!r}: job.sbatch ")
+    assert "--overwrite true" in refusal
     assert "mine" in (tmp_path / "job.sbatch").read_text()
     assert _deploy(f"{WHOLE} --overwrite true", tmp_path) == 0
     assert "mine" not in (tmp_path / "job.sbatch").read_text()

@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
-from raystride.pipelines.config import SettingError
 from raystride.pipelines.deploy.overlays import built, folders_of
+from tests.errors import rejected
 
 JOB = {"kind": "Job", "metadata": {"name": "j"}, "spec": {"pods": [{"limits": {}, "tolerations": []}]}}
 
@@ -48,13 +48,13 @@ def test_a_patch_of_another_kind_changes_nothing() -> None:
     {"op": "move", "from": "/none", "path": "/spec"},
 ])  # fmt: skip
 def test_a_patch_that_finds_nothing_is_refused(operation: object) -> None:
-    with pytest.raises(SettingError, match=r"over/kustomization.yaml: \w+ /spec"):
+    with rejected("over/kustomization.yaml", " /spec"):
         built(_files(operation), "over")
 
 
 def test_what_is_missing_or_not_known_is_refused() -> None:
     files = _files()
-    with pytest.raises(SettingError, match=r"there is no gone/kustomization.yaml"):
+    with rejected("gone/kustomization.yaml"):
         built({**files, "over/kustomization.yaml": "resources: [../gone]"}, "over")
-    with pytest.raises(SettingError, match=r"over/kustomization.yaml: namePrefix is not looked at"):
+    with rejected("over/kustomization.yaml", "namePrefix"):
         built({**files, "over/kustomization.yaml": "namePrefix: x"}, "over")

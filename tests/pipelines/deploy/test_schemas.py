@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from raystride.pipelines.config import SettingError
 from raystride.pipelines.deploy.schemas import kuberay_schema, launcher_schema, schema_faults, sky_schema
+from tests.errors import refused
 
 
 def test_an_unknown_name_is_told_with_its_place_and_the_nearest() -> None:
@@ -13,12 +13,15 @@ def test_an_unknown_name_is_told_with_its_place_and_the_nearest() -> None:
     assert schema_faults(kuberay_schema("RayJob"), tree) == [
         "spec.rayClusterSpec.headGroupSpec: there is no field 'rayStartParam'; did you mean rayStartParams?"
     ]
-    assert schema_faults(sky_schema("task"), {"zzz": 1}) == ["the file: there is no field 'zzz'"]
+    (fault,) = schema_faults(sky_schema("task"), {"zzz": 1})
+    assert "'zzz'" in fault
+    assert "did you mean" not in fault
 
 
 def test_a_wrong_kind_of_value_is_told_with_its_place() -> None:
     (fault,) = schema_faults(kuberay_schema("RayCluster"), {"spec": {"headGroupSpec": {"template": {}}, "suspend": "yes"}})
-    assert fault == "spec.suspend: 'yes' is not of type 'boolean'"
+    assert fault.startswith("spec.suspend: 'yes' ")
+    assert "'boolean'" in fault
 
 
 def test_maps_of_names_that_nobody_lists_stay_open() -> None:
@@ -48,9 +51,10 @@ def test_the_clusters_own_definitions_go_before_ours(tmp_path: Path, monkeypatch
     crds.write_text(DEFINITION)
     monkeypatch.setenv("RAYSTRIDE_CRDS", str(crds))
     assert not schema_faults(kuberay_schema("RayJob"), {"spec": {"entrypoint": "x"}})
-    assert "there is no field 'backoffLimit'" in schema_faults(kuberay_schema("RayJob"), {"spec": {"backoffLimit": 1}})[0]
-    with pytest.raises(SettingError, match="no definition of RayCluster"):
+    (fault,) = schema_faults(kuberay_schema("RayJob"), {"spec": {"backoffLimit": 1}})
+    assert "'backoffLimit'" in fault
+    with refused("RAYSTRIDE_CRDS", str(crds), names=[repr(str(crds)), "RayCluster"]):
         kuberay_schema("RayCluster")
     monkeypatch.setenv("RAYSTRIDE_CRDS", str(tmp_path / "none.yaml"))
-    with pytest.raises(SettingError, match="cannot be read"):
+    with refused("RAYSTRIDE_CRDS", str(tmp_path / "none.yaml"), names=["No such file"]):
         kuberay_schema("RayJob")
