@@ -39,7 +39,14 @@ def new_attempt() -> str:
 
 
 class Owned(SettingError):
-    """Another driver trains this run. The message says which, and what to do."""
+    """Another driver trains this run. The message says which, and what to do.
+
+    `owner` is that driver, as far as it is known; the setting is `run`, with the run's name.
+    """
+
+    def __init__(self, message: str = "", *, run: str = "", owner: "Owner | None" = None) -> None:
+        super().__init__(message, setting="run", value=run)
+        self.owner = owner
 
 
 @dataclass(frozen=True)
@@ -108,7 +115,9 @@ class Ownership:
             if other.here or not _stays_still(folder, other, echo):
                 raise Owned(
                     f"run {folder.name} is being trained by process {other.pid} on {other.host} (attempt "
-                    f"{other.attempt}): wait for it, stop it, or give this one another name with --run"
+                    f"{other.attempt}): wait for it, stop it, or give this one another name with --run",
+                    run=folder.name,
+                    owner=other,
                 )
             still = other
         if not folder.local:
@@ -116,16 +125,20 @@ class Ownership:
             time.sleep(1.0)
             now = read_owner(folder)
             if now and now.attempt != attempt:
-                raise Owned(f"process {now.pid} on {now.host} took the run {folder} at the same moment")
+                message = f"process {now.pid} on {now.host} took the run {folder} at the same moment"
+                raise Owned(message, run=folder.name, owner=now)
         mine._thread.start()
         return mine
 
     def check(self) -> None:
         """Raises Owned where another driver's name was read in the file of the run, which then is that one's."""
         if other := self._lost_to:
+            run = self.folder.uri.rsplit("/", 1)[-1]
             raise Owned(
-                f"process {other.pid} on {other.host} has taken over run {self.folder.uri.rsplit('/', 1)[-1]} (attempt "
-                f"{other.attempt}), as nothing was heard of this one for {LEASE_S:.0f} s: it ends here, and saves nothing"
+                f"process {other.pid} on {other.host} has taken over run {run} (attempt {other.attempt}), as nothing was "
+                f"heard of this one for {LEASE_S:.0f} s: it ends here, and saves nothing",
+                run=run,
+                owner=other,
             )
 
     def release(self) -> None:
@@ -176,7 +189,7 @@ def _alone(folder: Folder) -> Iterator[None]:
         yield
         return
     folder.local.mkdir(parents=True, exist_ok=True)
-    refusal = Owned(f"{folder}/.lock is held by another process for {LOCK_S:.0f} s: find and end it")
+    refusal = Owned(f"{folder}/.lock is held by another process for {LOCK_S:.0f} s: find and end it", run=folder.name)
     # On a drive without locks, two drivers in the same instant are told apart by what the file says.
     with locked(folder.local / ".lock", LOCK_S, refusal):
         yield

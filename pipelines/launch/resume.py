@@ -19,6 +19,7 @@ from raystride.pipelines.commands import program
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.mixture import defines_source
 from raystride.pipelines.config.parse import from_yaml, to_yaml
+from raystride.pipelines.credentials import masked_all
 from raystride.pipelines.files import Folder, absolute
 from raystride.pipelines.prepare.fingerprint import Identity
 from raystride.pipelines.record.environment import Environment
@@ -54,7 +55,9 @@ def read_earlier(folder: Folder) -> Earlier | None:
         config = from_yaml(Config, folder.read(SETTINGS).decode())
     except (ValueError, TypeError, AttributeError, YAMLError) as error:
         raise SettingError(
-            f"{folder / SETTINGS} of the earlier attempt cannot be read ({error}): use another --run"
+            f"{folder / SETTINGS} of the earlier attempt cannot be read ({error}): use another --run",
+            setting="run",
+            value=folder.name,
         ) from None
     there, summary = _json(folder, ENVIRONMENT), cast(RunSummary, _json(folder, "summary.json")) or None
     return Earlier(config, there.get("data"), summary, there.get("sources", {}), there.get("learned", ""))
@@ -79,15 +82,21 @@ def refuse_changes(
     places = {key for key in now if _names_place(key) and _differs(before, now, key)}
     if places and (all(_place(before[key]) == _place(now[key]) for key in places) or data or same_data()):
         before |= {key: now[key] for key in places}  # what lies there is compared, wherever it is
-    changed = [f"{key}: {before[key]!r} before, {now[key]!r} now" for key in now if before.get(key, now[key]) != now[key]]
+    earlier_values = {key: before[key] for key in now if before.get(key, now[key]) != now[key]}
+    changed = [f"{key}: {value!r} before, {now[key]!r} now" for key, value in earlier_values.items()]
     if data and earlier.data and not data.goes_on(earlier.data, earlier.sources):
         other = [name for name, each in data.sources.items() if earlier.sources.get(name, each) != each]
         of = f" of data.sources.{', '.join(other)}" if other else ""
         changed.append(f"the data{of}: fingerprint {earlier.data[:12]} before, {data.data[:12]} now")
+        earlier_values["data"] = earlier.data
     if changed:
+        first = next(iter(earlier_values))
         raise SettingError(
             "this run cannot go on with other settings of these, start another with --run NAME, or go on with its own, as "
-            f"{program()} train --run {quote(config.run or 'NAME')} does by itself:\n  " + "\n  ".join(changed)
+            f"{program()} train --run {quote(config.run or 'NAME')} does by itself:\n  " + "\n  ".join(changed),
+            setting=first,
+            value=now.get(first, data.data if data else None),
+            allowed=masked_all(earlier_values),
         )
 
 
@@ -191,7 +200,10 @@ def refuse_other_bits(checkpoints: Folder, bits: Mapping[str, object]) -> None:
     if changed:
         raise SettingError(
             f"train.exact is true, and from {name} on this run would not have the bits that it promises. Go on where "
-            "these are as before, or start another run with --run NAME:\n  " + "\n  ".join(changed)
+            "these are as before, or start another run with --run NAME:\n  " + "\n  ".join(changed),
+            setting="train.exact",
+            value=True,
+            allowed={key: before[key] for key in common if before and before[key] != bits[key]},
         )
 
 

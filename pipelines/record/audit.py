@@ -34,7 +34,22 @@ Epochs = dict[tuple[int, int], int]
 
 
 class Broken(Exception):
-    """The manifests do not prove it; the message says where and why."""
+    """The manifests do not prove it; the message says where and why.
+
+    `step` is that of the manifest that does not fit (None: none could be read, or the order itself is wrong), `parent_step`
+    that of the one before, where they do not fit each other, and `positions` the first and last that were not fed once each.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        step: int | None = None,
+        parent_step: int | None = None,
+        positions: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.step, self.parent_step, self.positions = step, parent_step, positions
 
 
 @dataclass(frozen=True)
@@ -81,7 +96,8 @@ def audit(checkpoints: Folder) -> Audit:
     epochs: Epochs = defaultdict(int)
     for manifest in chain:
         if isinstance(order, Order) and _order(manifest["order"]) != order:
-            raise Broken(f"{step_name(manifest['step'])} has the samples in another order than {step_name(newest['step'])}")
+            message = f"{step_name(manifest['step'])} has the samples in another order than {step_name(newest['step'])}"
+            raise Broken(message, step=manifest["step"])
         first, end = manifest["positions"]
         # Sums modulo 2^64: neither the order nor the number of workers changes them.
         fed = sum(int(each, 16) for each in manifest["fed"].values()) % 2**64
@@ -90,7 +106,9 @@ def audit(checkpoints: Folder) -> Audit:
         if (fed + missing) % 2**64 != _digest(order, first, end, epochs):
             raise Broken(
                 f"{step_name(manifest['step'])}: its {len(manifest['fed'])} worker(s) did not feed the samples at positions "
-                f"{first:,} to {end - 1:,} once each"
+                f"{first:,} to {end - 1:,} once each",
+                step=manifest["step"],
+                positions=(first, end - 1),
             )
     by_source = _check_epochs(order, newest["positions"][1], epochs)
     return Audit(
@@ -155,10 +173,12 @@ def _chain(checkpoints: Folder) -> Iterator[dict[str, Any]]:
             return
         parent = _read(checkpoints, step_name(parent_step)) if parent_step < step else None
         if parent is None:
-            raise Broken(f"{step_name(step)} follows {step_name(parent_step)}, of which there is no manifest")
+            message = f"{step_name(step)} follows {step_name(parent_step)}, of which there is no manifest"
+            raise Broken(message, step=step, parent_step=parent_step)
         if parent["positions"][1] != first:
             end = parent["positions"][1]
-            raise Broken(f"{step_name(step)} begins at position {first:,}, but {step_name(parent_step)} ends before {end:,}")
+            message = f"{step_name(step)} begins at position {first:,}, but {step_name(parent_step)} ends before {end:,}"
+            raise Broken(message, step=step, parent_step=parent_step)
         manifest = parent
 
 

@@ -27,7 +27,14 @@ SHOWN = 8
 
 
 class Diverged(ArithmeticError):
-    """A step's loss or gradient is no number, or its loss is a spike, and the run may not go on."""
+    """A step's loss or gradient is no number, or its loss is a spike, and the run may not go on.
+
+    `step` is its number as people count, from 1, and `bad_steps` how many there were before, as far as they are known.
+    """
+
+    def __init__(self, message: str = "", *, step: int | None = None, bad_steps: int | None = None) -> None:
+        super().__init__(message)
+        self.step, self.bad_steps = step, bad_steps
 
 
 class GoBack(Exception):
@@ -80,9 +87,11 @@ class StepGuard:
         text = f"step {step + 1}: {what}, {diagnosis}"
         policy, done = self.settings.policy, len(self.state.dropped) + self.state.rewinds
         if policy == "stop":
-            raise Diverged(f"{text}. {REMEDIES}, or set guard.policy skip or rewind")
+            message = f"{text}. {REMEDIES}, or set guard.policy skip or rewind"
+            raise Diverged(message, step=step + 1, bad_steps=done)
         if done >= self.settings.most:
-            raise Diverged(f"{text}, after {done} bad steps that guard.most {self.settings.most} allows. {REMEDIES}")
+            message = f"{text}, after {done} bad steps that guard.most {self.settings.most} allows. {REMEDIES}"
+            raise Diverged(message, step=step + 1, bad_steps=done)
         if policy == "rewind":
             self.log(f"warning: {text}; going back to the newest checkpoint, and on without these slots")
             raise GoBack(diagnosis.slots)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from raystride.pipelines.files import Folder
-from raystride.pipelines.launch.failure import FRAMES, failure_screen, first_cause
+from raystride.pipelines.launch.failure import FRAMES, TrainingFailed, failure_screen, first_cause
 
 FOLDER = Folder("/storage/run")
 
@@ -38,8 +38,7 @@ def _group(**failures: BaseException) -> BaseException:
 
 def test_the_screen_names_rank_step_cause_line_and_where_the_record_lies() -> None:
     lines = failure_screen(_group(rank3=_caught()), step=1200, folder=FOLDER).splitlines()
-    assert lines[0] == "training failed: rank 3, step 1,200"
-    assert lines[1] == "  ValueError: boom at sample 7"
+    assert lines[:2] == ["training failed: rank 3, step 1,200", "  ValueError: boom at sample 7"]
     assert lines[-1].endswith("Record: /storage/run")
     frames = [line for line in lines if line.startswith("    ")]
     assert "raise ValueError" in frames[-1]
@@ -49,7 +48,15 @@ def test_the_screen_names_rank_step_cause_line_and_where_the_record_lies() -> No
 
 def test_without_a_worker_it_was_the_driver() -> None:
     lines = failure_screen(_caught(), step=None, folder=FOLDER).splitlines()
-    assert lines[:2] == ["training failed: the driver", "  ValueError: boom at sample 7"]
+    assert "the driver" in lines[0]
+    assert "step" not in lines[0]
+    assert TrainingFailed(_caught(), step=None, folder=FOLDER).rank is None
+
+
+def test_an_error_has_in_fields_what_the_screen_says() -> None:
+    failed = TrainingFailed(_group(rank3=_caught()), step=1200, folder=FOLDER)
+    assert (failed.rank, failed.step, failed.folder, type(failed.cause)) == (3, 1200, FOLDER, ValueError)
+    assert not failed.remedies
 
 
 def test_deep_tracebacks_are_cut_to_the_innermost_lines() -> None:
@@ -103,8 +110,9 @@ def test_an_unknown_cause_has_no_invented_remedy() -> None:
 def test_a_controllers_error_shows_what_went_wrong_inside() -> None:
     from ray.train import ControllerError
 
-    lines = failure_screen(ControllerError(_caught()), step=None, folder=FOLDER).splitlines()
-    assert lines[:2] == ["training failed: the driver", "  ValueError: boom at sample 7"]
+    failed = TrainingFailed(ControllerError(_caught()), step=None, folder=FOLDER)
+    assert (failed.rank, type(failed.cause), str(failed.cause)) == (None, ValueError, "boom at sample 7")
+    assert "  ValueError: boom at sample 7" in str(failed).splitlines()
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -117,7 +125,8 @@ class TestRemote:
         with pytest.raises(ValueError, match="boom") as caught:
             ray.get(ray.remote(num_cpus=0)(_boom).remote(1))
         lines = failure_screen(_group(rank1=caught.value), step=5, folder=FOLDER).splitlines()
-        assert lines[:2] == ["training failed: rank 1, step 5", "  ValueError: boom at sample 7"]
+        assert "rank 1, step 5" in lines[0]
+        assert lines[1] == "  ValueError: boom at sample 7"
         frames = [line.strip() for line in lines if line.startswith("    ")]
         assert frames
         assert all(frame.startswith("tests/pipelines/launch/test_failure.py:") for frame in frames)
@@ -129,7 +138,7 @@ class TestRemote:
         with pytest.raises(ray.exceptions.RayError) as caught:
             ray.get(ray.remote(num_cpus=0, max_restarts=0)(_Killed).remote().end.remote())
         lines = failure_screen(_group(rank1=caught.value), step=5, folder=FOLDER).splitlines()
-        assert lines[0] == "training failed: rank 1, step 5"
+        assert "rank 1, step 5" in lines[0]
         assert "--launch.restarts" in "".join(lines)
         assert "Traceback" not in "".join(lines)
 

@@ -17,6 +17,7 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.hang.process import start_ticks
 from raystride.pipelines.launch import owner
 from raystride.pipelines.launch.owner import Owned, Owner, Ownership, read_owner
+from tests.errors import refused
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -89,8 +90,11 @@ def test_a_second_driver_is_told_who_trains(folder: Folder, start_driver: StartD
 def test_a_killed_driver_is_taken_over_from_at_once_even_as_a_zombie(folder: Folder, start_driver: StartDriver) -> None:
     first = start_driver("first")
     assert _line(first) == "taken"
-    with pytest.raises(Owned, match=f"process {first.pid} .*first"):
+    with refused("run", "run", names=[f"process {first.pid} ", "first", "--run"]) as raised:
         Ownership.take(folder, "second")
+    assert isinstance(raised.value, Owned)
+    assert raised.value.owner
+    assert (raised.value.owner.pid, raised.value.owner.attempt) == (first.pid, "first")
     first.kill()
     os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)  # dead, and not yet collected by its parent
     with Ownership.take(folder, "second"):
@@ -124,12 +128,14 @@ def test_an_owner_elsewhere_is_believed_while_its_file_changes_whatever_its_cloc
     thread = threading.Thread(target=renew)
     thread.start()
     try:
-        with pytest.raises(Owned, match=rf"process {os.getpid()} on .*\(attempt earlier\)"):
+        with pytest.raises(Owned, match=rf"process {os.getpid()} on .*\(attempt earlier\)") as raised:
             Ownership.take(folder, "now", said.append)
     finally:
         ended.set()
         thread.join()
-    assert "does it still?" in said[0]
+    assert raised.value.owner
+    assert (raised.value.owner.pid, raised.value.owner.attempt) == (os.getpid(), "earlier")
+    assert f"process {os.getpid()} " in said[0]
     _write(folder, machine="another container", renewed=time.time() + 86400)  # its clock is ahead, and it is dead
     with Ownership.take(folder, "now"):
         assert _attempt(folder) == "now"
@@ -152,8 +158,10 @@ def test_who_was_taken_over_hears_of_it_and_leaves_the_file(folder: Folder, monk
     with Ownership.take(folder, "mine") as mine:
         mine.check()
         _write(folder, attempt="theirs", machine="another", host="elsewhere.example")
-        with pytest.raises(Owned, match=r"elsewhere\.example has taken over run run .*saves nothing"):
+        with pytest.raises(Owned, match=r"elsewhere\.example .* run run .*saves nothing") as raised:
             _until(mine.check)
+        assert raised.value.owner
+        assert (raised.value.owner.host, raised.value.owner.attempt) == ("elsewhere.example", "theirs")
     assert _attempt(folder) == "theirs"
 
 

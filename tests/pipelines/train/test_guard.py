@@ -77,9 +77,10 @@ def test_stop_names_layer_slot_and_samples(folder: Path, world: int, strategy: s
     with pytest.raises(AssertionError) as caught:
         run_course(job, world, plant_nan)
     text = str(caught.value)
-    assert "Diverged: step 10: the loss or the gradient is not a finite number, first in blocks.1.feed_forward;" in text
+    assert "Diverged: step 10: " in text
+    assert " first in blocks.1.feed_forward;" in text
     assert "slot(s) 2, sample(s) " in text
-    assert "guard.policy skip or rewind" in text
+    assert "guard.policy" in text
     # The steps before are safe, and nothing was saved after.
     names = [name for name in (job.folder / "checkpoints").names() if name.startswith("step-")]
     assert max(names) == "step-00000008"
@@ -108,7 +109,7 @@ def test_rewind_comes_again_without_the_slot(folder: Path, world: int, strategy:
     assert [number for number, loss in enumerate(course.losses) if math.isnan(loss)] == [BAD[0]]
     proof = audit(job.folder / "checkpoints")
     assert (proof.dropped, proof.left_out) == ((), 2)
-    assert "2 sample(s) were left out" in str(proof)
+    assert "; 2 sample(s) " in str(proof)
 
 
 def test_going_back_and_leaving_out_is_exact(folder: Path) -> None:
@@ -135,7 +136,7 @@ def test_garbage_is_a_spike(folder: Path, policy: str) -> None:
     job = replace(job, config=replace(job.config, train=replace(TRAIN, steps=LATE + 5)))
     course = run_course(job, 2, plant_garbage)
     assert course.step == LATE + 5
-    assert any("the loss is a spike" in text and "slot(s) 2" in text for text in course.said)
+    assert any("spike" in text and "slot(s) 2" in text for text in course.said)
     proof = audit(job.folder / "checkpoints")
     assert (len(proof.dropped), proof.left_out) == ((1, 0) if policy == "skip" else (0, 2))
 
@@ -145,7 +146,7 @@ def test_too_many_bad_steps_end_the_run(folder: Path) -> None:
     hot = Optimizer(kind="sgd", learning_rate=1e30, warmup_steps=0)
     train = replace(TRAIN, clip_norm=0.0)
     job = replace(job, config=replace(job.config, optimizer=hot, train=train, checkpoint=Checkpoint(every=0)))
-    with pytest.raises(AssertionError, match=r"after 3 bad steps that guard\.most 3 allows"):
+    with pytest.raises(AssertionError, match=r" 3 bad steps .*guard\.most 3 "):
         run_course(job, 1)
 
 
