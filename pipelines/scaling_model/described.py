@@ -20,7 +20,14 @@ import yaml
 
 
 class ClusterError(ValueError):
-    """A description cannot be used. The message names the place, the key, the value and what is allowed."""
+    """A description cannot be used. The message names the place, the key, the value and what is allowed.
+
+    So do the fields: `file`, `key` by its full name ("" where it is the file itself), `value`, and `allowed` keys or limits.
+    """
+
+    def __init__(self, message: str = "", *, file: str = "", key: str = "", value: Any = None, allowed: Any = None) -> None:
+        super().__init__(message)
+        self.file, self.key, self.value, self.allowed = file, key, value, allowed
 
 
 @dataclass(frozen=True)
@@ -57,19 +64,22 @@ class ClusterDescription:
         try:
             loaded = yaml.safe_load(Path(path).read_text())
         except (OSError, yaml.YAMLError) as error:
-            raise ClusterError(f"sweep.cluster is {where}: it cannot be read ({error}); name a YAML file") from error
+            message = f"sweep.cluster is {where}: it cannot be read ({error}); name a YAML file"
+            raise ClusterError(message, file=where) from error
         values = _entries(cls, loaded, where, "")
         for name in ("intra", "inter"):
             entries = _entries(NetworkLink, values[name], where, f"{name}.")
             values[name] = NetworkLink(**{key: _number(entries[key], where, f"{name}.{key}") for key in entries})
         if not isinstance(values["device"], str) or not values["device"]:
-            raise ClusterError(f"{where}: device is {values['device']!r}: it must be the name that trials give their device")
+            message = f"{where}: device is {values['device']!r}: it must be the name that trials give their device"
+            raise ClusterError(message, file=where, key="device", value=values["device"])
         for name in ("price_per_gpu_hour", "peak_tflops"):
             if values.get(name) is not None:
                 values[name] = _number(values[name], where, name)
         count = values["gpus_per_node"]
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ClusterError(f"{where}: gpus_per_node is {count!r}: it must be a whole number, at least 1")
+            message = f"{where}: gpus_per_node is {count!r}: it must be a whole number, at least 1"
+            raise ClusterError(message, file=where, key="gpus_per_node", value=count, allowed={"at_least": 1})
         return cls(**values)
 
 
@@ -78,17 +88,21 @@ def _entries(kind: type, loaded: Any, where: str, prefix: str) -> dict[str, Any]
     known = {item.name: item.default is MISSING for item in fields(kind)}
     if not isinstance(loaded, Mapping):
         place = prefix.rstrip(".") or "the file"
-        raise ClusterError(f"{where}: {place} is {loaded!r}: it must have the keys {', '.join(known)}")
+        message = f"{where}: {place} is {loaded!r}: it must have the keys {', '.join(known)}"
+        raise ClusterError(message, file=where, key=prefix.rstrip("."), value=loaded, allowed=tuple(known))
     for key in loaded:
         if key not in known:
-            raise ClusterError(f"{where}: {prefix}{key} is not known: the keys are {', '.join(known)}")
+            message = f"{where}: {prefix}{key} is not known: the keys are {', '.join(known)}"
+            raise ClusterError(message, file=where, key=f"{prefix}{key}", value=loaded[key], allowed=tuple(known))
     for key, required in known.items():
         if required and key not in loaded:
-            raise ClusterError(f"{where}: {prefix}{key} is missing: add it, see docs/scaling.md")
+            message = f"{where}: {prefix}{key} is missing: add it, see docs/scaling.md"
+            raise ClusterError(message, file=where, key=f"{prefix}{key}")
     return dict(loaded)
 
 
 def _number(value: Any, where: str, key: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ClusterError(f"{where}: {key} is {value!r}: it must be a number above 0")
+        message = f"{where}: {key} is {value!r}: it must be a number above 0"
+        raise ClusterError(message, file=where, key=key, value=value, allowed={"above": 0})
     return float(value)

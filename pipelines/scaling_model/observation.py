@@ -18,7 +18,19 @@ Strategy = Literal["single", "ddp", "fsdp", "deepspeed"]
 
 
 class TrialError(ValueError):
-    """A trial cannot have been as described. The message names the field, its value and what is allowed."""
+    """A trial cannot have been as described. The message names the field, its value and what is allowed.
+
+    So do `name` and `value`, where it is one field.
+    """
+
+    def __init__(self, message: str = "", *, name: str = "", value: object = None) -> None:
+        super().__init__(message)
+        self.name, self.value = name, value
+
+    @classmethod
+    def about(cls, name: str, value: object, rule: str) -> "TrialError":
+        """Returns the error of one field, whose value must be as the rule says."""
+        return cls(f"{name} is {value}: {rule}", name=name, value=value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,31 +99,29 @@ class Work:
         )
         for name in counts:
             if getattr(self, name) < 1:
-                raise TrialError(f"{name} is {getattr(self, name)}: it must be at least 1")
+                raise TrialError.about(name, getattr(self, name), "it must be at least 1")
         if self.workers > self.workers_per_node and self.workers % self.workers_per_node:
-            raise TrialError(
-                f"workers is {self.workers}: it must be a multiple of workers_per_node, {self.workers_per_node}"
-            )
+            rule = f"it must be a multiple of workers_per_node, {self.workers_per_node}"
+            raise TrialError.about("workers", self.workers, rule)
         if self.mesh is not None:
             self._check_mesh()
             return
         if self.workers > self.slots:
-            raise TrialError(
-                f"workers is {self.workers}: it must be at most slots, {self.slots}, or some have nothing to do"
-            )
+            rule = f"it must be at most slots, {self.slots}, or some have nothing to do"
+            raise TrialError.about("workers", self.workers, rule)
         if self.workers % self.shards or max(self.shards, self.neighbours) % min(self.shards, self.neighbours):
-            raise TrialError(
-                f"shard_workers is {self.shard_workers}: it must divide workers, {self.workers}, and fill nodes of "
-                f"{self.neighbours} or divide them"
-            )
+            rule = f"it must divide workers, {self.workers}, and fill nodes of {self.neighbours} or divide them"
+            raise TrialError.about("shard_workers", self.shard_workers, rule)
 
     def _check_mesh(self) -> None:
         if self.workers % self.group_workers:
-            raise TrialError(f"workers is {self.workers}: it must be a multiple of a group's, {self.group_workers}")
+            raise TrialError.about("workers", self.workers, f"it must be a multiple of a group's, {self.group_workers}")
         if self.groups > self.slots:
-            raise TrialError(f"workers is {self.workers}: slots, {self.slots}, must be at least its {self.groups} groups")
+            raise TrialError.about(
+                "workers", self.workers, f"slots, {self.slots}, must be at least its {self.groups} groups"
+            )
         if self.groups % self.shards:
-            raise TrialError(f"shard_workers is {self.shard_workers}: it must divide the groups, {self.groups}")
+            raise TrialError.about("shard_workers", self.shard_workers, f"it must divide the groups, {self.groups}")
 
     @property
     def group_workers(self) -> int:
@@ -170,7 +180,7 @@ class Work:
         group = mesh.group_workers if mesh else 1
         groups = workers // group
         if workers % group or not groups:
-            raise TrialError(f"workers is {workers}: it must be a multiple of a group's, {group}")
+            raise TrialError.about("workers", workers, f"it must be a multiple of a group's, {group}")
         share = math.ceil(math.ceil(self.slots / self.groups) * group / self.group_workers)
         strategy: Strategy = "ddp" if self.strategy == "single" and workers > 1 else self.strategy
         return replace(
@@ -206,9 +216,9 @@ class Observation:
 
     def __post_init__(self) -> None:
         if not self.step_seconds or min(self.step_seconds) <= 0:
-            raise TrialError(f"step_seconds is {self.step_seconds}: it must hold one time above 0 or more")
+            raise TrialError.about("step_seconds", self.step_seconds, "it must hold one time above 0 or more")
         if not 0 <= self.data_seconds < self.seconds:
-            raise TrialError(f"data_seconds is {self.data_seconds}: it must be below the step's {self.seconds}")
+            raise TrialError.about("data_seconds", self.data_seconds, f"it must be below the step's {self.seconds}")
 
     @property
     def seconds(self) -> float:

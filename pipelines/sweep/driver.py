@@ -152,7 +152,7 @@ def _described(base: SweepConfig) -> ClusterDescription | None:
     try:
         return ClusterDescription.load(base.sweep.cluster) if base.sweep.cluster else None
     except ClusterError as error:
-        raise SettingError.of(error) from None
+        raise SettingError(str(error), setting="sweep.cluster", value=base.sweep.cluster, allowed=error.allowed) from None
 
 
 def candidates_of(base: SweepConfig) -> list[Candidate]:

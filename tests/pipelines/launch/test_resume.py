@@ -52,7 +52,8 @@ def test_every_fixed_setting_that_changed_is_shown() -> None:
     lines = ("seed: 0 before, 3 now", "model.width: 16 before, 32 now", "data.shuffle: 'full' before, 'none' now")
     with pytest.raises(SettingError) as refusal:
         refuse_changes(_earlier(), now)
-    assert not [line for line in lines if line not in str(refusal.value)]
+    said = str(refusal.value)
+    assert not [line for line in lines if line not in said]
     assert refusal.value.allowed == {"seed": 0, "model.width": 16, "data.shuffle": "full"}
     assert len(said.splitlines()) == 4
     assert "--run" in said.splitlines()[0]

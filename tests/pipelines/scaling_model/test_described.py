@@ -1,6 +1,9 @@
 """A described cluster is read whole, and what is wrong in it is named with its place."""
 
+import math
+from dataclasses import fields
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 import yaml
@@ -15,6 +18,8 @@ GOOD = {
     "price_per_gpu_hour": 2.5,
 }
 
+KEYS = tuple(item.name for item in fields(ClusterDescription))
+
 
 def write(folder: Path, content: object) -> Path:
     path = folder / "cluster.yaml"
@@ -28,27 +33,37 @@ def test_a_description_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "key", "value", "allowed"),
     [
-        ({"gpus": 8}, "gpus is not known: the keys are device, gpus_per_node"),
-        ({"device": None}, "device is None: it must be the name"),
-        ({"gpus_per_node": 0}, "gpus_per_node is 0: it must be a whole number, at least 1"),
-        ({"intra": 450}, "intra is 450: it must have the keys gb_per_s, latency_us"),
-        ({"inter": {"gb_per_s": 400}}, "inter.latency_us is missing"),
-        ({"inter": {"gb_per_s": -1, "latency_us": 8}}, "inter.gb_per_s is -1: it must be a number above 0"),
-        ({"price_per_gpu_hour": "cheap"}, "price_per_gpu_hour is 'cheap': it must be a number above 0"),
-        ({"peak_tflops": float("nan")}, "peak_tflops is nan: it must be a number above 0"),
+        ({"gpus": 8}, "gpus", 8, KEYS),
+        ({"device": None}, "device", None, None),
+        ({"gpus_per_node": 0}, "gpus_per_node", 0, {"at_least": 1}),
+        ({"intra": 450}, "intra", 450, ("gb_per_s", "latency_us")),
+        ({"inter": {"gb_per_s": 400}}, "inter.latency_us", None, None),
+        ({"inter": {"gb_per_s": -1, "latency_us": 8}}, "inter.gb_per_s", -1, {"above": 0}),
+        ({"price_per_gpu_hour": "cheap"}, "price_per_gpu_hour", "cheap", {"above": 0}),
+        ({"peak_tflops": math.nan}, "peak_tflops", ANY, {"above": 0}),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, change: dict[str, object], message: str) -> None:
+def test_what_is_wrong_is_named(tmp_path: Path, change: dict[str, object], key: str, value: object, allowed: object) -> None:
     path = write(tmp_path, GOOD | change)
-    with pytest.raises(ClusterError, match=message) as raised:
+    with pytest.raises(ClusterError, match=f": {key} is ") as raised:
         ClusterDescription.load(path)
-    assert str(path) in str(raised.value)
+    error = raised.value
+    assert (error.file, error.key, error.value, error.allowed) == (str(path), key, value, allowed)
+    assert str(path) in str(error)
+    assert not isinstance(allowed, tuple) or ", ".join(allowed) in str(error)
+
+
+def test_the_sentence_says_file_key_value_and_what_is_allowed(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match=r"cluster\.yaml: gpus_per_node is 0: it must be a whole number, at least 1$"):
+        ClusterDescription.load(write(tmp_path, GOOD | {"gpus_per_node": 0}))
 
 
 def test_a_file_that_is_absent_or_no_description_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match=r"sweep.cluster is .*nowhere.yaml: it cannot be read"):
+    with pytest.raises(ClusterError, match=r"sweep\.cluster .*nowhere\.yaml") as absent:
         ClusterDescription.load(tmp_path / "nowhere.yaml")
-    with pytest.raises(ClusterError, match="the file is 7: it must have the keys"):
+    assert absent.value.file == str(tmp_path / "nowhere.yaml")
+    with pytest.raises(ClusterError, match=" 7: ") as other:
         ClusterDescription.load(write(tmp_path, 7))
+    assert (other.value.key, other.value.value, other.value.allowed) == ("", 7, KEYS)

@@ -150,17 +150,18 @@ def test_the_busiest_worker_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "name", "value", "allowed"),
     [
-        ({"workers": 0}, "workers is 0: it must be at least 1"),
-        ({"workers": 12, "slots": 12}, "workers is 12: it must be a multiple of workers_per_node, 8"),
-        ({"workers": 2}, "workers is 2: it must be at most slots, 1"),
-        ({"workers": 8, "slots": 8, "shard_workers": 3}, "shard_workers is 3: it must divide workers, 8"),
+        ({"workers": 0}, "workers", 0, "at least 1"),
+        ({"workers": 12, "slots": 12}, "workers", 12, "workers_per_node, 8"),
+        ({"workers": 2}, "workers", 2, "slots, 1"),
+        ({"workers": 8, "slots": 8, "shard_workers": 3}, "shard_workers", 3, "workers, 8"),
     ],
 )
-def test_work_that_cannot_be_is_named(change: dict[str, int], message: str) -> None:
-    with pytest.raises(TrialError, match=message):
+def test_work_that_cannot_be_is_named(change: dict[str, int], name: str, value: int, allowed: str) -> None:
+    with pytest.raises(TrialError, match=f"^{name} is {value}: .*{allowed}") as raised:
         replace(SMALL, **change)
+    assert (raised.value.name, raised.value.value) == (name, value)
 
 
 @pytest.mark.parametrize(

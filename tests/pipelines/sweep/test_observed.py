@@ -104,5 +104,5 @@ def test_a_group_of_workers_is_told_with_its_mesh() -> None:
 
 
 def test_workers_that_fill_no_node_are_not_described() -> None:
-    with pytest.raises(TrialError, match="must be a multiple of workers_per_node, 4"):
+    with pytest.raises(TrialError, match=r"^workers is 6: .*workers_per_node, 4$"):
         observation_of(config(), replace(TWO, workers=6))
