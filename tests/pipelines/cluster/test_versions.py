@@ -29,8 +29,10 @@ def test_a_node_of_another_version_is_named(ray_cluster: None, monkeypatch: pyte
     monkeypatch.setattr("raystride.__version__", "9.8.7")
     line = other_versions(60.0)
     assert line
-    assert "this driver has raystride 9.8.7; the workers on " in line
-    assert f"raystride {ours}. Have the same on both, for instance by pip install raystride=={ours}" in line
+    driver, _, workers = line.partition("; ")
+    assert "raystride 9.8.7" in driver
+    assert f"raystride {ours}." in workers
+    assert f"pip install raystride=={ours}" in workers
     assert "\n" not in line
     assert not versions._alike
 
@@ -56,7 +58,9 @@ def test_what_is_missing_and_what_differs_is_said_in_one_line() -> None:
         "2.12.1. Have the same on both, for instance by pip install raystride==0.2.0 torch==2.12.1, or start the job where "
         "they are alike: ray job submit starts it on the head"
     )
-    assert "for instance of Python" in str(difference(ALIKE, ALIKE | {"python": "3.12"}, "they have"))
+    other_python = str(difference(ALIKE, ALIKE | {"python": "3.12"}, "they have"))
+    assert "python 3.12" in other_python
+    assert "pip" not in other_python
 
 
 def test_rays_own_refusal_is_said_in_the_same_line() -> None:
@@ -67,9 +71,8 @@ def test_rays_own_refusal_is_said_in_the_same_line() -> None:
         check({"ray_version": "2.1.0", "python_version": "3.9.1"}, "node 10.0.0.1")
     line = ray_difference(str(raised.value))
     assert line
-    assert (
-        f"this driver has python {sys.version.split()[0]}, ray {ray.__version__}; the cluster has python 3.9.1, ray 2.1.0"
-        in line
-    )
+    driver, _, cluster = line.partition("; ")
+    assert driver.endswith(f"python {sys.version.split()[0]}, ray {ray.__version__}")
+    assert " python 3.9.1, ray 2.1.0." in cluster
     assert ray_difference("Version mismatch: in other words") is None
     assert ray_difference("no such address") is None

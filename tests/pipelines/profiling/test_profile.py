@@ -3,14 +3,13 @@
 import gzip
 import json
 import os
+import re
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from raystride.pipelines.config import Config, Profile, SettingError, Train, Validation
+from raystride.pipelines.config import Config, Profile, Train, Validation
 from raystride.pipelines.files import Folder
 from raystride.pipelines.observers.observer import RunFacts
 from raystride.pipelines.observers.throughput import Throughput
@@ -68,7 +67,10 @@ def test_torchs_trace_holds_the_windows_phases_and_the_table_what_costs(tmp_path
     folder, posted = train(tmp_path, Profile(tool="torch", steps=(3, 4)))
     stem = "torch-rank0-steps3-4"
     assert not told(posted, "warning")
-    assert told(posted, "profile") == [f"steps 3-4 on rank 0: profiles/{stem}.html"]
+    (line,) = told(posted, "profile")
+    assert "3-4" in line
+    assert "rank 0" in line
+    assert f"profiles/{stem}.html" in line
     trace = json.loads(gzip.decompress((folder / f"{stem}.json.gz").read_bytes()))
     names = [event.get("name") for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
     assert names.count("step") == 2
@@ -78,8 +80,8 @@ def test_torchs_trace_holds_the_windows_phases_and_the_table_what_costs(tmp_path
     assert rows[0]["self_cpu_us"] == max(row["self_cpu_us"] for row in rows)
     assert rows[0]["name"][:50] in (folder / f"{stem}-operations.txt").read_text()
     text = (folder / f"{stem}.html").read_text()
-    assert f"The costliest operation is {rows[0]['name']}" in text
-    assert "Most of it went into" in text
+    assert re.search(rf"costliest [^<]*{re.escape(rows[0]['name'])}", text)
+    assert "went into" in text
     files = {entry["values"]["name"] for entry in posted if entry["kind"] == "artifact"}
     assert files == {f"profiles/{path.name}" for path in folder.iterdir()}
 
@@ -119,9 +121,9 @@ def test_a_profiles_own_seconds_are_no_training(tmp_path: Path) -> None:
 
 def test_a_window_that_the_run_does_not_reach_is_said(tmp_path: Path) -> None:
     folder, posted = train(tmp_path, Profile(tool="torch"))
-    assert told(posted, "warning") == [
-        "the run ended before step 20, where profile.steps begin: there is no profile",
-    ]
+    (warning,) = told(posted, "warning")
+    assert "step 20," in warning
+    assert "profile.steps" in warning
     assert not folder.exists()
     folder, posted = train(tmp_path, Profile(tool="torch", steps=(5, 9)), run="cut")
     assert (folder / "torch-rank0-steps5-6.html").exists()
@@ -136,12 +138,13 @@ def test_other_ranks_are_not_watched(tmp_path: Path) -> None:
 def test_without_nsight_the_training_goes_on_and_says_why(tmp_path: Path) -> None:
     _, posted = train(tmp_path, Profile(tool="nsys", steps=(2, 3)), variables={"PATH": "/nowhere"})
     (warning,) = told(posted, "warning")
-    assert warning.startswith("there is no profile by nsys on rank 0: nsys is not on this node's PATH")
+    assert "rank 0: nsys " in warning
+    assert "PATH" in warning
     assert [entry for entry in posted if entry["kind"] == "summary"]
 
 
 def test_ncu_needs_a_process_of_its_own() -> None:
     with refused("profile.tool", "ncu", names=["launch.mode"]):
         Config(profile=Profile(tool="ncu"))
-    with pytest.raises(SettingError, match="must be a first and a last step"):
+    with refused("profile.steps", (5, 4)):
         Profile(steps=(5, 4))
