@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from raystride.pipelines.config import Checkpoint, SettingError, Tokenizer, Validation
+from raystride.pipelines.config import Checkpoint, Tokenizer, Validation
 from raystride.pipelines.config.parse import to_yaml
 from raystride.pipelines.evaluate.opening import open_run
 from raystride.pipelines.files import Folder
 from raystride.pipelines.train.fingerprint import parameters_sha256
 from raystride.pipelines.worker.job import WorkerInfo
 from raystride.pipelines.worker.worker import build_training
+from tests.errors import refused
 from tests.processes import make_job
 from tests.tiny import tiny, write_text
 
@@ -64,15 +65,15 @@ def test_it_opens_without_the_data_it_was_prepared_from(storage: Folder, tmp_pat
 
 
 def test_a_run_that_is_not_there_names_those_that_are(storage: Folder) -> None:
-    with pytest.raises(SettingError, match=r"--run nobody: .*\(there is: trained, unsaved\)"):
+    with refused("run", "nobody", names=["--run nobody: ", "trained, unsaved"]):
         open_run(storage, "nobody")
 
 
 def test_an_empty_storage_has_none(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"there is: none"):
+    with refused("run", "nobody", names=["none"]):
         open_run(Folder(str(tmp_path)), "nobody")
 
 
 def test_a_run_without_a_checkpoint_says_how_to_get_one(storage: Folder) -> None:
-    with pytest.raises(SettingError, match=r"--run unsaved: .*checkpoint\.every"):
+    with refused("run", "unsaved", names=["checkpoint.every"]):
         open_run(storage, "unsaved")

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
-from raystride.pipelines.cluster.cluster import CannotRun
 from raystride.pipelines.cluster.resources import Resources
 from raystride.pipelines.config import Config, Launch, Lora, Scaling, SettingError, Train
 from raystride.pipelines.evaluate.opening import open_run
@@ -18,7 +18,7 @@ from raystride.pipelines.launch.screen import Quiet
 from raystride.pipelines.memory.estimate import estimate
 from raystride.pipelines.memory.networks import expected
 from tests.bases import SHAPES, write_base
-from tests.errors import refused
+from tests.errors import cannot_run, refused
 from tests.tiny import tiny, write_text
 
 
@@ -84,23 +84,23 @@ def test_each_has_the_losses_of_a_run_of_its_own(tmp_path: Path) -> None:
 
 def test_one_that_fails_leaves_the_others_to_their_end(tmp_path: Path) -> None:
     config = _config(tmp_path, {"lora.targets": ["all-linear", "c_attn"]})
-    with pytest.raises((TrainingFailed, SettingError), match=r"lora\.targets names 'c_attn'"):
+    with pytest.raises((TrainingFailed, SettingError), match=r"lora\.targets .*'c_attn'"):
         _train(config)
     assert Folder(f"{config.storage}/many-0").read_json("summary.json")["status"] == "finished"
 
 
 @pytest.mark.parametrize(
-    ("each", "said"),
+    ("each", "setting", "value"),
     [
-        ({"model.layers": [1, 2]}, r"lora\.each .*model\.layers.*adapters share it"),
-        ({"lora.base_precision": ["fp32", "bf16"]}, r"lora\.each .*lora\.base_precision"),
-        ({"train.precision": ["fp32", "bf16"]}, r"lora\.each .*train\.precision"),
-        ({"lora.rank": [4, "x"]}, r"lora\.rank is 'x'"),
-        ({"lora.init": ["kaiming", "pissa"]}, r"lora\.init is 'pissa'.*share a base"),
+        ({"model.layers": [1, 2]}, "lora.each", ANY),
+        ({"lora.base_precision": ["fp32", "bf16"]}, "lora.each", ANY),
+        ({"train.precision": ["fp32", "bf16"]}, "lora.each", ANY),
+        ({"lora.rank": [4, "x"]}, "lora.rank", "x"),
+        ({"lora.init": ["kaiming", "pissa"]}, "lora.init", "pissa"),
     ],
 )
-def test_what_adapters_share_cannot_differ(each: dict[str, Any], said: str, tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=said):
+def test_what_adapters_share_cannot_differ(each: dict[str, Any], setting: str, value: Any, tmp_path: Path) -> None:
+    with refused(setting, value, names=each if setting == "lora.each" else ()):
         _train(_config(tmp_path, each))
 
 
@@ -110,14 +110,14 @@ def test_all_must_fit_into_memory_at_once(tmp_path: Path) -> None:
     need = estimate(alone, expected(alone), workers=1, device="cpu")
     assert need
     size = int(64 * Resources.of_this_machine().memory_bytes / need.activations / 8)
-    with pytest.raises(CannotRun, match="memory"):
+    with cannot_run("memory"):
         _train(replace(config, train=replace(config.train, slot_size=size)))
     assert not (tmp_path / "runs" / ".prepared").exists()
 
 
 def test_many_at_once_are_for_one_process(tmp_path: Path) -> None:
     config = _config(tmp_path, {"seed": [1, 2]})
-    with pytest.raises(SettingError, match=r"launch\.mode .*--launch inline"):
+    with refused("launch.mode", "ray", names=["--launch inline"]):
         _train(replace(config, launch=Launch(mode="ray")))
     with refused("lora.adapters", 2):
         replace(config, scaling=Scaling(workers=2))

@@ -10,13 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystride.pipelines.config import Config, Data, Model, SettingError, Tokenizer, Train
+from raystride.pipelines.config import Config, Data, Model, Tokenizer, Train
 from raystride.pipelines.files import Folder
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tasks.chats import encode_chat, read_conversation
 from raystride.pipelines.tasks.completion import Completion
 from raystride.pipelines.tasks.task import IGNORED
 from raystride.pipelines.tokenizers import load_tokenizer, train_tokenizer
+from tests.errors import refused
 from tests.preferences import write_base
 
 USER, ASSISTANT = ({"role": role, "content": "ab"} for role in ("user", "assistant"))
@@ -126,18 +127,18 @@ def test_packed_chats_have_the_losses_of_padded_ones(base: Path, encoder: Any) -
 def test_chats_that_nothing_would_write_are_refused(base: Path, tmp_path: Path) -> None:
     file = Tokenizer(kind="file", file=str(base / "tokenizer.json"))
     data = Data(messages_column="messages")
-    for task, tokenizer, match in (
-        ("language_model", file, r"data.messages_column is .* with task `completion`"),
-        ("completion", Tokenizer(), r"data.messages_column is .*needs a tokenizer with a chat template"),
+    for task, tokenizer, name in (
+        ("language_model", file, "task `completion`"),
+        ("completion", Tokenizer(), "chat template"),
     ):
-        with pytest.raises(SettingError, match=match):
+        with refused("data.messages_column", names=[name]):
             Config(task=task, data=data, tokenizer=tokenizer)
-    with pytest.raises(SettingError, match=r"data.tools_column"):
+    with refused("data.tools_column", "tools"):
         Data(tools_column="tools")
     (tmp_path / "tokenizer.json").write_text((base / "tokenizer.json").read_text())
     config = Config(task="completion", data=data, tokenizer=Tokenizer(kind="file", file=str(tmp_path / "tokenizer.json")))
-    with pytest.raises(SettingError, match=r"tokenizer.chat_template .*there is none beside"):
+    with refused("tokenizer.chat_template", "auto", names=[str(tmp_path / "tokenizer.json")]):
         build_task(config).shaped_by()
     (tmp_path / "chat_template.jinja").write_text("{{ messages | length }}{{ messages[-1].content }}")
-    with pytest.raises(SettingError, match=r"tokenizer.chat_template .*turn after turn"):
+    with refused("tokenizer.chat_template", "auto", names=["turn after turn"]):
         build_task(config).shaped_by()

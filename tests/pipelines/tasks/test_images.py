@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -71,7 +72,7 @@ def test_images_are_scaled_only_where_that_is_asked_for() -> None:
     picture = _uri(np.full((5, 5), 200, np.uint8))
     row, _ = _task([3, 8, 8], image_size=(3, 8, 8)).encode((picture, "0"))
     assert row.tolist() == [0, *[200] * (3 * 8 * 8)]
-    with pytest.raises(ValueError, match=r"is an image of \(1, 5, 5\) .* the others have \(1, 4, 6\)"):
+    with pytest.raises(ValueError, match=r" \(1, 5, 5\) .* \(1, 4, 6\)"):
         _task().encode((picture, "0"))
 
 
@@ -211,20 +212,20 @@ def test_pixels_are_normalised_by_the_network() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("data", "setting", "names"),
     [
-        ({"image_shorter_side": 9}, "data.image_shorter_side is 9: it needs data.image_size"),
-        ({"image_shorter_side": 9, "image_size": (3, 8, 10)}, "data.image_shorter_side is 9"),
-        ({"image_crop": "random"}, "data.image_crop is 'random': it needs data.image_padding"),
-        ({"image_padding": 3}, "data.image_padding is 3: it needs data.image_crop random"),
-        ({"image_crop": "scaled", "image_scale": (0.9, 0.2)}, "data.image_scale"),
-        ({"image_crop": "scaled", "image_scale": (0.0, 0.2)}, "data.image_scale"),
-        ({"image_flip": 1.5}, "data.image_flip is 1.5"),
-        ({"image_mean": (0.5,)}, "data.image_std"),
-        ({"image_mean": (0.5,), "image_std": (0.0,)}, "data.image_std"),
-        ({"image_mean": (0.5,), "image_std": (0.5,), "image_size": (3, 8, 8)}, "data.image_mean"),
+        ({"image_shorter_side": 9}, "image_shorter_side", ("data.image_size",)),
+        ({"image_shorter_side": 9, "image_size": (3, 8, 10)}, "image_shorter_side", ()),
+        ({"image_crop": "random"}, "image_crop", ("data.image_padding",)),
+        ({"image_padding": 3}, "image_padding", ("data.image_crop random",)),
+        ({"image_crop": "scaled", "image_scale": (0.9, 0.2)}, "image_scale", ()),
+        ({"image_crop": "scaled", "image_scale": (0.0, 0.2)}, "image_scale", ()),
+        ({"image_flip": 1.5}, "image_flip", ()),
+        ({"image_mean": (0.5,)}, "image_std", ()),
+        ({"image_mean": (0.5,), "image_std": (0.0,)}, "image_std", ()),
+        ({"image_mean": (0.5,), "image_std": (0.5,), "image_size": (3, 8, 8)}, "image_mean", ()),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(data: dict[str, object], message: str) -> None:
-    with pytest.raises(SettingError, match=message):
+def test_settings_that_do_not_go_together_are_refused(data: dict[str, object], setting: str, names: tuple[str, ...]) -> None:
+    with refused(f"data.{setting}", data.get(setting, ANY), names=names):
         Data(**data)  # type: ignore[arg-type]

@@ -259,5 +259,5 @@ def test_logits_with_a_bound_are_refused() -> None:
 
 
 def test_a_reference_is_asked_for() -> None:
-    with pytest.raises(SettingError, match=r"model\.init_from .* or set objective\.reference_free"):
+    with refused("model.init_from", names=["objective.reference_free"]):
         build_task(Config(task="preference"))

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import raystride.pipelines.tasks.reference as module
-from raystride.pipelines.config import SettingError
 from raystride.pipelines.files import Folder
 from raystride.pipelines.pretrained import start_from
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tasks.preference import Preference
 from raystride.pipelines.tasks.reference import Reference, as_ids, from_ids, weights_sha256
 from raystride.pipelines.tokenizers import load_tokenizer, train_tokenizer
+from tests.errors import refused
 from tests.preferences import pair_settings, write_base
 
 
@@ -58,5 +58,5 @@ def test_one_hash_of_a_base_follows_its_weights_and_not_its_place(tmp_path: Path
     third = tmp_path / "c"
     third.mkdir()
     assert weights_sha256(str(write_base(third, seed=2))) != weights_sha256(str(first))
-    with pytest.raises(SettingError, match=r"model\.init_from .* config\.json and weights"):
+    with refused("model.init_from", str(third), names=["config.json"]):
         weights_sha256(str(third))

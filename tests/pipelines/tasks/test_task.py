@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from raystride.pipelines.config import Config, Model, SettingError, Train
+from raystride.pipelines.config import Config, Model, Train
 from raystride.pipelines.plugins import OWN_TASKS
 from raystride.pipelines.tasks import TASKS, build_task
 from raystride.pipelines.tasks.task import Task
+from tests.errors import refused
 
 CONTEXT, LENGTH = 32, 9
 FACTS: dict[str, Any] = {"vocabulary_size": 19, "end_id": 0, "labels": ["a", "b"], "image": (1, 8, 8)}
@@ -70,7 +71,7 @@ def test_no_plugin_can_take_the_name_of_a_task_of_ours() -> None:
 
 @pytest.mark.parametrize("name", sorted(TASKS.keys() - {"language_model", "completion"}))
 def test_what_has_no_documents_packs_none(name: str) -> None:
-    with pytest.raises(SettingError, match=f"train.packing is 'documents'.* task `{name}`, which does not pack"):
+    with refused("train.packing", "documents", names=[f"task `{name}`"]):
         build_task(Config(task=name, train=Train(packing="documents")), FACTS)
 
 
