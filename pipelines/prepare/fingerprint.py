@@ -30,7 +30,9 @@ def open_sources(config: Config, task: Task) -> tuple[Source, Source | None]:
     data = config.data
     if data.target_source and len(task.columns) == 1:
         raise DataError(
-            f"data.target_source is {data.target_source!r}, but task `{config.task}` has no targets: leave it out"
+            f"data.target_source is {data.target_source!r}, but task `{config.task}` has no targets: leave it out",
+            file=data.target_source,
+            settings=("data.target_source",),
         )
     # What goes through steps, and what is measured, are whole documents.
     whole = task.window is None or cleaning_of(config, task) is not None

@@ -247,13 +247,16 @@ def _check(config: Config, manifest: Manifest) -> None:
     data = config.data
     train, validation = (manifest.tokens(split) for split in SPLITS)
     if not train and not validation:
-        raise DataError(f"data.source {data.source!r} holds no documents: name one that does")
+        message = f"data.source {data.source!r} holds no documents: name one that does"
+        raise DataError(message, file=data.source, settings=("data.source",))
     if train and validation:
         return
     empty = "validation" if train else "training"
     if data.validation == "source":
         name = data.validation_source if train else data.source
-        raise DataError(f"no document for {empty}: {name!r} holds none, name another source")
+        key = "data.validation_source" if train else "data.source"
+        message = f"no document for {empty}: {name!r} holds none, name another source"
+        raise DataError(message, file=str(name), settings=(key,))
     share = f"data.validation {data.validation} with data.validation_fraction {data.validation_fraction}"
     other = "larger" if train else "smaller"
     remedy = f"use --data.validation tail, or a {other} --data.validation_fraction"

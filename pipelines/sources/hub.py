@@ -130,7 +130,9 @@ def _load(source: str, split: str) -> Any:
     except Exception as error:  # datasets raises dozens of classes, most of them bare
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         here = "" if local else "is no file or folder here, and "
-        raise DataError(f"data.source {source!r} {here}cannot be loaded as a Hugging Face dataset: {reason}") from error
+        message = f"data.source {source!r} {here}cannot be loaded as a Hugging Face dataset: {reason}"
+        raise DataError(message, file=source, settings=("data.source",)) from error
     if split not in found:
-        raise DataError(f"data.split is {split!r}: {source} has {', '.join(map(str, found))}")
+        message = f"data.split is {split!r}: {source} has {', '.join(map(str, found))}"
+        raise DataError(message, file=source, settings=("data.split",))
     return found[split]

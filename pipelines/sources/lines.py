@@ -162,7 +162,9 @@ class ParallelReader:
         if count != others:
             raise DataError(
                 f"lines of data.source and data.target_source belong together, but {file.uri} has {count:,} lines and "
-                f"{other.uri} has {others:,}: name files with equally many"
+                f"{other.uri} has {others:,}: name files with equally many",
+                file=file.uri,
+                settings=("data.source", "data.target_source"),
             )
         size = file.size + other.size
         ranges = 1 if file.streamed or other.streamed else max(1, min(count, round(size / target)))

@@ -61,11 +61,13 @@ def _list(place: str) -> list[File]:
     if kind == "Directory":
         files = [_file(found, uri, path) for found in _below(system, path, recursive=True)]
         if not files:
-            raise NoFiles(f"data.source {place!r} is a folder without files: put the data there, or name another place")
+            message = f"data.source {place!r} is a folder without files: put the data there, or name another place"
+            raise NoFiles(message, file=place, settings=("data.source",))
         return files
     if re.search(r"[*?\[]", path):
         return _matching(system, uri, path, place)
-    raise NoFiles(f"data.source {place!r} does not exist ({uri}): name a file, a folder, a glob or a URI that does")
+    message = f"data.source {place!r} does not exist ({uri}): name a file, a folder, a glob or a URI that does"
+    raise NoFiles(message, file=place, settings=("data.source",))
 
 
 def place_exists(place: str) -> bool:
@@ -79,7 +81,8 @@ def _reach(uri: str) -> "tuple[FileSystem, str]":
     try:
         return filesystem(uri)
     except (ValueError, ImportError, OSError) as error:
-        raise DataError(f"data.source {uri!r} cannot be reached: {error}") from error
+        message = f"data.source {uri!r} cannot be reached: {error}"
+        raise DataError(message, file=uri, settings=("data.source",)) from error
 
 
 def _below(system: "FileSystem", path: str, *, recursive: bool) -> "list[FileInfo]":
@@ -103,7 +106,8 @@ def _matching(system: "FileSystem", uri: str, pattern: str, place: str) -> list[
     found = _below(system, base, recursive="/" in rest or "**" in rest)
     files = [_file(info, uri, base) for info in found if wanted.fullmatch(os.path.relpath(info.path, base))]
     if not files:
-        raise NoFiles(f"data.source {place!r} matches no file: mend the pattern (`**/` stands for any folders)")
+        message = f"data.source {place!r} matches no file: mend the pattern (`**/` stands for any folders)"
+        raise NoFiles(message, file=place, settings=("data.source",))
     return files
 
 

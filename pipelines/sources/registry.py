@@ -37,7 +37,9 @@ def open_registered(source: str, split: str, columns: Columns, image_root: str |
         load_plugins(installed_plugins())
     if source not in known:
         raise DataError(
-            f"data.source {source!r} is not registered by a module in plugins; registered are: {', '.join(sorted(known))}"
+            f"data.source {source!r} is not registered by a module in plugins; registered are: {', '.join(sorted(known))}",
+            file=source,
+            settings=("data.source", "plugins"),
         )
     function, version = known[source]
     return RegisteredReader(source, columns, function, version, split, image_root)

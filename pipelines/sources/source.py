@@ -129,7 +129,9 @@ def _tars(name: str, files: list[File]) -> tuple[File, ...]:
     if not (found := tuple(file for file in files if is_shard(file.name))):
         raise DataError(
             f"data.kind is 'webdataset', but data.source {name!r} holds no .tar: name a folder or a glob of tar files, "
-            "which may end on .tar.gz, .tar.bz2 or .tar.zst"
+            "which may end on .tar.gz, .tar.bz2 or .tar.zst",
+            file=name,
+            settings=("data.source", "data.kind"),
         )
     return found
 
@@ -145,11 +147,15 @@ def _parallel(data: Data, name: str, columns: Columns) -> Source:
         return Source("lines", files, LineReader(columns))
     _refuse_columns("parallel", name, columns)
     if not target:
-        raise DataError(f"{name!r} has no targets: name two files with a comma between, as data.target_source is given")
+        message = f"{name!r} has no targets: name two files with a comma between, as data.target_source is given"
+        raise DataError(message, file=name, settings=("data.target_source",))
     targets = tuple(list_files(target, data.encoding))
     if len(files) != len(targets):
+        counts = f"{name!r} is {len(files)} files and {target!r} {len(targets)}"
         raise DataError(
-            f"{name!r} is {len(files)} files and {target!r} {len(targets)}: name equally many, so that their lines are pairs"
+            f"{counts}: name equally many, so that their lines are pairs",
+            file=name,
+            settings=("data.source", "data.target_source"),
         )
     pairs = {file.uri: other for file, other in zip(files, targets, strict=True)}
     return Source("parallel", files, ParallelReader(columns, pairs), targets)
@@ -162,7 +168,9 @@ def _refuse_columns(kind: str, name: str, columns: Columns) -> None:
         wanted = ", ".join(f"{column.setting} ({column.kind})" for column in columns)
         raise DataError(
             f"data.source {name!r} is read as {kind}, which gives {' and '.join(given)} alone, but the task reads {wanted}: "
-            "name JSON lines, CSV, Parquet or a Hugging Face dataset with these columns, or say what it is with --data.kind"
+            "name JSON lines, CSV, Parquet or a Hugging Face dataset with these columns, or say what it is with --data.kind",
+            file=name,
+            settings=("data.source",),
         )
 
 
@@ -180,7 +188,9 @@ def _in_folders(name: str, files: list[File], columns: Columns) -> list[File]:
     found = [file for file in files if _format(file.name) == form and ("/" in file.name or not _labelled(columns))]
     if not found:
         raise DataError(
-            f"data.source {name!r} has no {form} files in folders: put those of a class into a folder of its name"
+            f"data.source {name!r} has no {form} files in folders: put those of a class into a folder of its name",
+            file=name,
+            settings=("data.source",),
         )
     return found
 
@@ -228,7 +238,9 @@ def _kind_of_files(name: str, files: list[File], columns: Columns) -> str:
         found = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
         raise DataError(
             f"data.source {name!r} holds files of several kinds ({found}): say which to take with --data.kind "
-            f"{counts.most_common(1)[0][0]}, or name them with a glob"
+            f"{counts.most_common(1)[0][0]}, or name them with a glob",
+            file=name,
+            settings=("data.source",),
         )
     return next(iter(counts))
 

@@ -101,10 +101,10 @@ def test_a_node_that_has_not_unpacked_it_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("member", "problem"),
     [
-        ("inner/more.zip", "is an archive in an archive"),
-        ("inner/more.tar.gz", "is an archive in an archive"),
-        ("../../outside.txt", "leads out of the archive"),
-        ("/etc/outside.txt", "leads out of the archive"),
+        ("inner/more.zip", "archive in an archive"),
+        ("inner/more.tar.gz", "archive in an archive"),
+        ("../../outside.txt", "out of"),
+        ("/etc/outside.txt", "out of"),
     ],
 )
 @pytest.mark.parametrize(("name", "pack"), WAYS[:3])

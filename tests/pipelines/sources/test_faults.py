@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raystride.pipelines.sources.faults import DataError, Fault
+from raystride.pipelines.sources.faults import Fault
 from tests.errors import unreadable
 from tests.pipelines.conftest import Prepare, documents, rows
 from tests.privileges import bound_by_permissions
@@ -161,21 +161,21 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, run: Prepare) -> None:
 
 def test_places_that_are_not_there(tmp_path: Path, run: Prepare) -> None:
     (tmp_path / "hollow").mkdir()
-    for place, reason in [
-        (f"{tmp_path}/missing.txt", r"missing.txt' does not exist .*: name a file"),
-        (f"{tmp_path}/*.txt", r"matches no file: mend the pattern"),
-        (f"{tmp_path}/hollow", r"is a folder without files"),
-        ("unknown-scheme://place/file", r"cannot be reached"),
+    for place, name in [
+        (f"{tmp_path}/missing.txt", "not exist"),
+        (f"{tmp_path}/*.txt", "pattern"),
+        (f"{tmp_path}/hollow", "without files"),
+        ("unknown-scheme://place/file", "reached"),
     ]:
-        with pytest.raises(DataError, match=reason):
+        with unreadable(place, settings=("data.source",), names=[f"data.source {place!r}", name]):
             run(place)
-    with pytest.raises(DataError, match=r"not registered by a module in plugins; registered are: arithmetic"):
+    with unreadable("arithmetics", settings=("data.source", "plugins"), names=["plugins", ": arithmetic"]):
         run("arithmetics", kind="registered")
 
 
 def test_a_name_that_is_neither_here_nor_on_the_hub(run: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match=r"data.source 'no/such-thing' .*no file or folder.*Hugging Face"):
+    with unreadable("no/such-thing", settings=("data.source",), names=["'no/such-thing'", "Hugging Face"]):
         run("no/such-thing")
 
 
@@ -187,13 +187,14 @@ def test_a_csv_without_the_column(tmp_path: Path, run: Prepare) -> None:
 
 def test_nothing_but_faults_and_empty_rows(tmp_path: Path, run: Prepare) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": ""}\n\n{"text": null}\n{"text"\n')
-    with pytest.raises(DataError, match="holds no documents"):
+    with unreadable("rows.jsonl", settings=("data.source",), names=["no documents"]):
         run(tmp_path / "rows.jsonl", on_error="skip")
 
 
 def test_a_split_without_documents_names_the_remedy(tmp_path: Path, run: Prepare) -> None:
     (tmp_path / "one.txt").write_text("a single document\n" * 50)
-    with pytest.raises(DataError, match=r"no document for (validation|training).*use --data.validation tail"):
+    remedies = ("data.validation", "data.validation_fraction", "data.validation_source")
+    with unreadable(settings=remedies, names=["--data.validation tail", "none of 1"]):
         run(tmp_path / "one.txt")
     result = run(tmp_path / "one.txt", validation="tail")
     assert result.manifest.tokens("validation") > 0
@@ -204,7 +205,7 @@ def test_many_faults_are_counted_and_some_named(tmp_path: Path, run: Prepare) ->
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     result = run(tmp_path / "rows.jsonl", on_error="skip", validation_fraction=0.2)
     assert len(result.manifest.skipped) == 101
-    assert result.manifest.skipped[-1]["reason"] == "and 400 more documents"
+    assert " 400 " in result.manifest.skipped[-1]["reason"]
 
 
 def test_a_registered_function_that_raises(run: Prepare) -> None:
@@ -218,9 +219,7 @@ def test_a_registered_function_that_raises(run: Prepare) -> None:
         raise RuntimeError("out of poems")
 
     try:
-        with pytest.raises(
-            DataError, match="registered source breaks: raised RuntimeError: out of poems; mend the function"
-        ):
+        with unreadable("registered source breaks", names=["RuntimeError: out of poems"]):
             run("breaks")
     finally:
         del SOURCES["breaks"]

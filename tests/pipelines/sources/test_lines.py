@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from raystride.pipelines.config import Data, SettingError
-from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.tasks.task import Column
 from raystride.pipelines.tokenizers import load_tokenizer
 from tests.errors import refused, unreadable
@@ -55,16 +54,17 @@ def test_files_of_unequal_length_do_not_belong_together(tmp_path: Path) -> None:
     with target.open("a") as stream:
         stream.write("one more")
     config = settings(source, target_source=str(target), on_error="skip")
-    with pytest.raises(DataError, match=r"train.en has 900 lines and \S+train.de has 901: name files with equally many"):
+    both = ("data.source", "data.target_source")
+    with unreadable("train.en", settings=both, names=["train.en has 900 ", "train.de has 901"]):
         made(Pairs, config, tmp_path / "runs")
     config = settings(source, target_source=str(target), validation="source", validation_source=str(target))
-    with pytest.raises(DataError, match="has no targets: name two files with a comma between"):
+    with unreadable("train.de", settings=("data.target_source",), names=["comma"]):
         made(Pairs, config, tmp_path / "runs")
 
 
 def test_targets_of_a_task_that_has_none(tmp_path: Path) -> None:
     source, target = as_parallel(tmp_path)
-    with pytest.raises(DataError, match=r"data.target_source is '.*', but task `language_model` has no targets"):
+    with unreadable("train.de", settings=("data.target_source",), names=["data.target_source", "task `language_model`"]):
         prepared(settings(source, target_source=str(target)), tmp_path / "runs")
 
 

@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from raystride.pipelines.config import Data
-from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.source import Source, open_source, standard_library
 from raystride.pipelines.tasks.task import Column, Document
 from tests.errors import unreadable
@@ -229,7 +228,7 @@ def test_storage_and_data_on_any_file_system(tmp_path: Path) -> None:
 def test_what_a_folder_holds_must_be_clear(tmp_path: Path, run: Prepare) -> None:
     write_json(tmp_path)
     (tmp_path / "README.md").write_text("about")
-    with pytest.raises(DataError, match=r"several kinds \(1 text, 1 json\).*--data.kind"):
+    with unreadable(str(tmp_path), settings=("data.source", "data.kind"), names=["(1 text, 1 json)"]):
         run(tmp_path)
     result = run(tmp_path, kind="json")
     assert sorted(documents(result, "train") + documents(result, "validation")) == sorted(TEXTS)
@@ -240,7 +239,7 @@ def test_a_folder_that_load_dataset_reads(tmp_path: Path, run: Prepare, monkeypa
     write_parquet(tmp_path)
     result = run(tmp_path, kind="huggingface", shard_mib=TINY)
     assert sorted(documents(result, "train") + documents(result, "validation")) == sorted(TEXTS)
-    with pytest.raises(DataError, match=r"data.split is 'dev'.*has train"):
+    with unreadable(str(tmp_path), settings=("data.split",), names=["data.split is 'dev'", "has train"]):
         run(tmp_path, kind="huggingface", split="dev")
 
 
