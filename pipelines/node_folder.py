@@ -30,4 +30,5 @@ def open_private(folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if folder.stat().st_uid != os.getuid():
-        raise SettingError(f"{folder}, where copies are kept, is another user's: name another place by ${PLACE}")
+        message = f"{folder}, where copies are kept, is another user's: name another place by ${PLACE}"
+        raise SettingError(message, setting=PLACE, value=str(folder))

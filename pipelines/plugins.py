@@ -114,13 +114,15 @@ def _load(plugin: str) -> None:
     except ModuleNotFoundError as error:
         # The plug-in itself is missing, or a package that it lies in; any other name is one that it imports in vain.
         if error.name is None or not f"{plugin}.".startswith(f"{error.name}."):
-            raise SettingError(f"plugins: {plugin!r} fails: {error!r}") from error
+            raise SettingError(f"plugins: {plugin!r} fails: {error!r}", setting="plugins", value=plugin) from error
         raise SettingError(
             f"plugins: there is no module {plugin!r} on Python's path; install it, start the job in its project's folder, "
-            "or name its file"
+            "or name its file",
+            setting="plugins",
+            value=plugin,
         ) from None
     except Exception as error:
-        raise SettingError(f"plugins: {plugin!r} fails: {error!r}") from error
+        raise SettingError(f"plugins: {plugin!r} fails: {error!r}", setting="plugins", value=plugin) from error
 
 
 def plugin_file(plugin: str) -> Path | None:
@@ -131,7 +133,8 @@ def plugin_file(plugin: str) -> Path | None:
         for name in (plugin, Path(plugin).name):
             if (found := Path(place) / name).is_file():
                 return found.resolve()
-    raise SettingError(f"plugins: there is no file {plugin!r}, neither here nor on Python's path")
+    message = f"plugins: there is no file {plugin!r}, neither here nor on Python's path"
+    raise SettingError(message, setting="plugins", value=plugin)
 
 
 def plugin_code(plugins: Iterable[str]) -> list[str]:
@@ -139,7 +142,8 @@ def plugin_code(plugins: Iterable[str]) -> list[str]:
     found = []
     for plugin in plugins:
         if plugin == SCRIPT:
-            raise SettingError("plugins is __main__: what a script has registered cannot leave it; put it into a module")
+            message = "plugins is __main__: what a script has registered cannot leave it; put it into a module"
+            raise SettingError(message, setting="plugins", value=plugin)
         file = plugin_file(plugin)
         module = None if file else import_module(plugin.partition(".")[0])
         places = [str(file)] if file else list(getattr(module, "__path__", [])) or [str(getattr(module, "__file__", ""))]

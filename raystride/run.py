@@ -40,7 +40,8 @@ class Run:
         place = Folder.at(storage)
         if not (place / name).exists("config.yaml"):
             others = [each for each in place.names() if (place / each).exists("config.yaml")]
-            raise SettingError(f"there is no run {name!r} in {place} (there is: {', '.join(others) or 'none'})")
+            message = f"there is no run {name!r} in {place} (there is: {', '.join(others) or 'none'})"
+            raise SettingError(message, setting="run", value=name, allowed=tuple(others))
         return cls(name, place / name)
 
     @property

@@ -32,7 +32,14 @@ HERE = ("localhost", "127.0.0.1")
 
 
 class BadCertificates(ValueError):
-    """A host, a folder or a time for which no certificate can be made; the message says what to do."""
+    """A host, a folder or a time for which no certificate can be made; the message says what to do.
+
+    `flag` is `hosts`, `output` or `days`, and `value` what was given for it.
+    """
+
+    def __init__(self, message: str = "", *, flag: str = "", value: object = None) -> None:
+        super().__init__(message)
+        self.flag, self.value = flag, value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,14 +68,16 @@ def make_certificates(place: Path, hosts: Sequence[str], at: str, days: int) -> 
     Raises BadCertificates, before anything is written.
     """
     if days < 1:
-        raise BadCertificates(f"--days is {days}: certificates hold for at least a day")
+        raise BadCertificates(f"--days is {days}: certificates hold for at least a day", flag="days", value=days)
     named = [_names(host) for host in hosts]
     place.mkdir(parents=True, exist_ok=True, mode=0o700)
     authority, key = _authority(place)
     if authority.not_valid_after_utc < datetime.now(UTC) + timedelta(days=days):
         raise BadCertificates(
             f"--days is {days}, but the authority in {place} ends on {authority.not_valid_after_utc:%Y-%m-%d}: "
-            "give fewer, or another --output, with new certificates for all hosts"
+            "give fewer, or another --output, with new certificates for all hosts",
+            flag="days",
+            value=days,
         )
     return [_make_host(place / names[0], names, authority, key, at, days) for names in named]
 
@@ -78,9 +87,11 @@ def _names(host: str) -> list[str]:
     names = host.split(",")
     for name in names:
         if not _is_address(name) and not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.\-]*[A-Za-z0-9])?", name):
-            raise BadCertificates(f"{host!r} is no host: give its address in the cluster, and names after commas")
+            message = f"{host!r} is no host: give its address in the cluster, and names after commas"
+            raise BadCertificates(message, flag="hosts", value=host)
     if not _is_address(names[0]):
-        raise BadCertificates(f"{host!r} begins with a name: Ray calls hosts by their addresses, so that comes first")
+        message = f"{host!r} begins with a name: Ray calls hosts by their addresses, so that comes first"
+        raise BadCertificates(message, flag="hosts", value=host)
     return names
 
 
@@ -111,9 +122,11 @@ def _authority(place: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKe
         found = x509.load_pem_x509_certificate(files[0].read_bytes())
         key_found = serialization.load_pem_private_key(files[1].read_bytes(), None)
     except (OSError, ValueError) as error:
-        raise BadCertificates(f"{place} has no whole authority ({error}): give another --output") from None
+        message = f"{place} has no whole authority ({error}): give another --output"
+        raise BadCertificates(message, flag="output", value=place) from None
     if not isinstance(key_found, ec.EllipticCurvePrivateKey) or key_found.public_key() != found.public_key():
-        raise BadCertificates(f"{files[1]} is not the key of {files[0]}: give another --output")
+        message = f"{files[1]} is not the key of {files[0]}: give another --output"
+        raise BadCertificates(message, flag="output", value=place)
     return found, key_found
 
 

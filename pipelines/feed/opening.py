@@ -144,7 +144,10 @@ def build_mixture(config: Config, samples: Mapping[str, int], past: Mixture | No
         if (before := had.get(name, order)) != order:
             raise SettingError(
                 f"data.sources.{name} has {order.samples:,} samples in another order than the {before.samples:,} that this "
-                "run had under that name, and what was fed before would not be known any more: give it another name"
+                "run had under that name, and what was fed before would not be known any more: give it another name",
+                setting=f"data.sources.{name}",
+                value=order.samples,
+                allowed=before.samples,
             )
     wanted = [(step * batch, [weights[name] for name in entries]) for step, weights in wanted_weights(config.data, samples)]
     return Mixture.planned(sources, wanted, past, since)

@@ -107,7 +107,7 @@ def answer_questions(settings: Predict, questions: Sequence[Any]) -> list[dict[s
                 document(values, "the question", columns[: len(values)], ANYWHERE), Fault("the question", "is empty")
             )
             if isinstance(piece, Fault):
-                raise SettingError(f"the question {question!r} {piece.reason}")
+                raise SettingError(f"the question {question!r} {piece.reason}", setting="question", value=question)
             yield from answerer.examples(piece)
 
     try:

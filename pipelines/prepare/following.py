@@ -35,7 +35,8 @@ def follow_source(config: Config, storage: Folder, task: Task, *, on_ray: bool, 
     digest = fingerprint_of(config, task, source, validation)
     followed = Followed(storage / ".prepared" / digest)
     if not followed.known and not source.files:
-        raise NoFiles(f"data.source {config.data.source!r} has no files to begin with: put some there")
+        message = f"data.source {config.data.source!r} has no files to begin with: put some there"
+        raise NoFiles(message, file=config.data.source, settings=("data.source",))
     begun = followed.parts(0) is not None  # then its tokenizers are there, and its files need not be
     first = source if begun else replace(source, files=followed.next(0, source.files, settle=False))
     parts = () if begun else divide(first, validation, config.data)

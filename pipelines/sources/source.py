@@ -97,7 +97,8 @@ def open_source(data: Data, name: str, columns: Columns, *, whole: bool = False)
         if not data.follow:
             raise
         if kind == "files":
-            raise NoFiles(f"{error}; of what is followed the last file may go where data.kind says what comes") from None
+            message = f"{error}; of what is followed the last file may go where data.kind says what comes"
+            raise NoFiles(message, file=error.file, settings=(*error.settings, "data.kind")) from None
         return Source(kind, (), WebDatasetReader(columns) if kind == "webdataset" else _reader(kind, data, columns, whole))
     if kind == "webdataset" or (
         kind == "files" and all(is_shard(file.name) for file in listed) and holds_documents(listed[0])

@@ -9,7 +9,7 @@ import pytest
 
 from raystride.pipelines.cluster import answering
 from raystride.pipelines.cluster.answering import HERE_BYTES, answerers
-from raystride.pipelines.config import Answering, SettingError
+from raystride.pipelines.config import Answering
 from raystride.pipelines.config.jobs import Evaluate, Predict
 from raystride.pipelines.config.run import AnswerLaunch
 from raystride.pipelines.evaluate.opening import choose
@@ -17,6 +17,7 @@ from raystride.pipelines.evaluate.parts import AnswerWork
 from raystride.pipelines.files import Folder
 from raystride.pipelines.sources.pieces import Part, Slice
 from raystride.pipelines.sources.source import standard_library
+from tests.errors import refused
 from tests.pipelines.evaluate.conftest import texts, trained, write_rows
 
 __all__ = ["trained"]
@@ -78,5 +79,5 @@ def _no_cluster(_: object) -> None:
 
 def test_jobs_on_trained_models_choose_by_themselves() -> None:
     assert Evaluate(run="a").launch.mode == Predict(run="a", text="b").launch.mode == "auto"
-    with pytest.raises(SettingError, match=r"workers is 2: it must be 1"):
+    with refused("workers", 2):
         answerers(Answering(run="a", workers=2), AnswerLaunch(mode="inline"))

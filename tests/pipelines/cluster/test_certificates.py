@@ -76,32 +76,36 @@ def test_a_hosts_folder_is_what_ray_asks_for_and_nobody_elses(tmp_path: Path, ca
 
 
 @pytest.mark.parametrize(
-    ("hosts", "days", "said"),
+    ("hosts", "days", "flag", "said"),
     [
-        (["../10.0.0.1"], 30, "is no host"),
-        (["gpu-2.example"], 30, "begins with a name"),
-        (["10.0.0.1,a b"], 30, "is no host"),
-        ([""], 30, "is no host"),
-        (["10.0.0.1"], 0, "--days is 0"),
+        (["../10.0.0.1"], 30, "hosts", "'../10.0.0.1' is no host"),
+        (["gpu-2.example"], 30, "hosts", "'gpu-2.example' begins with a name"),
+        (["10.0.0.1,a b"], 30, "hosts", "'10.0.0.1,a b' is no host"),
+        ([""], 30, "hosts", "'' is no host"),
+        (["10.0.0.1"], 0, "days", "--days is 0"),
     ],
 )
 def test_what_can_be_no_certificate_is_refused_before_anything_is_written(
-    hosts: list[str], days: int, said: str, tmp_path: Path
+    hosts: list[str], days: int, flag: str, said: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(BadCertificates, match=said):
+    with pytest.raises(BadCertificates, match=said) as raised:
         make_certificates(tmp_path / "tls", hosts, "/etc/tls", days)
+    assert (raised.value.flag, raised.value.value) == (flag, days if flag == "days" else hosts[0])
     assert not (tmp_path / "tls").exists()
 
 
 def test_an_authority_that_is_not_whole_is_not_replaced(tmp_path: Path) -> None:
     make_certificates(tmp_path, ["10.0.0.1"], "/etc/tls", 30)
     make_certificates(tmp_path / "other", ["10.0.0.1"], "/etc/tls", 30)
-    with pytest.raises(BadCertificates, match="--days"):
+    with pytest.raises(BadCertificates, match="--days is 5000") as raised:
         make_certificates(tmp_path, ["10.0.0.1"], "/etc/tls", 5000)
+    assert (raised.value.flag, raised.value.value) == ("days", 5000)
     (tmp_path / "ca.key").write_bytes((tmp_path / "other" / "ca.key").read_bytes())
-    with pytest.raises(BadCertificates, match="is not the key"):
+    with pytest.raises(BadCertificates, match=r"ca\.key is not .*--output") as raised:
         make_certificates(tmp_path, ["10.0.0.1"], "/etc/tls", 30)
+    assert (raised.value.flag, raised.value.value) == ("output", tmp_path)
     (tmp_path / "ca.key").unlink()
-    with pytest.raises(BadCertificates, match="no whole authority"):
+    with pytest.raises(BadCertificates, match="authority") as raised:
         make_certificates(tmp_path, ["10.0.0.1"], "/etc/tls", 30)
+    assert (raised.value.flag, raised.value.value) == ("output", tmp_path)
     assert not (tmp_path / "ca.key").exists()

@@ -1,5 +1,6 @@
 """Each check of the preflight fails where it should, and says what was asked, what there is and what to do."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,19 +71,20 @@ def test_an_elastic_run_needs_the_least_of_its_workers(storage: Folder) -> None:
 
 def test_more_workers_than_slots(storage: Folder) -> None:
     text = _only_failure(_checks(storage, Share(5, "cpu", 1), replace(THERE, cpus=8)))
-    assert text.startswith("slots: 4 slots a step for 5 workers")
-    assert "raise train.slots to 5" in text
+    assert text.startswith("slots: 4 slots ")
+    assert " 5 workers" in text
+    assert "train.slots to 5" in text
 
 
 def test_more_cores_than_the_cluster_has(storage: Folder) -> None:
     text = _only_failure(_checks(storage, Share(3, "cpu", 2)))
-    assert text.startswith("resources: CPU: 6 asked, 4 there")
+    assert text.startswith("resources: CPU: 6 asked, 4 there\n  ")
     assert "scaling.workers or scaling.threads" in text
 
 
 def test_a_gpu_where_there_is_none(storage: Folder) -> None:
     text = _only_failure(_checks(storage, Share(1, "cuda", 1)))
-    assert text.startswith("resources: GPU: 1 asked, 0 there")
+    assert re.match(r"resources: GPU: 1 .* 0 ", text)
     assert "--scaling.device cpu" in text
 
 
@@ -91,13 +93,14 @@ def test_workers_that_fit_in_the_sum_but_on_no_node(storage: Folder) -> None:
     assert _checks(storage, Share(2, "cpu", 2), nodes)["resources"].passed
     text = _only_failure(_checks(storage, Share(1, "cpu", 3), nodes))
     assert text.startswith("resources: ")
-    assert "0 of 1 workers with 3 CPU each fit on nodes with 2, 2" in text
+    assert "0 of 1 workers with 3 CPU " in text
+    assert "with 2, 2" in text
     assert "scaling.threads" in text
 
 
 def test_a_model_that_does_not_fit(storage: Folder) -> None:
     text = _only_failure(_checks(storage, there=replace(THERE, memory_bytes=2**29)))
-    assert "for 2 worker(s), 0.5 GiB there" in text
+    assert re.search(r" 2 worker\(s\), 0\.5 GiB ", text)
     assert "train.micro_batch_slots" in text
     assert _checks(storage, Share(1, "cpu", 1), replace(THERE, memory_bytes=2**29))["memory"].passed
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -130,9 +129,9 @@ exit 0
 @pytest.mark.parametrize(
     ("leaves", "reason"),
     [
-        ("raw", "nsys left only report.qdstrm: its QdstrmImporter is missing"),
-        ("report", "none of our ranges is in it"),
-        ("nothing", "nsys ended without a report and said: nothing"),
+        ("raw", r"report\.qdstrm: .*QdstrmImporter"),
+        ("report", r"ranges.*NVTX"),
+        ("nothing", r"nsys .*: nothing$"),
     ],
 )
 def test_a_report_that_is_no_report_is_an_error_that_says_why(
@@ -146,6 +145,6 @@ def test_a_report_that_is_no_report_is_an_error_that_says_why(
     monkeypatch.setattr("raystride.pipelines.profiling.nsight.nvtx_listener", lambda: None)
     window = SystemsWindow()
     window.open()
-    with pytest.raises(ProfileError, match=re.escape(reason)):
+    with pytest.raises(ProfileError, match=reason):
         window.close(tmp_path, "nsys-rank0-steps3-5")
     assert (tmp_path / "nsys-rank0-steps3-5.nsys-rep").exists() == (leaves == "report")

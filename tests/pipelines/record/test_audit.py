@@ -114,8 +114,9 @@ def test_a_manifest_in_the_middle_is_needed_and_the_newest_is_not(tmp_path: Path
         path.write_text(content[: len(content) // 2]) if damage == "half" else path.unlink()
         if path == newest:
             assert audit(checkpoints).steps == 6
-    with pytest.raises(Broken, match="step-00000006 follows step-00000005, of which there is no manifest"):
+    with pytest.raises(Broken, match=r"^step-00000006 follows step-00000005, of which there is no manifest$") as raised:
         audit(checkpoints)
+    assert (raised.value.step, raised.value.parent_step) == (6, 5)
 
 
 @given(worlds=st.tuples(*[st.integers(1, 3)] * 4), chunk=st.integers(1, 60))
@@ -131,7 +132,7 @@ def test_neither_workers_nor_chunks_matter(
 def test_the_command_prints_one_line_and_says_by_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _write(tmp_path / "mine" / "checkpoints")
     assert main(["mine", "--storage", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.startswith("mine: 125 samples in 11 steps")
+    assert capsys.readouterr().out.startswith("mine: 125 samples ")
     _change(tmp_path / "mine" / "checkpoints", 5, lambda m: m["fed"].update({"2": "0" * 16}))
     assert main(["mine", "--storage", str(tmp_path)]) == 1
     out = capsys.readouterr().out
