@@ -55,7 +55,8 @@ def _on_cluster(work: "AnswerWork", parts: "list[Part]") -> None:
     settings, there = work.settings, Resources.of_cluster()
     cuda = settings.device == "cuda" or (settings.device == "auto" and there.gpus >= 1)
     if cuda and there.gpu_problem:
-        raise CannotRun(f"device is cuda: {there.gpu_problem}, or use --device cpu")
+        message = f"device is cuda: {there.gpu_problem}, or use --device cpu"
+        raise CannotRun(message, setting="device", value=settings.device)
     workers = int(there.gpus if cuda else there.cpus) if settings.workers == "auto" else settings.workers
     if workers > (most := int(there.gpus if cuda else there.cpus)):
         raise settings.error("workers", f"must be at most {most}, the cluster's {'GPUs' if cuda else 'cores'}")

@@ -163,15 +163,15 @@ def made_of(work: AnswerWork) -> dict[str, Any]:
 
 
 def _refuse_others(before: dict[str, Any], now: dict[str, Any], folder: Folder) -> None:
-    changes = [
-        f"{key} {before.get(key)!r} before, {now.get(key)!r} now"
-        for key in sorted({*before, *now})
-        if before.get(key) != now.get(key)
-    ]
+    other = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
+    changes = [f"{key} {before.get(key)!r} before, {now.get(key)!r} now" for key in other]
     if changes:
         raise SettingError(
             f"{folder} holds answers that are made of something else ({'; '.join(changes)}): name another folder, or "
-            "remove it"
+            "remove it",
+            setting="output",
+            value=str(folder),
+            allowed={key: before.get(key) for key in other},
         )
 
 

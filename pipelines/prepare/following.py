@@ -112,7 +112,8 @@ class Followed:
         there = {file.uri: file for file in files}
         for uri, size in self._batches[number]["files"]:
             if uri not in there or there[uri].size < size:
-                raise DataError(f"{uri} has gone or become shorter since it was found: put it back, or prepare anew")
+                message = f"{uri} has gone or become shorter since it was found: put it back, or prepare anew"
+                raise DataError(message, file=uri)
         return tuple(replace(there[uri], size=size) for uri, size in self._batches[number]["files"])
 
     def cut(self, number: int, parts: int) -> None:

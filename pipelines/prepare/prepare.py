@@ -69,7 +69,8 @@ def _learned(
         return None
     folder = storage / ".prepared" / known.learned
     if given and not folder.exists():
-        raise DataError(f"{folder}, with what this run has learned from its sources, is gone: start another with --run NAME")
+        message = f"{folder}, with what this run has learned from its sources, is gone: start another with --run NAME"
+        raise DataError(message, file=str(folder))
     studied = []
     for own in learning_sources(config).values():
         source, validation = open_sources(own, task.under(own))
@@ -96,7 +97,8 @@ def _commit(folder: Folder, known: Identity, prepared: Mapping[str, Prepared], t
     manifests = {name: each.manifest for name, each in prepared.items()}
     for name, each in manifests.items():
         if each.facts != first.manifest.facts:
-            raise DataError(f"data.sources.{name} has other facts than the sources before it: {each.facts}")
+            message = f"data.sources.{name} has other facts than the sources before it: {each.facts}"
+            raise DataError(message, settings=(f"data.sources.{name}",))
     manifest = Manifest(
         fingerprint=known.data,
         id_type=first.manifest.id_type,

@@ -113,5 +113,5 @@ def test_an_average_is_the_mean_of_the_checkpoints(trained: Folder) -> None:
 
 def test_a_question_that_is_none_is_refused(trained: Folder) -> None:
     answerer = _answerer(trained, "labels", graded=True)
-    with pytest.raises(ValueError, match="'quince', which the training data has not"):
+    with pytest.raises(ValueError, match="'quince'"):
         list(answerer.answer([("ripe quince", "quince")]))

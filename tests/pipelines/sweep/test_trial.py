@@ -197,7 +197,7 @@ def test_a_group_that_hung_and_a_network_that_timed_out_are_told_apart() -> None
 def test_what_cannot_run_is_not_started_and_says_why() -> None:
     assert refusal(candidate(), THERE) is None
     told = {
-        "refused": ({"scaling__workers": 8}, "must be at most train.slots, 4"),
+        "refused": ({"scaling__workers": 8}, "train.slots, 4"),
         "too_large": ({"model__width": 2**16, "model__heads": 2}, "GiB for 1 worker"),
     }
     for status, (settings, said) in told.items():
@@ -213,4 +213,5 @@ def test_what_cannot_run_is_not_started_and_says_why() -> None:
     assert refusal(candidate(scaling__workers=4, scaling__tensor=2, scaling__pipeline=2, scaling__threads=1), THERE) is None
     untyped = refusal(candidate(train__precision="fp7"), THERE)
     assert untyped
-    assert "train.precision is 'fp7': it must be one of auto, fp32" in untyped.cause
+    assert "train.precision is 'fp7': " in untyped.cause
+    assert "auto, fp32" in untyped.cause

@@ -67,7 +67,7 @@ def test_a_prediction_asks_for_the_text_alone() -> None:
 
 
 def test_an_unknown_label_is_named() -> None:
-    with pytest.raises(ValueError, match="'maybe', which the training data has not; it has no, yes"):
+    with pytest.raises(ValueError, match=r"'maybe'.* no, yes$"):
         _task().encode(("abc", "maybe"))
 
 
