@@ -52,7 +52,8 @@ class PytestServer:
     def __enter__(self) -> "PytestServer":
         # conftest sets what is read when PyTorch is imported, which has happened when it comes to that. A program in the
         # background may ignore SIGINT, which tests would inherit that wait for an interrupted training.
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+        others = ("PYTHONPATH", "PYTEST_ADDOPTS")
+        environment = {name: value for name, value in os.environ.items() if name not in others} | {"OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", PROGRAM]
         self._process: Any = subprocess.Popen(
             command, env=environment, cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1

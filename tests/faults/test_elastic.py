@@ -14,6 +14,7 @@ from raystride.pipelines.config import Checkpoint, Config, Launch, Model, Optimi
 from raystride.pipelines.launch.exit_codes import INTERRUPTED
 from raystride.pipelines.record import read_entries
 from raystride.pipelines.record.audit import audit
+from tests.another_cluster import another_cluster
 from tests.processes import make_job, run_workers
 from tests.ray_jobs.jobs import finish_job, run_folder, start_job, summary, wait_for, wait_for_checkpoint
 from tests.tiny import tiny, write_text
@@ -26,13 +27,9 @@ MORE = 5
 @pytest.fixture
 def cluster() -> Iterator[Any]:
     """A head of one processor; the test adds another node and takes it away."""
-    from ray.cluster_utils import Cluster
-
     quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
-    head = {"num_cpus": 1, "include_dashboard": False, "_system_config": quick}
-    found = Cluster(initialize_head=True, head_node_args=head)
-    yield found
-    found.shutdown()
+    with another_cluster(num_cpus=1, _system_config=quick) as found:
+        yield found
 
 
 @pytest.fixture

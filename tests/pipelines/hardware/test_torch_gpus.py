@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from raystride.pipelines.hardware.torch_gpus import asked, asked_apart, problem_with
+from tests.another_cluster import another_cluster
 from tests.ray_jobs.jobs import Outcome, finish_job, start_job
 from tests.tiny import tiny, write_text
 
@@ -95,16 +96,9 @@ def test_cuda_there_is_an_error_with_its_remedy(tmp_path: Path, driver: dict[str
 @pytest.fixture
 def with_cards() -> Iterator[Any]:
     """A head without GPUs, and a node that says it has two."""
-    import ray
-    from ray.cluster_utils import Cluster
-    from ray.experimental import internal_kv
-
-    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, "include_dashboard": False})
-    found.add_node(num_cpus=1, num_gpus=2)
-    yield found
-    found.shutdown()
-    if ray.is_initialized():  # its end also forgets how this process reaches the cluster that all tests share
-        internal_kv._initialize_internal_kv(ray._private.worker.global_worker.gcs_client)
+    with another_cluster(num_cpus=1, num_gpus=0) as found:
+        found.add_node(num_cpus=1, num_gpus=2)
+        yield found
 
 
 @needs_none
