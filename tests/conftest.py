@@ -79,16 +79,32 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"after {_LONG_MINUTES:g} minutes ($RAYSTRIDE_LONG_MINUTES) no long test begins")
 
 
-@pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
-    """A Ray cluster of two cores, started once."""
-    import ray
-
+def _start_cluster() -> None:
     from raystride.pipelines.cluster.cluster import start_local
 
     start_local(num_cpus=2, log_to_driver=False, logging_level=logging.ERROR)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A Ray cluster of two cores, started once a process."""
+    import ray
+
+    _start_cluster()
     yield
     ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _ray_cluster_is_up(request: pytest.FixtureRequest) -> None:
+    """Starts the shared cluster again if a test before has ended it with a job of its own."""
+    if "ray_cluster" in request.fixturenames:
+        request.getfixturevalue("ray_cluster")
+        import ray
+
+        if not ray.is_initialized() or ray._private.state.state.gcs_options is None:
+            ray.shutdown()
+            _start_cluster()
 
 
 @pytest.fixture(scope="session")

@@ -41,7 +41,7 @@ class SecondsRecorder:
         row["long" if "long" in report.keywords else "usual"] += report.duration
         row["tests"] += report.when == "call"
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Writes the record and prints it by group."""
         record = describe_machine() | {
             "minutes": round((time.monotonic() - self._started) / 60, 1),
