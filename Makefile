@@ -58,11 +58,11 @@ $(VENV)/.developed: $(VENV)/.installed
 install: $(VENV)/.developed
 
 test: install
-	@echo "running the tests of what a change usually breaks: five minutes on two cores; the rest: make test-all"
+	@echo "running the tests of what a change usually breaks: some eight minutes on two cores; the rest: make test-all"
 	@$(PYTEST) -m "not long"
 
 test-all: install
-	@echo "running all tests: some twenty-five minutes on two cores"
+	@echo "running all tests: some thirty minutes on two cores"
 	@RAYSTRIDE_TEST_SECONDS=build/test-seconds.json $(PYTEST)
 
 test-changed: install
