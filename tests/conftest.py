@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -70,6 +71,12 @@ def pytest_collection_finish() -> None:
     """Collects garbage from now on, but not what was imported and collected."""
     gc.freeze()
     gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    """Kills the processes that failed tests have left: Python waits for them at its end, and a stopped one never ends."""
+    for child in multiprocessing.active_children():
+        child.kill()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -29,6 +29,7 @@ import pytest
 from raystride.pipelines.cluster.certificates import make_certificates
 from raystride.pipelines.config import Checkpoint, Config, Launch, Record, Sample, Scaling, Train
 from raystride.pipelines.record.ui import stop_server
+from tests.children import find_children
 from tests.ports import hold_port
 from tests.ray_jobs.jobs import finish_job, run_job, start_job, summary, wait_for_checkpoint
 from tests.tiny import tiny, write_text
@@ -264,12 +265,13 @@ def test_a_training_on_ray_writes_once_and_its_workers_hold_no_login(
     env = server.login() | {"RAY_TMPDIR": str(temporary), "HOME": str(tmp_path / "home")}
     job = start_job("train", spread, "--run", "spread", env=env)
     wait_for_checkpoint(spread, "spread", 20, job)
-    processes = {each: each.cmdline() for each in psutil.Process(job.pid).children(recursive=True)}
-    holders = [each for each in processes if server.passwords[USER].encode() in _environment(each)]
-    strangers = [processes[each] for each in holders if not _below_the_recorder(each)]
+    processes = find_children(job.pid, ".", recursive=True)
+    workers = find_children(job.pid, "RayTrainWorker", recursive=True)
+    holders = [process for process in processes if server.passwords[USER].encode() in _environment(process)]
+    strangers = [process for process in holders if not _below_the_recorder(process)]
     outcome = finish_job(job)
     assert outcome.code == 0, outcome.err[-3000:]
-    assert len([words for words in processes.values() if "RayTrainWorker" in " ".join(words)]) == 2, processes
+    assert len(workers) == 2, processes
     assert holders, "MLflow's client has a process of its own, whose environment has the login"
     assert not strangers
     points = server.points("spread")

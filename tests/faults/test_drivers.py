@@ -11,6 +11,7 @@ from raystride.pipelines.config import Checkpoint, Config, Launch, Record, Train
 from raystride.pipelines.launch.owner import Owner, read_owner
 from raystride.pipelines.record import read_entries
 from raystride.pipelines.record.audit import audit
+from tests.children import find_children, stop
 from tests.faults.moments import finish, short_job
 from tests.pipelines.record.conftest import history, only_run
 from tests.ray_jobs.jobs import Process, finish_job, run_folder, run_well, start_job, summary, wait_for, wait_for_checkpoint
@@ -53,7 +54,7 @@ def test_of_two_that_start_at_once_one_trains(calm: tuple[Config, dict[str, Any]
     owner = read_owner(folder)
     assert owner
     winner, other = sorted(drivers, key=lambda driver: driver.pid != owner.pid)
-    winner.send_signal(signal.SIGSTOP)  # so that it surely trains when the other one asks
+    stop(winner.pid)  # so that it surely trains when the other one asks
     _is_refused(other, owner)
     before = _tree(config, "twice")
     _is_refused(start_job("train", config, "--run", "twice"), owner)
@@ -88,8 +89,7 @@ def _mlflow_of(driver: Process) -> psutil.Process:
     found: list[psutil.Process] = []
 
     def is_there() -> bool:
-        children = psutil.Process(driver.pid).children()
-        found[:] = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+        found[:] = find_children(driver.pid, "spawn_main")
         return bool(found)
 
     wait_for(is_there, driver)

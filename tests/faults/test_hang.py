@@ -1,7 +1,6 @@
 """A worker that hangs: the run is ended with one screen that names it, or mends itself to the same bits."""
 
 import re
-import signal
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from raystride.pipelines.hang.detector import FIRST_S, WARM_LOOKS, Hang, HangDet
 from raystride.pipelines.hang.heartbeat import Heartbeat
 from raystride.pipelines.record import read_entries
 from raystride.pipelines.record.audit import audit
+from tests.children import find_children, stop
 from tests.distributed import CONTEXT
 from tests.faults.moments import finish, short_job
 from tests.ray_jobs.jobs import Process, finish_job, run_folder, run_well, start_job, summary, wait_for
@@ -32,8 +32,7 @@ LOOK_S = 0.5
 
 
 def _workers(driver: Process) -> set[psutil.Process]:
-    children = psutil.Process(driver.pid).children(recursive=True)
-    return {process for process in children if "RayTrainWorker" in " ".join(process.cmdline())}
+    return set(find_children(driver.pid, "RayTrainWorker", recursive=True))
 
 
 def _starts(folder: Folder) -> list[str]:
@@ -53,7 +52,7 @@ def _stop_one(config: Config, driver: Process, starts: int) -> psutil.Process:
         wait_for(lambda before=before: folder.read("checkpoints/last") != before, driver)  # type: ignore[misc]
         time.sleep(LOOK_S)
     victim = max(_workers(driver), key=lambda process: process.create_time())
-    victim.send_signal(signal.SIGSTOP)
+    stop(victim.pid)
     return victim
 
 

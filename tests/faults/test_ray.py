@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from raystride.pipelines.config import Checkpoint, Config, Launch, Model, Scaling, Train, Validation
+from tests.children import find_children
 from tests.processes import make_job, run_workers
 from tests.ray_jobs.jobs import Outcome, Process, finish_job, start_job, summary, wait_for_checkpoint
 from tests.tiny import tiny, write_text
@@ -38,8 +39,7 @@ def _start(config: Config, run: str) -> Process:
 
 
 def _workers(driver: Process) -> list[psutil.Process]:
-    children = psutil.Process(driver.pid).children(recursive=True)
-    return [process for process in children if "RayTrainWorker" in " ".join(process.cmdline())]
+    return find_children(driver.pid, "RayTrainWorker", recursive=True)
 
 
 def _one_screen(outcome: Outcome) -> str:

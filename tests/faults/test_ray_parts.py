@@ -11,6 +11,7 @@ import pytest
 from raystride.pipelines.config import Checkpoint, Config, Scaling, Train, Validation
 from raystride.pipelines.record import read_entries
 from raystride.pipelines.record.audit import audit
+from tests.children import find_children
 from tests.faults.moments import LIMIT_S, finish, short_job
 from tests.ray_jobs.jobs import Process, finish_job, run_folder, run_well, start_job, summary, wait_for_checkpoint
 from tests.tiny import write_text
@@ -43,8 +44,7 @@ def _start(config: Config, run: str, step: int = 40) -> Process:
 
 def _parts(driver: Process, name: str = "RayTrainWorker|Recorder|Controller") -> list[psutil.Process]:
     """The processes of the run's actors of this name."""
-    children = psutil.Process(driver.pid).children(recursive=True)
-    return [child for child in children if re.search(rf"ray::\w*({name})", " ".join(child.cmdline()))]
+    return find_children(driver.pid, rf"ray::\w*({name})", recursive=True)
 
 
 def _holds(config: Config, run: str, calm: dict[str, Any]) -> None:

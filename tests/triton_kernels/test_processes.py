@@ -10,17 +10,13 @@ import psutil
 import pytest
 
 from raystride.triton_kernels.processes import run_in_group
+from tests.children import find_children
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def _start(command: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-
-
-def _workers(pid: int) -> list[psutil.Process]:
-    children = psutil.Process(pid).children()
-    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
 
 
 @pytest.mark.long
@@ -39,7 +35,7 @@ def test_a_report_that_is_ended_leaves_no_compilers(number: signal.Signals) -> N
     with _start(command) as report:
         assert report.stdout
         report.stdout.readline()  # the first kernel is compiled, so both compilers are there
-        workers = _workers(report.pid)
+        workers = find_children(report.pid, "spawn_main")
         assert len(workers) == 2
         report.send_signal(number)
     gone, alive = psutil.wait_procs(workers, timeout=60)

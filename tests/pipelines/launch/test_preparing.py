@@ -20,6 +20,7 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.driver import train
 from raystride.pipelines.launch.screen import Quiet
 from raystride.pipelines.record.audit import audit
+from tests.children import find_children
 from tests.gated import write_plugin, write_source
 from tests.tiny import tiny
 from tests.waiting import LIMIT_S, wait_until
@@ -88,8 +89,7 @@ class Training:
     def begun(self) -> psutil.Process:
         """The process that prepares, once a checkpoint was made of what is ready."""
         wait_until(lambda: list(self.storage.glob("mine/checkpoints/step-*/MANIFEST.json")), "no checkpoint")
-        of_driver = psutil.Process(self.process.pid).children()
-        return next(each for each in of_driver if "spawn_main" in " ".join(each.cmdline()))
+        return find_children(self.process.pid, "spawn_main")[0]
 
     def end(self) -> tuple[int, str]:
         """The exit code, and what was printed."""

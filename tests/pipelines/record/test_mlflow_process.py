@@ -12,6 +12,7 @@ from raystride.pipelines.record import mlflow_process
 from raystride.pipelines.record.entry import new_entry
 from raystride.pipelines.record.mlflow_log import MlflowLog
 from raystride.pipelines.record.mlflow_process import MlflowFailed, MlflowProcess
+from tests.children import find_children
 from tests.pipelines.record.conftest import history
 
 
@@ -27,7 +28,7 @@ def log(folder: Folder, storage: Folder, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def _process() -> psutil.Process:
-    (child,) = (child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline()))
+    (child,) = find_children(os.getpid(), "spawn_main")
     return child
 
 
@@ -65,4 +66,4 @@ def test_an_error_is_named_and_a_closed_one_starts_no_process(log: MlflowProcess
     log.close()
     with pytest.raises(MlflowFailed, match="was ended"):
         log.connect()
-    assert not [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
+    assert not find_children(os.getpid(), "spawn_main")
