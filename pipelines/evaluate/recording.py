@@ -15,7 +15,7 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.record.entry import Entry, new_entry
 from raystride.pipelines.record.journal import Journal, join, plain, stream_entries
 from raystride.pipelines.record.mlflow_follower import Follower, replay_hint
-from raystride.pipelines.record.mlflow_log import MLFLOW_REFERENCE, MlflowLog
+from raystride.pipelines.record.mlflow_log import MLFLOW_REFERENCE, MlflowLog, stored_uri
 
 SENDER = "evaluation"
 
@@ -66,7 +66,7 @@ class Reopened:
 def reopen(run: Folder, record: Record, storage: Folder) -> Reopened | None:
     """The MLflow run of a training; None where MLflow is off. Raises SettingError as `MlflowLog.at` does."""
     reference = run.read_json(MLFLOW_REFERENCE) if run.exists(MLFLOW_REFERENCE) else {}
-    settings = replace(record, mlflow_uri=record.mlflow_uri or reference.get("uri"))
+    settings = replace(record, mlflow_uri=record.mlflow_uri or stored_uri(reference))
     log = MlflowLog.at(run, run.name, settings, storage)
     # Evaluations come after the training, whose end stays where it was.
     ours = (float(entry["time"]) for entry in stream_entries(run) if entry["sender"] != SENDER)

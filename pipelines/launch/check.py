@@ -20,6 +20,7 @@ from raystride.pipelines.launch.mesh_choice import choose_mesh
 from raystride.pipelines.launch.place import locate
 from raystride.pipelines.launch.preflight import Check, preflight
 from raystride.pipelines.launch.preparing import prepared_before
+from raystride.pipelines.prepare.fingerprint import NOTHING_KEPT, Kept
 
 
 def run_check(parsed: Parsed[Config]) -> int:
@@ -48,29 +49,31 @@ def _check(config: Config, storage: Folder) -> int:
     return DONE if passed else CANNOT_RUN
 
 
-def resources_for(config: Config, storage: Folder, said: Callable[[str], None]) -> tuple[Config, Resources, Share]:
+def resources_for(
+    config: Config, storage: Folder, said: Callable[[str], None], kept: Kept = NOTHING_KEPT
+) -> tuple[Config, Resources, Share]:
     """The settings with their mesh, the resources of this machine or the cluster, and the share that the run takes of them.
 
-    Raises SettingError where the settings contradict each other or the device.
+    `kept` as in `prepare`. Raises SettingError where the settings contradict each other or the device.
     """
     asked = config.scaling.device != "cpu"
     inline = config.launch.mode == "inline"
     there = Resources.of_this_machine(gpus=asked) if inline else Resources.of_cluster(gpus=asked)
     # What is prepared already needs no processor beside those of the workers.
-    alone = prepared_before(config, storage)
+    alone = prepared_before(config, storage, kept)
     asked_for = replace(config, data=replace(config.data, start_after_mib=0.0, follow=False)) if alone else config
     chosen = choose_mesh(asked_for, there, storage, said)
     return replace(chosen, data=config.data), there, resolve(chosen, there)
 
 
-def checks_for(config: Config, storage: Folder, there: Resources, share: Share) -> list[Check]:
+def checks_for(config: Config, storage: Folder, there: Resources, share: Share, kept: Kept = NOTHING_KEPT) -> list[Check]:
     """All that a training's preflight looks at, on every host of a cluster that is joined.
 
     Needs ray.init unless the run is inline. Raises SettingError and DataError where the data cannot be read here.
     """
     checks = preflight(config, share, there, storage, config.tokenizer.vocabulary_size)
     if _on_hosts(config) and all(check.passed for check in checks):
-        checks += look_at_hosts(config, storage).checks()
+        checks += look_at_hosts(config, storage, kept).checks()
     return checks
 
 

@@ -45,12 +45,14 @@ from raystride.pipelines.launch.resume import (
     Earlier,
     bits_before,
     completed,
+    keep_preparations,
     newest_manifest,
     newest_step,
     read_earlier,
     refuse_changes,
     refuse_fewer_steps,
     refuse_other_bits,
+    same_data,
     what_bits_depend_on,
     write_settings,
 )
@@ -58,9 +60,10 @@ from raystride.pipelines.launch.screen import Screen
 from raystride.pipelines.launch.session import Beside, Watcher, conduct
 from raystride.pipelines.launch.workers import settle_workers
 from raystride.pipelines.plugins import Carried
-from raystride.pipelines.prepare.fingerprint import identity
+from raystride.pipelines.prepare.fingerprint import NOTHING_KEPT, Kept, identity
 from raystride.pipelines.prepare.one_source import Prepared
 from raystride.pipelines.prepare.prepare import check_data
+from raystride.pipelines.prepare.raw_files import hash_raw_files, read_raw_files
 from raystride.pipelines.prepare.stage_speed import kept_stages, speeds
 from raystride.pipelines.record import describe_environment
 from raystride.pipelines.record.environment import DataOfRun, Environment, RunEnvironment, describe_node
@@ -126,8 +129,8 @@ def train(
     earlier = read_earlier(folder)
     if _nothing_left(config, storage, folder, earlier, screen):
         return (earlier and earlier.summary) or {}
-    learned = earlier.learned if earlier else ""
-    check_data(config, storage, build_task(config), learned)
+    kept = _keep_data(config, storage, earlier, screen)
+    check_data(config, storage, build_task(config), kept)
     attempt, told = new_attempt(), metadata_of(str(config.run), str(storage), config.record.mlflow)
     with (
         Ownership.take(folder, attempt, screen.line) as mine,
@@ -137,8 +140,8 @@ def train(
     ):
         milestones["cluster"] = time.time()
         _watch_over(config, dashboard, screen)
-        config, there, share = _proved(config, storage, screen)
-        prepared = until_end.enter_context(data_for(config, storage, screen, carried, learned, there.cpus - share.cpus))
+        config, there, share = _proved(config, storage, screen, kept)
+        prepared = until_end.enter_context(data_for(config, storage, screen, carried, kept, there.cpus - share.cpus))
         if earlier:
             # Once more, since only now it is known whether the same settings still mean the same data.
             refuse_changes(earlier, config, prepared.identity)
@@ -197,7 +200,7 @@ def _nothing_left(config: Config, storage: Folder, folder: Folder, earlier: Earl
     reached, step = (completed(earlier, config), newest_step(folder)) if earlier else (None, None)
     goes_on = f", going on from step {step}" if step and not reached else ""
     screen.line(f"run {config.run} in {storage}{goes_on}")
-    _check_settings(config, earlier)
+    _check_settings(config, storage, earlier)
     if earlier and reached:
         screen.line(_complete(folder, config, reached, earlier))
         return True
@@ -205,20 +208,24 @@ def _nothing_left(config: Config, storage: Folder, folder: Folder, earlier: Earl
     return False
 
 
-def _check_settings(config: Config, earlier: Earlier | None) -> None:
+def _check_settings(config: Config, storage: Folder, earlier: Earlier | None) -> None:
     """What can be refused before anything starts. Raises SettingError."""
     _check_metric(config)
     check_tensorboard(config.record)
     if earlier:
-        refuse_changes(earlier, config, same_data=lambda: _same_data(config, earlier))
-        if earlier.sources and config.data.sources:  # one that comes back is in no settings to compare with
-            refuse_changes(earlier, config, identity(config, build_task(config), earlier.learned))
+        refuse_changes(earlier, config, same_data=lambda: same_data(earlier, config, storage))
     elif config.model.init_from:
         _check_init(config.model.init_from, config)
 
 
-def _same_data(config: Config, earlier: Earlier) -> bool:
-    return identity(config, build_task(config), earlier.learned).goes_on(earlier.data, earlier.sources)
+def _keep_data(config: Config, storage: Folder, earlier: Earlier | None, screen: Screen) -> Kept:
+    """Returns the preparations that the run goes on with. Raises DataError, SettingError if it cannot."""
+    if not earlier:
+        return NOTHING_KEPT
+    kept = keep_preparations(earlier, config, storage, screen.line)
+    if earlier.sources and config.data.sources:  # a source that comes back is in no settings to compare with
+        refuse_changes(earlier, config, identity(config, build_task(config), kept))
+    return kept
 
 
 def _train_many(config: Config, storage: Folder, screen: Screen) -> RunSummary:
@@ -227,22 +234,30 @@ def _train_many(config: Config, storage: Folder, screen: Screen) -> RunSummary:
     return train_many(config, storage, screen, train)
 
 
-def _proved(config: Config, storage: Folder, screen: Screen) -> tuple[Config, Resources, Share]:
+def _proved(config: Config, storage: Folder, screen: Screen, kept: Kept = NOTHING_KEPT) -> tuple[Config, Resources, Share]:
     """The configuration with what was left open, and on what it will run. Raises CannotRun where a check fails."""
-    config, there, share = resources_for(config, storage, screen.line)
+    config, there, share = resources_for(config, storage, screen.line, kept)
     if there.gpu_problem and config.scaling.device == "auto":
         screen.warning(f"training on CPUs: {there.gpu_problem}")
-    refuse_failing(checks_for(config, storage, there, share), "cluster")
+    refuse_failing(checks_for(config, storage, there, share, kept), "cluster")
     return config, there, share
 
 
 def _data(prepared: Prepared, earlier: Earlier | None) -> DataOfRun:
     """What `environment.json` says of the data: what another attempt is compared with, sources that have ended with it."""
     known, stages = prepared.identity, kept_stages(prepared.folder)
-    found = DataOfRun(data=known.data) if not stages else DataOfRun(data=known.data, prepared_at=speeds(stages))
+    found = DataOfRun(data=known.data, content={**(earlier.content if earlier else {}), **_hash_content(prepared)})
+    if stages:
+        found["prepared_at"] = speeds(stages)
     if not known.sources:
         return found
     return {**found, "sources": {**(earlier.sources if earlier else {}), **known.sources}, "learned": known.learned}
+
+
+def _hash_content(prepared: Prepared) -> dict[str, str]:
+    """Hashes of the raw files by source, as far as their preparations have noted them."""
+    folders = {name: folder for name, (folder, _) in prepared.manifest.by_source(prepared.folder).items()}
+    return {name: hash_raw_files(files) for name, folder in folders.items() if (files := read_raw_files(folder))}
 
 
 def _prepare(config: Config, storage: Folder) -> int:

@@ -26,6 +26,8 @@ from raystride.pipelines.hub import is_hub_name, read_description
 from raystride.pipelines.launch.preflight import GIB, Check
 from raystride.pipelines.node_folder import node_folder
 from raystride.pipelines.plugins import Carried
+from raystride.pipelines.prepare.fingerprint import NOTHING_KEPT, Kept, identity, open_sources
+from raystride.pipelines.prepare.one_source import finished
 from raystride.pipelines.sources.source import Source
 from raystride.pipelines.tasks import build_task
 
@@ -109,8 +111,6 @@ Opened = tuple[Source, Source | None]
 
 def _sources(config: Config) -> dict[str, Opened]:
     """The sources by name, "" where there is but one. Raises DataError, SettingError."""
-    from raystride.pipelines.prepare.fingerprint import open_sources
-
     return {name: open_sources(own, build_task(own)) for name, own in config.by_source().items()}
 
 
@@ -229,17 +229,16 @@ class HostsSeen:
         return "\n".join(line.rstrip() for line in lines)
 
 
-def look_at_hosts(config: Config, storage: Folder) -> HostsSeen:
+def look_at_hosts(config: Config, storage: Folder, kept: Kept = NOTHING_KEPT) -> HostsSeen:
     """Looks at every host of the cluster that this process has joined.
 
     Raises SettingError and DataError where this process cannot read the data itself.
     """
-    from raystride.pipelines.prepare.fingerprint import identity
-    from raystride.pipelines.prepare.one_source import finished
-
     carried = Carried.here()
     carried.register()
-    sources, known = _sources(config), identity(config, build_task(config))
+    known = identity(config, build_task(config), kept)
+    unprepared = any(finished(storage / ".prepared" / known.of(name)) is None for name in config.by_source())
+    sources = _sources(config) if unprepared else {}
     # What lies on a hub each host would have to fetch before it could say anything.
     needed = any(
         opened[0].kind != "huggingface" and finished(storage / ".prepared" / known.of(name)) is None

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from raystride.pipelines.cluster.internals import in_submitted_job
-from raystride.pipelines.config import Config
+from raystride.pipelines.config import Config, Record, SettingError
 from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.files import Folder, absolute
 from raystride.pipelines.sources.registry import registered_sources
@@ -55,4 +55,39 @@ def locate(parsed: Parsed[Config]) -> tuple[Config, Folder]:
     unused = () if parsed.settings.record.mlflow else ("record.mlflow_uri",)
     config = parsed.settings.filled(optional=("data.test_source", *unused))
     storage = Folder.at(config.storage, storage_base())
-    return replace(config, storage=storage.uri, run=config.run or config.default_run(parsed.preset)), storage
+    config = replace(config, storage=storage.uri, run=config.run or config.default_run(parsed.preset))
+    return with_tracking_variables(config, storage), storage
+
+
+def with_tracking_variables(config: Config, storage: Folder) -> Config:
+    """Returns the settings with MLflow's own variables for what was not given, unless the run has begun without them.
+
+    `MLFLOW_TRACKING_URI` stands in for `record.mlflow_uri`, `MLFLOW_EXPERIMENT_NAME` for `record.experiment`. Raises
+    SettingError if their values cannot be used.
+    """
+    record = config.record
+    given = {
+        "mlflow_uri": os.environ.get("MLFLOW_TRACKING_URI") if record.mlflow_uri is None else None,
+        "experiment": os.environ.get("MLFLOW_EXPERIMENT_NAME") if record.experiment == Record.experiment else None,
+    }
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value}
+    if not (record.mlflow and changes) or (storage / str(config.run)).exists("config.yaml"):
+        return config
+    if uri := changes.get("mlflow_uri"):
+        changes["mlflow_uri"] = _tracking_uri(uri)
+    return replace(config, record=replace(record, **changes))
+
+
+def _tracking_uri(uri: str) -> str:
+    """Returns the URI of MLFLOW_TRACKING_URI with an absolute path, since other processes have other working directories."""
+    path = uri.removeprefix("sqlite:///")
+    if path != uri:
+        return f"sqlite:///{os.path.abspath(path)}"
+    if "://" not in uri:
+        raise SettingError(
+            f"MLFLOW_TRACKING_URI is {uri!r}: it must be a tracking server (http://HOST:PORT) or a database "
+            "(sqlite:////PATH/mlflow.db); unset it, or give --record.mlflow_uri",
+            setting="record.mlflow_uri",
+            value=uri,
+        )
+    return uri

@@ -24,7 +24,7 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.owner import Owned, Ownership, new_attempt
 from raystride.pipelines.launch.screen import Screen
 from raystride.pipelines.plugins import Carried
-from raystride.pipelines.prepare.fingerprint import identity
+from raystride.pipelines.prepare.fingerprint import NOTHING_KEPT, Kept, identity
 from raystride.pipelines.prepare.generations import failure, forget_failure, read_generation, tell_failure
 from raystride.pipelines.prepare.one_source import Prepared, finished
 from raystride.pipelines.prepare.prepare import prepare
@@ -38,41 +38,43 @@ OTHERS_S = 5.0
 """Between two looks at whether another process has prepared it, or has died."""
 
 
-def prepare_data(config: Config, storage: Folder, screen: Screen, learned: str = "", *, alone: bool = False) -> Prepared:
-    """Prepares the data, if it is not there yet; `learned` as in `prepare`; `alone`: when no other process does.
+def prepare_data(
+    config: Config, storage: Folder, screen: Screen, kept: Kept = NOTHING_KEPT, *, alone: bool = False
+) -> Prepared:
+    """Prepares the data, if it is not there yet; `kept` as in `prepare`; `alone`: when no other process does.
 
     Raises SettingError, DataError.
     """
     on_ray = config.launch.mode != "inline"
     if alone:
-        prepared = prepare_alone(config, storage, screen.line)
+        prepared = prepare_alone(config, storage, screen.line, kept)
     else:
-        prepared = prepare(config, storage, build_task(config), learned=learned, on_ray=on_ray, echo=screen.line)
+        prepared = prepare(config, storage, build_task(config), kept=kept, on_ray=on_ray, echo=screen.line)
     _check_samples(config, prepared)
     return prepared
 
 
 @contextmanager
 def data_for(
-    config: Config, storage: Folder, screen: Screen, carried: Carried, learned: str, cpus: float
+    config: Config, storage: Folder, screen: Screen, carried: Carried, kept: Kept, cpus: float
 ) -> Iterator[Prepared]:
     """The prepared data of a training; with `data.start_after_mib` what is ready of it, while another process goes on.
 
     That one has so many of the cluster's `cpus` at a time, one at least. Raises SettingError, DataError.
     """
-    if not config.data.start_after_mib or prepared_before(config, storage):
-        yield prepare_data(config, storage, screen, learned)
+    if not config.data.start_after_mib or prepared_before(config, storage, kept):
+        yield prepare_data(config, storage, screen, kept)
         return
-    with beside(config, storage, screen, carried, cpus) as begun:
+    with beside(config, storage, screen, carried, kept, cpus) as begun:
         prepared = begun.first()
         _check_samples(config, prepared)
         screen.line(f"data: {prepared.manifest.tokens('train'):,} tokens are prepared to begin with, the rest follows")
         yield prepared
 
 
-def prepared_before(config: Config, storage: Folder) -> bool:
+def prepared_before(config: Config, storage: Folder, kept: Kept = NOTHING_KEPT) -> bool:
     """Whether data that would be prepared beside a training is there as a whole. Raises SettingError, DataError."""
-    return config.data.start_after_mib > 0 and finished(_place(config, storage)) is not None
+    return config.data.start_after_mib > 0 and finished(_place(config, storage, kept)) is not None
 
 
 class Begun:
@@ -112,14 +114,14 @@ def _check_samples(config: Config, prepared: Prepared) -> None:
 
 
 @contextmanager
-def beside(config: Config, storage: Folder, screen: Screen, carried: Carried, cpus: float) -> Iterator[Begun]:
+def beside(config: Config, storage: Folder, screen: Screen, carried: Carried, kept: Kept, cpus: float) -> Iterator[Begun]:
     """Prepares in another process until the block ends. With Ray, this process has joined the cluster.
 
     The tasks at a time are as many as `cpus`, or workers would wait for their places until all is prepared.
     """
     from ray import cloudpickle  # what the user's script has registered lies nowhere that another process could import
 
-    folder, address = _place(config, storage), None
+    folder, address = _place(config, storage, kept), None
     if config.launch.mode != "inline":
         import ray
 
@@ -128,7 +130,7 @@ def beside(config: Config, storage: Folder, screen: Screen, carried: Carried, cp
     hear, tell = context.Pipe(duplex=False)
     forget_failure(folder)
     process = context.Process(
-        target=_prepare, args=(cloudpickle.dumps((config, storage, carried)), address, cpus, tell), daemon=True
+        target=_prepare, args=(cloudpickle.dumps((config, storage, carried, kept)), address, cpus, tell), daemon=True
     )
     process.start()
     tell.close()
@@ -142,19 +144,19 @@ def beside(config: Config, storage: Folder, screen: Screen, carried: Carried, cp
         process.join()
 
 
-def prepare_alone(config: Config, storage: Folder, echo: Callable[[str], None]) -> Prepared:
+def prepare_alone(config: Config, storage: Folder, echo: Callable[[str], None], kept: Kept = NOTHING_KEPT) -> Prepared:
     """Prepares where no other process does; waits for one that does. Raises DataError, SettingError."""
-    task, folder, said = build_task(config), _place(config, storage), False
+    task, folder, said = build_task(config), _place(config, storage, kept), False
     while finished(folder) is None:
         try:
             with Ownership.take(folder, new_attempt()):
-                return prepare(config, storage, task, on_ray=config.launch.mode != "inline", echo=echo)
+                return prepare(config, storage, task, kept=kept, on_ray=config.launch.mode != "inline", echo=echo)
         except Owned:
             if not said:
                 echo(f"data: another process prepares {folder}, and this one waits for it")
             said = True
             time.sleep(OTHERS_S)
-    return prepare(config, storage, task, on_ray=False, echo=echo)
+    return prepare(config, storage, task, kept=kept, on_ray=False, echo=echo)
 
 
 def _prepare(pickled: bytes, address: str | None, cpus: float, tell: Connection) -> None:
@@ -167,7 +169,7 @@ def _prepare(pickled: bytes, address: str | None, cpus: float, tell: Connection)
     end_with_parent()
     from ray import cloudpickle
 
-    config, storage, carried = cloudpickle.loads(pickled)
+    config, storage, carried, kept = cloudpickle.loads(pickled)
     carried.register()
     own = address and not (config.launch.address or os.environ.get("RAY_ADDRESS"))
     if address:
@@ -175,9 +177,9 @@ def _prepare(pickled: bytes, address: str | None, cpus: float, tell: Connection)
         use_at_most(cpus)
     try:
         with on_loopback() if own else nullcontext(), cluster(config.launch):
-            prepare_alone(config, storage, tell.send)
+            prepare_alone(config, storage, tell.send, kept)
     except (DataError, SettingError) as error:
-        tell_failure(_place(config, storage), str(error))
+        tell_failure(_place(config, storage, kept), str(error))
 
 
 def use_at_most(cpus: float) -> None:
@@ -187,9 +189,9 @@ def use_at_most(cpus: float) -> None:
     DataContext.get_current().execution_options.resource_limits = ExecutionResources.for_limits(cpu=max(1.0, cpus))
 
 
-def _place(config: Config, storage: Folder) -> Folder:
+def _place(config: Config, storage: Folder, kept: Kept) -> Folder:
     """The folder of the prepared data. Raises SettingError, DataError."""
-    return storage / ".prepared" / identity(config, build_task(config)).data
+    return storage / ".prepared" / identity(config, build_task(config), kept).data
 
 
 def _watch(process: BaseProcess, hear: Connection, ended: Event, folder: Folder, said: Callable[[str], None]) -> None:

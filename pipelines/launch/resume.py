@@ -1,7 +1,8 @@
 """Starting a run's name again: what may differ, what may not, and when there is nothing left to do.
 
 earlier = read_earlier(folder)                            # None for a new run
-refuse_changes(earlier, config, data_fingerprint)         # raises SettingError, showing each difference
+refuse_changes(earlier, config)                           # raises SettingError, showing each difference
+kept = keep_preparations(earlier, config, storage, log)   # its data, whatever became of the raw files
 completed(earlier, config)                                # "my-run is complete: 500 steps ..." or None
 refuse_other_bits(folder / "checkpoints", bits)           # train.exact: raises SettingError where another machine is one
 """
@@ -21,9 +22,21 @@ from raystride.pipelines.config.mixture import defines_source
 from raystride.pipelines.config.parse import from_yaml, to_yaml
 from raystride.pipelines.credentials import masked_all
 from raystride.pipelines.files import Folder, absolute
-from raystride.pipelines.prepare.fingerprint import Identity
+from raystride.pipelines.prepare.fingerprint import Identity, Kept, fingerprint_of, open_sources
+from raystride.pipelines.prepare.one_source import finished
+from raystride.pipelines.prepare.raw_files import (
+    MAX_HASHED,
+    describe_changes,
+    find_changed_files,
+    hash_raw_files,
+    list_raw_files,
+    read_raw_files,
+    with_stamps,
+)
 from raystride.pipelines.record.environment import Environment
 from raystride.pipelines.record.summary import RunSummary
+from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.tasks import Task, build_task
 from raystride.pipelines.train.names import BEFORE_PRODUCTS, MANIFEST, step_name
 
 PLACES = ("data.source", "data.validation_source", "data.target_source", "tokenizer.file")
@@ -45,6 +58,13 @@ class Earlier:
     """Fingerprints of a mixture's sources, by name; of those that have ended, too."""
     learned: str = ""
     """Fingerprint of what was learned from these together."""
+    content: Mapping[str, str] = field(default_factory=dict)
+    """Hashes of the raw files' content by the names of sources, "" for the only one; empty: of an earlier version."""
+
+    @property
+    def fingerprints(self) -> Mapping[str, str]:
+        """Fingerprints of preparations by the names of sources, "" for the only one."""
+        return self.sources or ({"": self.data} if self.data else {})
 
 
 def read_earlier(folder: Folder) -> Earlier | None:
@@ -60,7 +80,9 @@ def read_earlier(folder: Folder) -> Earlier | None:
             value=folder.name,
         ) from None
     there, summary = _json(folder, ENVIRONMENT), cast(RunSummary, _json(folder, "summary.json")) or None
-    return Earlier(config, there.get("data"), summary, there.get("sources", {}), there.get("learned", ""))
+    return Earlier(
+        config, there.get("data"), summary, there.get("sources", {}), there.get("learned", ""), there.get("content", {})
+    )
 
 
 def _json(folder: Folder, name: str) -> dict[str, Any]:
@@ -100,6 +122,82 @@ def refuse_changes(
         )
 
 
+def keep_preparations(earlier: Earlier, config: Config, storage: Folder, log: Callable[[str], None]) -> Kept:
+    """Returns the preparations with which a run goes on: all that are whole, whatever their raw files are now.
+
+    If raw files can be read and differ from those of a whole preparation, one line says so. A preparation that is not whole
+    is kept if its raw files are the same. Raises DataError if they are not, or are gone.
+    """
+    kept: dict[str, str] = {}
+    task = build_task(config)
+    for name, own in config.by_source().items():
+        before, came_back = earlier.fingerprints.get(name), name not in earlier.config.by_source()
+        if before is None or came_back or own.data.follow:
+            continue
+        folder, of = storage / ".prepared" / before, f" of data.sources.{name}" if name else ""
+        whole = finished(folder) is not None
+        try:
+            changes = _data_changes(own, task.under(own), folder, before, earlier, name, check_all=not whole)
+        except (DataError, SettingError, OSError) as error:
+            if whole:  # nothing of it is needed any more
+                kept[name] = before
+                continue
+            raise DataError(
+                f"the prepared data{of} of this run is not whole in {folder}, and its raw data cannot be read: {error}",
+                file=str(folder),
+                settings=("data.source",),
+            ) from error
+        if changes and not whole:
+            listed = "\n  ".join(changes)
+            raise DataError(
+                f"the prepared data{of} of this run is not whole in {folder}, and the raw files are not those that it was "
+                f"made from. Put these back, or start another run with --run NAME:\n  {listed}",
+                file=str(folder),
+                settings=("data.source",),
+            )
+        if changes:
+            log(
+                f"data: raw files{of} have changed since this run began ({describe_changes(changes)}); it goes on with what "
+                "was prepared then. To train on the new data, give another --run NAME"
+            )
+        kept[name] = before
+    return Kept(earlier.learned, kept)
+
+
+def same_data(earlier: Earlier, config: Config, storage: Folder) -> bool:
+    """Returns whether the places of these settings hold the data that the run was prepared from, by its content.
+
+    Raises DataError, SettingError if a place cannot be read.
+    """
+    task = build_task(config)
+    return not any(
+        _data_changes(own, task.under(own), storage / ".prepared" / before, before, earlier, name, check_all=True)
+        for name, own in config.by_source().items()
+        if (before := earlier.fingerprints.get(name)) is not None
+    )
+
+
+def _data_changes(
+    own: Config, task: Task, folder: Folder, before: str, earlier: Earlier, name: str, *, check_all: bool
+) -> list[str]:
+    """Returns how raw data differs from what the preparation `before` in `folder` was made of, a line a difference."""
+    source, validation = open_sources(own, task)
+    if fingerprint_of(own, task, source, validation, earlier.learned) == before:
+        return []
+    changes = find_changed_files(folder, source, validation, max_hashed=MAX_HASHED if check_all else 256)
+    if changes is None and earlier.content.get(name) == hash_raw_files(list_raw_files(source, validation)):
+        return []
+    if changes is None:
+        return ["files, or their time stamps: the preparation is gone, or of a version that did not note their content"]
+    if changes:
+        return changes
+    known = {file.key: file.stamp for file in read_raw_files(folder) or ()}
+    source, validation = with_stamps(source, validation, known)
+    if fingerprint_of(own, task, source, validation, earlier.learned) != before:
+        return ["code of data.steps or of a plug-in that reads the data"]
+    return []
+
+
 def _names_place(key: str) -> bool:
     """Whether a setting's value names a place where data lies, for a source of a mixture as well."""
     last = key.rpartition(".")[2] if defines_source(key) else ""
@@ -119,11 +217,10 @@ def completed(earlier: Earlier, config: Config) -> str | None:
     summary, train, then = earlier.summary, config.train, earlier.config.train
     if not summary or summary.get("status") != "finished" or not summary.get("complete"):
         return None
-    reached = f"{summary['steps']:,} steps"
-    if train.steps:
-        over = (summary["steps"] or 0) >= train.steps or (train.epochs and train.epochs <= then.epochs)
-    else:
-        over = bool(train.epochs) and train.epochs <= then.epochs
+    steps, reached = summary["steps"] or 0, f"{summary['steps']:,} steps"
+    # A run with both ends by whichever comes first; if its steps ended it, its epochs may not be over.
+    ended_by_steps = 0 < then.steps <= steps
+    over = 0 < train.steps <= steps or (not ended_by_steps and 0 < train.epochs <= then.epochs)
     if summary.get("ending") == "stopped_early":
         over = config.validation == earlier.config.validation
         reached += ", stopped early"

@@ -26,7 +26,7 @@ from raystride.pipelines.launch.resume import read_earlier
 from raystride.pipelines.record.journal import join, stream_entries
 from raystride.pipelines.record.links import UI_PORT, comparison_link, on_a_server, runs_link
 from raystride.pipelines.record.mlflow_follower import Follower
-from raystride.pipelines.record.mlflow_log import MLFLOW_REFERENCE, MlflowLog
+from raystride.pipelines.record.mlflow_log import MLFLOW_REFERENCE, MlflowLog, stored_uri
 from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.report import closing_screen, gather_figures, text_curve
 from raystride.pipelines.report.closing import figures
@@ -166,7 +166,7 @@ def replay_run(storage: Folder, given: argparse.Namespace) -> int:
         raise Refused(f"{run.name} is running, and replays by itself as soon as MLflow answers")
     earlier = read_earlier(run.folder)
     asked = earlier.config.record if earlier else Record()  # where a server has never answered, there is no reference to it
-    uri = given.mlflow_uri or run.reference.get("uri") or asked.mlflow_uri
+    uri = given.mlflow_uri or stored_uri(run.reference) or asked.mlflow_uri
     settings = Record(mlflow_uri=uri, experiment=given.experiment or asked.experiment)
     log = MlflowLog.at(run.folder, run.name, settings, storage)
     if log is None:

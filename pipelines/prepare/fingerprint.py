@@ -63,18 +63,34 @@ class Identity:
         return all(sources.get(name, each) == each for name, each in self.sources.items())
 
 
-def identity(config: Config, task: Task, learned: str = "") -> Identity:
-    """What these settings' data is; `learned` is what the mixture of a resumed run has learned. Raises DataError,
-    SettingError."""
+@dataclass(frozen=True)
+class Kept:
+    """Preparations that a run has used before and goes on with, whatever became of the raw files."""
+
+    learned: str = ""
+    """`Identity.learned` of the run's mixture."""
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    """Fingerprints of preparations by the names of their sources; "" names the only source."""
+
+
+NOTHING_KEPT = Kept()
+
+
+def identity(config: Config, task: Task, kept: Kept = NOTHING_KEPT) -> Identity:
+    """Returns the fingerprints of these settings' data; sources whose preparation is kept are not opened.
+
+    Raises DataError, SettingError.
+    """
     if not config.data.sources:
-        return Identity(fingerprint_of(config, task, *open_sources(config, task)))
-    configs = config.by_source()
+        return Identity(kept.fingerprints.get("") or fingerprint_of(config, task, *open_sources(config, task)))
+    configs, learned = config.by_source(), kept.learned
     if not learned and (task.surveyed or (task.tokenizers and config.tokenizer.kind in TRAINED)):
-        kept = _tokenizer(config.tokenizer) if task.tokenizers else None
+        tokenizer = _tokenizer(config.tokenizer) if task.tokenizers else None
         each = [fingerprint(own, task.under(own)) for own in learning_sources(config).values()]
-        learned = _digest({"format": FORMAT, "learned": sorted(each), "tokenizer": kept})
+        learned = _digest({"format": FORMAT, "learned": sorted(each), "tokenizer": tokenizer})
     sources = {
-        name: fingerprint_of(own, task.under(own), *open_sources(own, task.under(own)), learned)
+        name: kept.fingerprints.get(name)
+        or fingerprint_of(own, task.under(own), *open_sources(own, task.under(own)), learned)
         for name, own in configs.items()
     }
     return Identity(_digest({"format": FORMAT, "sources": sources}), sources, learned)

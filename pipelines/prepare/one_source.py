@@ -26,6 +26,7 @@ from raystride.pipelines.prepare.manifest import FILE, Manifest, Shard, Shards
 from raystride.pipelines.prepare.near_duplicates import FOUND, SIGNATURES, find_duplicates
 from raystride.pipelines.prepare.parts import divide
 from raystride.pipelines.prepare.progress import Meter, shown
+from raystride.pipelines.prepare.raw_files import write_raw_files
 from raystride.pipelines.prepare.shards import same_file
 from raystride.pipelines.prepare.stage_speed import SPEED_FILE, kept_stages, speeds, summed
 from raystride.pipelines.prepare.stages import SPLITS, Preparation, id_type, read_part, tokenise, write_part
@@ -56,27 +57,39 @@ class Prepared:
 
 
 def prepare_source(
-    config: Config, storage: Folder, task: Task, *, learned: Learned | None = None, on_ray: bool = True, echo: Echo = print
+    config: Config,
+    storage: Folder,
+    task: Task,
+    *,
+    learned: Learned | None = None,
+    fingerprint: str | None = None,
+    on_ray: bool = True,
+    echo: Echo = print,
 ) -> Prepared:
     """Prepares `config.data` under `storage`, or finds it prepared. With `on_ray`, ray.init was called before.
 
-    `learned` is what was learned from several sources together, of which this is one. With `data.start_after_mib`, others
+    `learned` is what was learned from several sources together, of which this is one. With `fingerprint` the preparation is
+    known: if it is whole, the source is not opened. With `data.start_after_mib`, others
     train on what is ready while it goes on (`prepare.generations`). Raises DataError where the data cannot be used and
     SettingError where the tokenizer's settings cannot.
     """
-    source, validation = open_sources(config, task)
-    digest = fingerprint_of(config, task, source, validation, learned.digest if learned else "")
-    folder = storage / ".prepared" / digest
+    opened = None
+    if fingerprint is None:
+        opened = open_sources(config, task)
+        fingerprint = fingerprint_of(config, task, *opened, learned.digest if learned else "")
+    folder = storage / ".prepared" / fingerprint
     if (manifest := finished(folder)) is not None:
         echo(f"data: {_counts(manifest, task)}, prepared before ({folder})")
         return Prepared(folder, manifest, reused=True)
+    source, validation = opened or open_sources(config, task)
     look_at(config, source, validation)
+    write_raw_files(folder, source, validation)
     if on_ray:
         _say_if_full(echo)
     started = time.time()
     parts = divide(source, validation, config.data)
     job = job_of(config, folder, Divided(source, validation, parts), task, learned, on_ray, echo)
-    describe = partial(manifest_of, config, digest, source, job.task)
+    describe = partial(manifest_of, config, fingerprint, source, job.task)
     publisher = publisher_of(config, job, describe) if config.data.start_after_mib else None
     with publisher.publishing(parts) if publisher else nullcontext():
         records = run(job, parts, on_ray, echo)

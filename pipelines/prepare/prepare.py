@@ -13,7 +13,7 @@ from dataclasses import replace
 from raystride.pipelines.config import Config
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.cleaning import cleaning_of
-from raystride.pipelines.prepare.fingerprint import Identity, identity, learning_sources, open_sources
+from raystride.pipelines.prepare.fingerprint import NOTHING_KEPT, Identity, Kept, identity, learning_sources, open_sources
 from raystride.pipelines.prepare.following import follow_source
 from raystride.pipelines.prepare.learning import Echo, Learned, Studied, learn
 from raystride.pipelines.prepare.manifest import Manifest, Shards
@@ -26,51 +26,71 @@ from raystride.pipelines.tasks.task import Task
 
 
 def prepare(
-    config: Config, storage: Folder, task: Task, *, learned: str = "", on_ray: bool = True, echo: Echo = print
+    config: Config, storage: Folder, task: Task, *, kept: Kept = NOTHING_KEPT, on_ray: bool = True, echo: Echo = print
 ) -> Prepared:
     """Prepares `config.data` under `storage`, or finds it prepared. With `on_ray`, ray.init was called before.
 
     With `data.follow` it never returns.
-    `learned`: what a resumed run has learned from the sources that its mixture had (`Identity.learned`). Raises DataError
-    where the data cannot be used and SettingError where the tokenizer's settings cannot.
+    `kept` names the preparations of a resumed run (`keep_preparations`). Raises DataError if the data cannot be used and
+    SettingError if the tokenizer's settings cannot.
     """
     if config.data.follow:
         follow_source(config, storage, task, on_ray=on_ray, echo=echo)
     if not config.data.sources:
-        return prepare_source(config, storage, task, on_ray=on_ray, echo=echo)
-    known = identity(config, task, learned)
-    found = _learned(config, storage, task, known, bool(learned), on_ray, echo)
-    prepared = {
-        name: prepare_source(own, storage, task.under(own), learned=found, on_ray=on_ray, echo=_naming(name, echo))
-        for name, own in config.by_source().items()
-    }
+        fingerprint = kept.fingerprints.get("")
+        return prepare_source(config, storage, task, fingerprint=fingerprint, on_ray=on_ray, echo=echo)
+    known = identity(config, task, kept)
+    prepared = _prepare_mixture(config, storage, task, known, kept, on_ray, echo)
     folder = storage / ".prepared" / known.data
     if (manifest := finished(folder)) is None:
         manifest = _commit(folder, known, prepared, task)
     return Prepared(folder, manifest, all(each.reused for each in prepared.values()), known.learned)
 
 
-def check_data(config: Config, storage: Folder, task: Task, learned: str = "") -> None:
-    """Looks at data that is not prepared yet, before anything that takes long; `learned` as in `prepare`.
+def _prepare_mixture(
+    config: Config, storage: Folder, task: Task, known: Identity, kept: Kept, on_ray: bool, echo: Echo
+) -> dict[str, Prepared]:
+    configs = config.by_source()
+    # What was learned together is needed to prepare a source, and not to use one that is prepared.
+    all_whole = all(finished(storage / ".prepared" / known.of(name)) for name in configs)
+    found = None if all_whole else _learned(config, storage, task, known, kept, on_ray, echo)
+    return {
+        name: prepare_source(
+            own,
+            storage,
+            task.under(own),
+            learned=found,
+            fingerprint=known.of(name),
+            on_ray=on_ray,
+            echo=_naming(name, echo),
+        )
+        for name, own in configs.items()
+    }
+
+
+def check_data(config: Config, storage: Folder, task: Task, kept: Kept = NOTHING_KEPT) -> None:
+    """Checks data that is not prepared yet, before anything that takes long; `kept` as in `prepare`.
 
     Raises DataError, SettingError.
     """
-    known = identity(config, task, learned)
+    known = identity(config, task, kept)
     for name, own in config.by_source().items():
         if finished(storage / ".prepared" / known.of(name)) is None:
             look_at(own, *open_sources(own, task.under(own)))
 
 
 def _learned(
-    config: Config, storage: Folder, task: Task, known: Identity, given: bool, on_ray: bool, echo: Echo
+    config: Config, storage: Folder, task: Task, known: Identity, kept: Kept, on_ray: bool, echo: Echo
 ) -> Learned | None:
     """What the sources need in common, learned from them unless it was before; None where they need nothing."""
     if not known.learned:
         return None
     folder = storage / ".prepared" / known.learned
-    if given and not folder.exists():
+    if kept.learned and not folder.exists():
         message = f"{folder}, with what this run has learned from its sources, is gone: start another with --run NAME"
         raise DataError(message, file=str(folder))
+    if kept.learned:
+        return Learned(folder, known.learned)
     studied = []
     for own in learning_sources(config).values():
         source, validation = open_sources(own, task.under(own))

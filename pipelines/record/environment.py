@@ -77,6 +77,8 @@ class DataOfRun(TypedDict):
     """How fast the stages of its preparation went, in words."""
     sources: NotRequired[dict[str, str]]
     learned: NotRequired[str]
+    content: NotRequired[dict[str, str]]
+    """Hashes of the raw files' content by the names of sources, "" for the only one."""
 
 
 class RunEnvironment(Environment, DataOfRun):

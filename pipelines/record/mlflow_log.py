@@ -12,13 +12,15 @@ import logging
 import os
 import re
 import secrets
+import sqlite3
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raystride.pipelines.config import SettingError
 from raystride.pipelines.config.run import Record
 from raystride.pipelines.credentials import public
 from raystride.pipelines.files import Folder
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from mlflow.entities import Metric, Run
 
 MLFLOW_REFERENCE = "mlflow.json"
+OWN_DATABASE, DATABASE_FILE, ARTIFACT_FOLDER = "storage:", "mlflow.db", "mlartifacts"
+"""The `uri` in `mlflow.json` of a run in the database beside the runs, wherever the storage lies; the names of that database
+and of the folder of its artifacts."""
 ARTIFACTS = ("config.yaml", "environment.json", "summary.json", "curve.png", "report.html", "sample.txt", "log.txt")
 """Files of a run's folder that are logged at its end, where they are there."""
 METRICS_A_CALL = 1000  # MLflow's own limits: metrics, parameters and tags of one call, and the length of their texts
@@ -41,6 +46,16 @@ LONGEST_PARAMETER = 6000
 LONGEST_TAG = 5000
 LONGEST_NAME = 250
 SCHEMA_TIMEOUT_S = 120.0
+MAX_DATABASE_BYTES = 500
+"""SQLite opens paths of at most 512 bytes, and adds endings of its own."""
+ARTIFACT_COLUMNS = (
+    ("experiments", "artifact_location"),
+    ("runs", "artifact_uri"),
+    ("logged_models", "artifact_location"),
+    ("model_versions", "source"),
+    ("model_versions", "storage_location"),
+)
+"""Tables and columns in which MLflow 3 keeps places of artifacts."""
 RUN_TAG = "raystride.opening"
 # Ours is the pause and the next try: MLflow's own would hold the thread for minutes while a server is away.
 ENVIRONMENT = {
@@ -58,11 +73,14 @@ class MlflowLog:
         self._folder, self._run, self.uri = folder, run, uri
         self._experiment = settings.experiment
         self._client: MlflowClient | None = None
+        # Not by its path: a storage may be copied or moved with its database.
+        own = folder.parent.local and uri == database(folder.parent)
+        self._stored_uri = OWN_DATABASE if own else public(uri)
         self.reference: dict[str, Any] = {"logged": {}}
         try:
             kept = folder.read_json(MLFLOW_REFERENCE)
-            if kept.get("uri") == public(uri):
-                self.reference = kept
+            if (stored_uri(kept) or OWN_DATABASE) == self._stored_uri:
+                self.reference = kept | {"uri": self._stored_uri}
         except (FileNotFoundError, ValueError):
             pass
 
@@ -70,10 +88,18 @@ class MlflowLog:
     def at(cls, folder: Folder, run: str, settings: Record, storage: Folder) -> "MlflowLog | None":
         """The log of a run, or None where MLflow is off: switched off, or no URI and a storage that holds no database.
 
-        Raises SettingError where the URI was written down without its password, and nothing gives it.
+        Raises SettingError if the URI was written down without its password and nothing gives it, or if the storage's path
+        is too long for a database.
         """
         uri = settings.filled().mlflow_uri if settings.mlflow else None
         uri = uri or (database(storage) if storage.local else None)
+        if uri and storage.local and len(os.fsencode(uri)) > MAX_DATABASE_BYTES and uri == database(storage):
+            raise SettingError(
+                f"storage is {str(storage)!r}: its path is too long for MLflow (at most {MAX_DATABASE_BYTES} bytes): "
+                "give a shorter --storage, a tracking server with --record.mlflow_uri, or --record.mlflow false",
+                setting="storage",
+                value=str(storage),
+            )
         if uri and uri.startswith("sqlite:///") and not uri.startswith("sqlite:////") and storage.local:
             # Against the storage, since the recorder's working directory under Ray is one that nobody has chosen.
             uri = f"sqlite:///{storage.local}/{uri.removeprefix('sqlite:///')}"
@@ -148,6 +174,8 @@ class MlflowLog:
 
         with schema_lock(self.uri):
             client = MlflowClient(self.uri)
+            if self._stored_uri == OWN_DATABASE:
+                relocate_artifacts(self.uri)
             run = self._find_run(client) or self._make_run(client)
         self.reference |= {"run_id": run.info.run_id, "experiment_id": run.info.experiment_id}
         self._keep_mark()
@@ -165,6 +193,8 @@ class MlflowLog:
         if "run_id" in self.reference:
             try:
                 run = client.get_run(self.reference["run_id"])
+                _restore_experiment(client, run.info.experiment_id)  # its runs come back with it
+                run = client.get_run(run.info.run_id)
             except MlflowException as error:
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                     raise
@@ -174,6 +204,7 @@ class MlflowLog:
             return run
         if "experiment_id" not in self.reference:
             return None
+        _restore_experiment(client, self.reference["experiment_id"])
         found = client.search_runs(
             [self.reference["experiment_id"]], f"tags.`{RUN_TAG}` = '{self.reference['token']}'", max_results=1
         )
@@ -182,7 +213,12 @@ class MlflowLog:
     def _make_run(self, client: "MlflowClient") -> "Run":
         experiment = self._experiment_id(client)
         # Noted before the run is made, so that a crash between the two leaves no second run.
-        self.reference = {"token": secrets.token_hex(16), "uri": public(self.uri), "experiment_id": experiment, "logged": {}}
+        self.reference = {
+            "token": secrets.token_hex(16),
+            "uri": self._stored_uri,
+            "experiment_id": experiment,
+            "logged": {},
+        }
         self._keep_mark()
         client.set_experiment_tag(experiment, VIEW_TAG, view())
         start = round(self._began() * 1000)
@@ -204,8 +240,7 @@ class MlflowLog:
                 if error.error_code != "RESOURCE_ALREADY_EXISTS":  # another run of ours was faster
                     raise
             return self._experiment_id(client)
-        if found.lifecycle_stage == "deleted":
-            client.restore_experiment(found.experiment_id)
+        _restore_experiment(client, found.experiment_id)
         return str(found.experiment_id)
 
     def _log_parameters(self, parameters: Mapping[str, object]) -> dict[str, str]:
@@ -280,12 +315,57 @@ def load_mlflow() -> None:
 
 def database(storage: Folder) -> str:
     """The URI of the database beside the runs of a local storage."""
-    return f"sqlite:///{storage.local}/mlflow.db"
+    return f"sqlite:///{storage.local}/{DATABASE_FILE}"
+
+
+def stored_uri(reference: Mapping[str, Any]) -> str | None:
+    """Returns the tracking URI that a reference names; None for the database of the storage that its run lies in.
+
+    Earlier versions wrote the path of that database, which is another one if the storage was copied.
+    """
+    uri = reference.get("uri")
+    own = uri is None or uri == OWN_DATABASE or (uri.startswith("sqlite:///") and Path(uri).name == DATABASE_FILE)
+    return None if own else uri
 
 
 def artifact_place(uri: str) -> str | None:
     """Where a database's experiments keep artifacts: `mlartifacts` beside it; None for a server, which has its own place."""
-    return str(Path(uri.removeprefix("sqlite:///")).parent / "mlartifacts") if uri.startswith("sqlite:///") else None
+    return str(Path(uri.removeprefix("sqlite:///")).parent / ARTIFACT_FOLDER) if uri.startswith("sqlite:///") else None
+
+
+def relocate_artifacts(uri: str) -> None:
+    """Has the rows of a storage's own database name the artifacts beside it, if it was copied or moved with them.
+
+    MLflow keeps absolute places of artifacts in experiments, runs and logged models. Call it under `schema_lock`.
+    """
+    place, path = artifact_place(uri), Path(uri.removeprefix("sqlite:///"))
+    assert place is not None
+    if not path.exists():
+        return
+    with closing(sqlite3.connect(path, timeout=SCHEMA_TIMEOUT_S)) as connection, connection:
+        tables = {name for (name,) in connection.execute("select name from sqlite_master where type = 'table'")}
+        columns = [(table, column) for table, column in ARTIFACT_COLUMNS if table in tables]
+        for table, column in columns:
+            found_places = f"select distinct {column} from {table} where {column} is not null"  # noqa: S608, constants
+            for (old,) in connection.execute(found_places).fetchall():
+                base, found, rest = old.rpartition(f"/{ARTIFACT_FOLDER}")
+                before = f"{base}{found}".removeprefix("file://")
+                if not found or rest[:1] not in ("", "/") or before == place or _is_same_folder(before, place):
+                    continue
+                update = f"update {table} set {column} = ? where {column} = ?"  # noqa: S608, constants
+                connection.execute(update, (f"{place}{rest}", old))
+
+
+def _is_same_folder(first: str, second: str) -> bool:
+    try:
+        return os.path.samefile(first, second)
+    except OSError:
+        return False
+
+
+def _restore_experiment(client: "MlflowClient", experiment: str) -> None:
+    if client.get_experiment(experiment).lifecycle_stage == "deleted":
+        client.restore_experiment(experiment)
 
 
 def metric_name(key: str) -> str:

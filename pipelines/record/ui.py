@@ -8,6 +8,7 @@ raystride ui --storage runs --port 5000
 import argparse
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,10 +18,19 @@ import urllib.request
 
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record.links import UI_PORT, run_link, runs_link
-from raystride.pipelines.record.mlflow_log import ENVIRONMENT, MLFLOW_REFERENCE, artifact_place, database
+from raystride.pipelines.record.mlflow_log import (
+    ENVIRONMENT,
+    MLFLOW_REFERENCE,
+    artifact_place,
+    database,
+    relocate_artifacts,
+    schema_lock,
+)
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Opens addresses on loopback without the proxies of the environment, which could not reach them."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,12 +46,21 @@ def main(arguments: list[str] | None = None) -> int:
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
+    with schema_lock(database(storage)):
+        relocate_artifacts(database(storage))
+    if is_listening(given.port):
+        print(f"--port is {given.port}: another program listens there; give another --port", file=sys.stderr)
+        return 1
     server = start_server(database(storage), given.port)
     try:
         if not await_server(server, given.port, ended):
             if ended.is_set():
                 return 0
-            print(f"MLflow did not start on port {given.port}; is the port taken? Try another --port", file=sys.stderr)
+            code = server.poll()
+            how = f"ended with code {code}" if code is not None else f"gave no answer within {START_TIMEOUT_S:.0f} s"
+            print(
+                f"MLflow's server on port {given.port} {how}; `mlflow server --port {given.port}` says more", file=sys.stderr
+            )
             return 1
         print(newest_run(storage, given.port), flush=True)
         while not ended.wait(0.5):
@@ -74,12 +93,18 @@ def start_server(uri: str, port: int) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(command, env=environment, start_new_session=True, stdout=quiet, stderr=quiet)
 
 
+def is_listening(port: int) -> bool:
+    """Returns whether a program listens on a port of loopback."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def await_server(server: "subprocess.Popen[bytes]", port: int, ended: threading.Event) -> bool:
     """Waits until the server answers; False where it died, took too long or `ended` was set."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and server.poll() is None and not ended.wait(0.25):
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
+            with DIRECT.open(f"http://127.0.0.1:{port}/health", timeout=2):
                 # Whatever answers may be another program on that port, on which ours has just died.
                 return not ended.wait(0.25) and server.poll() is None
         except (urllib.error.URLError, OSError):

@@ -159,6 +159,15 @@ def test_epochs_end_a_run_as_well() -> None:
     assert completed(_earlier(), once) is None
 
 
+def test_a_run_that_its_steps_ended_within_its_epochs_can_go_on() -> None:
+    both = _train(steps=6, epochs=3.0)
+    assert completed(_earlier(both), both) == "6 steps"
+    assert completed(_earlier(both), _train(steps=100, epochs=3.0)) is None
+    assert completed(_earlier(both), _train(steps=0, epochs=3.0)) is None
+    more = _train(steps=7, epochs=3.0)  # its epochs ended it, after 6 of 7 steps
+    assert completed(_earlier(more), _train(steps=100, epochs=3.0)) == "6 steps"
+
+
 def test_a_run_whose_patience_ended_goes_on_under_another_validation() -> None:
     early = {"ending": "stopped_early"}
     assert completed(_earlier(**early), _train(steps=1000)) == "6 steps, stopped early"

@@ -1,0 +1,197 @@
+"""A run that goes on with the data it began with, whatever became of the raw files: touched, copied, changed or gone."""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raystride.pipelines.config import Checkpoint, Config, Data, Launch, Model, Tokenizer, Train, Validation
+from raystride.pipelines.files import Folder
+from raystride.pipelines.launch.driver import train
+from raystride.pipelines.launch.resume import keep_preparations, read_earlier
+from raystride.pipelines.launch.screen import Quiet
+from raystride.pipelines.sources.faults import DataError
+from tests.errors import refused
+from tests.tiny import tiny, write_text
+
+
+class Lines(Quiet):
+    """Keeps what a screen would show."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def line(self, text: str) -> None:
+        """Keeps lines of standard output."""
+        self.lines.append(text)
+
+    def saying(self, word: str) -> list[str]:
+        """Returns the lines with a word."""
+        return [line for line in self.lines if word in line]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text and with the storage of a run that was trained on it for four steps."""
+    place = tmp_path_factory.mktemp("trained")
+    write_text(place)
+    config = _settings(place)
+    train(config, Folder(config.storage), Quiet())
+    return place
+
+
+def _settings(place: Path) -> Config:
+    return tiny(
+        place / "text.txt",
+        storage=str(place / "runs"),
+        run="r",
+        model=Model(layers=1, heads=2, width=8, context=16),
+        train=Train(steps=4, slots=1, slot_size=2, log_every=2),
+        validation=Validation(every=0, samples=2),
+        checkpoint=Checkpoint(every=2),
+        launch=Launch(mode="inline"),
+    )
+
+
+@pytest.fixture
+def config(trained: Path, tmp_path: Path) -> Config:
+    """The settings of that run in a copy of the folder, as if it had been trained there."""
+    place = tmp_path / "here"
+    shutil.copytree(trained, place)
+    stored = place / "runs" / "r" / "config.yaml"
+    stored.write_text(stored.read_text().replace(str(trained), str(place)))
+    return _settings(place)
+
+
+@pytest.fixture
+def folder(config: Config) -> Folder:
+    """The folder of the run."""
+    return Folder(config.storage) / "r"
+
+
+def _go_on(config: Config, steps: int = 6) -> tuple[dict[str, Any], Lines]:
+    screen = Lines()
+    more = replace(config, train=replace(config.train, steps=steps))
+    return dict(train(more, Folder(config.storage), screen)), screen
+
+
+def _touch(text: Path) -> None:
+    os.utime(text, (1, 1))
+
+
+def _copy(text: Path) -> None:
+    content = text.read_bytes()
+    text.unlink()
+    text.write_bytes(content)
+
+
+@pytest.mark.parametrize("became", [_touch, _copy, Path.unlink], ids=["touched", "copied", "gone"])
+def test_raw_files_that_hold_the_same_or_are_gone_change_nothing(
+    folder: Folder, config: Config, became: Callable[[Path], None]
+) -> None:
+    became(Path(config.data.source))
+    summary, screen = _go_on(config)
+    assert (summary["steps"], summary["resumed_from"]) == (6, 4)
+    assert screen.saying("prepared before")
+    assert not screen.saying("have changed")
+    assert len((Folder(config.storage) / ".prepared").names()) == 1
+
+
+def test_a_line_says_which_raw_files_have_changed(folder: Folder, config: Config) -> None:
+    with Path(config.data.source).open("a") as stream:
+        stream.write("one more line\n")
+    summary, screen = _go_on(config)
+    assert summary["steps"] == 6
+    (line,) = screen.saying("have changed")
+    assert "text.txt: " in line
+    assert "--run NAME" in line
+
+
+def test_the_data_may_lie_elsewhere_under_a_place_that_is_given_anew(folder: Folder, config: Config, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    shutil.copyfile(config.data.source, moved / "text.txt")
+    Path(config.data.source).unlink()
+    there = replace(config, data=replace(config.data, source=str(moved / "text.txt")))
+    summary, _ = _go_on(there)
+    assert summary["steps"] == 6
+    other = tmp_path / "other.txt"
+    other.write_text("something else\n" * 2000)
+    with refused("data.source", str(other)):
+        _go_on(replace(config, data=replace(config.data, source=str(other))), steps=8)
+
+
+def test_without_its_preparation_the_run_prepares_the_same_content_again(folder: Folder, config: Config) -> None:
+    (Folder(config.storage) / ".prepared").remove()
+    _copy(Path(config.data.source))
+    _touch(Path(config.data.source))
+    before = folder.read_json("environment.json")["data"]
+    summary, _ = _go_on(config)
+    assert summary["steps"] == 6
+    assert folder.read_json("environment.json")["data"] == before
+    assert (Folder(config.storage) / ".prepared").names() == [before]
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_without_its_preparation_other_content_is_refused(folder: Folder, config: Config, gone: bool) -> None:
+    (Folder(config.storage) / ".prepared").remove()
+    text = Path(config.data.source)
+    if gone:
+        text.unlink()
+    else:
+        text.write_text("something else\n" * 2000)
+    with pytest.raises(DataError) as raised:
+        _go_on(config)
+    assert raised.value.file.endswith(folder.read_json("environment.json")["data"])
+    assert "not whole" in str(raised.value)
+    assert ("--run NAME" in str(raised.value)) != gone
+
+
+def test_half_a_preparation_is_compared_by_file(folder: Folder, config: Config) -> None:
+    prepared = Folder(config.storage) / ".prepared" / folder.read_json("environment.json")["data"]
+    prepared.remove("manifest.json")
+    _touch(Path(config.data.source))
+    assert _go_on(config)[0]["steps"] == 6
+    prepared.remove("manifest.json")
+    with Path(config.data.source).open("a") as stream:
+        stream.write("x")
+    with pytest.raises(DataError, match=r"text\.txt: [\d,]+ bytes before, [\d,]+ now"):
+        _go_on(config, 8)
+
+
+def test_a_mixture_keeps_the_sources_that_it_had(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        write_text(tmp_path / name)
+    places = {name: str(tmp_path / name / "text.txt") for name in ("a", "b", "c")}
+
+    def settings(*names: str, steps: int) -> Config:
+        sources = {name: {"source": places[name], "weight": 1.0} for name in names}
+        return tiny(
+            tmp_path / "unused",
+            storage=str(tmp_path / "runs"),
+            run="mixed",
+            data=Data(sources=sources, kind="text", validation="tail", validation_fraction=0.1),
+            tokenizer=Tokenizer(kind="bpe", vocabulary_size=300),
+            model=Model(layers=1, heads=2, width=8, context=16),
+            train=Train(steps=steps, slots=1, slot_size=2, log_every=2),
+            validation=Validation(every=0, samples=2),
+            launch=Launch(mode="inline"),
+        )
+
+    storage = Folder(str(tmp_path / "runs"))
+    train(settings("a", "b", steps=2), storage, Quiet())
+    Path(places["a"]).unlink()
+    _touch(Path(places["b"]))
+    screen = Lines()
+    assert train(settings("a", "b", steps=4), storage, screen)["steps"] == 4
+    assert train(settings("a", "b", "c", steps=6), storage, screen)["steps"] == 6
+    assert not screen.saying("have changed")
+    earlier = read_earlier(storage / "mixed")
+    assert earlier
+    kept = keep_preparations(earlier, settings("a", "c", steps=8), storage, screen.line)
+    assert set(kept.fingerprints) == {"a", "c"}
