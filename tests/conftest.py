@@ -50,6 +50,10 @@ os.environ.setdefault("RAYSTRIDE_SEED", str(date.today().toordinal()))
 _KIND = os.environ.get("ATEN_CPU_CAPABILITY", "own")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-tests-{os.getuid()}-{_KIND}")
 
+# A developer's own tracking server must not hear of the tests.
+for _name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
+    os.environ.pop(_name, None)
+
 settings.register_profile("raystride", deadline=None, max_examples=50)
 settings.load_profile("raystride")
 

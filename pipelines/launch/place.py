@@ -13,6 +13,7 @@ from raystride.pipelines.cluster.internals import in_submitted_job
 from raystride.pipelines.config import Config, Record, SettingError
 from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.files import Folder, absolute
+from raystride.pipelines.record.mlflow_log import MAX_DATABASE_BYTES, database
 from raystride.pipelines.sources.registry import registered_sources
 
 
@@ -56,7 +57,21 @@ def locate(parsed: Parsed[Config]) -> tuple[Config, Folder]:
     config = parsed.settings.filled(optional=("data.test_source", *unused))
     storage = Folder.at(config.storage, storage_base())
     config = replace(config, storage=storage.uri, run=config.run or config.default_run(parsed.preset))
-    return with_tracking_variables(config, storage), storage
+    config = with_tracking_variables(config, storage)
+    _check_database(config, storage)
+    return config, storage
+
+
+def _check_database(config: Config, storage: Folder) -> None:
+    """Raises SettingError if MLflow's database is to lie in a storage whose path is too long for it."""
+    own = config.record.mlflow and not config.record.mlflow_uri and storage.local
+    if own and len(os.fsencode(database(storage))) > MAX_DATABASE_BYTES:
+        raise SettingError(
+            f"storage is {storage.uri!r}: its path is too long for MLflow's database, at most {MAX_DATABASE_BYTES} bytes: "
+            "give a shorter --storage, a tracking server with --record.mlflow_uri, or --record.mlflow false",
+            setting="storage",
+            value=storage.uri,
+        )
 
 
 def with_tracking_variables(config: Config, storage: Folder) -> Config:

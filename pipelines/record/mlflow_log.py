@@ -20,7 +20,6 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raystride.pipelines.config import SettingError
 from raystride.pipelines.config.run import Record
 from raystride.pipelines.credentials import public
 from raystride.pipelines.files import Folder
@@ -88,18 +87,10 @@ class MlflowLog:
     def at(cls, folder: Folder, run: str, settings: Record, storage: Folder) -> "MlflowLog | None":
         """The log of a run, or None where MLflow is off: switched off, or no URI and a storage that holds no database.
 
-        Raises SettingError if the URI was written down without its password and nothing gives it, or if the storage's path
-        is too long for a database.
+        Raises SettingError if the URI was written down without its password and nothing gives it.
         """
         uri = settings.filled().mlflow_uri if settings.mlflow else None
         uri = uri or (database(storage) if storage.local else None)
-        if uri and storage.local and len(os.fsencode(uri)) > MAX_DATABASE_BYTES and uri == database(storage):
-            raise SettingError(
-                f"storage is {str(storage)!r}: its path is too long for MLflow (at most {MAX_DATABASE_BYTES} bytes): "
-                "give a shorter --storage, a tracking server with --record.mlflow_uri, or --record.mlflow false",
-                setting="storage",
-                value=str(storage),
-            )
         if uri and uri.startswith("sqlite:///") and not uri.startswith("sqlite:////") and storage.local:
             # Against the storage, since the recorder's working directory under Ray is one that nobody has chosen.
             uri = f"sqlite:///{storage.local}/{uri.removeprefix('sqlite:///')}"
@@ -177,6 +168,7 @@ class MlflowLog:
             if self._stored_uri == OWN_DATABASE:
                 relocate_artifacts(self.uri)
             run = self._find_run(client) or self._make_run(client)
+        _forget_artifact_place(run.info.run_id)
         self.reference |= {"run_id": run.info.run_id, "experiment_id": run.info.experiment_id}
         self._keep_mark()
         # The attempt before may have ended it.
@@ -361,6 +353,13 @@ def _is_same_folder(first: str, second: str) -> bool:
         return os.path.samefile(first, second)
     except OSError:
         return False
+
+
+def _forget_artifact_place(run_id: str) -> None:
+    """Has MLflow look up the place of the run's artifacts again: this process may know that of another copy of the storage."""
+    from mlflow.tracking._tracking_service import utils
+
+    getattr(utils, "_artifact_repos_cache", {}).pop(run_id, None)
 
 
 def _restore_experiment(client: "MlflowClient", experiment: str) -> None:
