@@ -16,6 +16,8 @@ import urllib.request
 from pathlib import Path
 
 HEAD = "http://head:8265"
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Opens addresses of this network without the proxies of the environment, which could not reach them."""
 WAIT_S = 300
 """For the head and the first worker."""
 SETTLED_S = 5
@@ -28,7 +30,7 @@ def workers() -> int:
     address = f"{HEAD}/nodes?view=summary"
     request = urllib.request.Request(address, headers={"Authorization": f"Bearer {token}"})  # noqa: S310
     try:
-        with urllib.request.urlopen(request, timeout=5) as answer:  # noqa: S310
+        with DIRECT.open(request, timeout=5) as answer:
             nodes: list[dict[str, dict[str, str]]] = json.load(answer)["data"]["summary"]
     except urllib.error.HTTPError as error:
         if error.code < 500:

@@ -53,6 +53,8 @@ class Follower:
         self._wanted = False
         self._status: str | None = None
         self._ended_at = 0.0
+        self.cause = ""
+        """The error of the last try that failed; empty if none has since the last that succeeded."""
         self._done = threading.Event()
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -162,20 +164,21 @@ class Follower:
                 if status:
                     self._log.finish(status, self._ended_at)
                     self._done.set()
-                pause, said = SHORTEST_BACKOFF_S, False
+                pause, said, self.cause = SHORTEST_BACKOFF_S, False, ""
                 with self._changed:
                     self._changed.wait_for(self._is_ending, PACE_S)
             except Exception as error:  # MLflow, its database and its server raise whatever they like
                 if self._closed:
                     return
+                cause = hidden(str(error) if isinstance(error, MlflowFailed) else f"{type(error).__name__}: {error}")
+                self.cause = cause[:200]
                 self._log.disconnect()
                 if not said:
                     said = True
-                    cause = str(error) if isinstance(error, MlflowFailed) else f"{type(error).__name__}: {error}"
                     what, when = REFUSED if any(sign in cause for sign in SIGNS_OF_REFUSAL) else AWAY
                     self._warn(
                         f"MLflow at {self._log.public_uri} {what}; training goes on, and what it misses is replayed {when} "
-                        f"({hidden(cause)[:200]})"
+                        f"({self.cause})"
                     )
                 with self._changed:
                     # An end that waits for us is worth another try at once, and a short pause after that.

@@ -356,7 +356,7 @@ def _is_same_folder(first: str, second: str) -> bool:
 
 
 def _forget_artifact_place(run_id: str) -> None:
-    """Has MLflow look up the place of the run's artifacts again: this process may know that of another copy of the storage."""
+    """Has MLflow look up the place of the run's artifacts again: this process may know that of another copy."""
     from mlflow.tracking._tracking_service import utils
 
     getattr(utils, "_artifact_repos_cache", {}).pop(run_id, None)

@@ -158,7 +158,9 @@ class Recorder:
                 told = self._follower.await_end(LOOK_S)
             told = told or self._follower.await_end(MLFLOW_END_S)  # of the server, which was not asked before
         if not told:
-            self._warn(f"MLflow lacks the end of this run, which is safe in its journal: {replay_hint(self._folder)}")
+            cause = self._follower.cause or "it has not answered yet"
+            hint = replay_hint(self._folder)
+            self._warn(f"MLflow lacks the end of this run, which is safe in its journal: {hint} ({cause})")
         self._follower.close()
         self._mlflow.close()
         self._mlflow = None
