@@ -9,6 +9,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # started as a script, from any folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from raystride.command import run
+
+    sys.exit(run(["deploy", *sys.argv[1:]]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -16,7 +19,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from raystride.pipelines.deploy.driver import run_deploy
 
     return run_deploy(sys.argv[1:] if arguments is None else list(arguments))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 
 if __name__ == "__main__":  # started as a script, from any folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from raystride.command import run
+
+    sys.exit(run(["evaluate", *sys.argv[1:]]))
 
 from raystride.pipelines.commands import pasted
 from raystride.pipelines.config.jobs import Evaluate
@@ -67,7 +70,3 @@ def _print_table(scored: "Scored", split: str) -> None:
     for name, signature in scored.signatures.items():
         print(f"{name}: {signature}")
     print()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING
 
 if __name__ == "__main__":  # started as a script, from any folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from raystride.command import run
+
+    sys.exit(run(["export", *sys.argv[1:]]))
 
 from raystride.pipelines.commands import pasted
 from raystride.pipelines.config.jobs import Export
@@ -71,7 +74,3 @@ def _log(settings: Export, opened: "Opened", storage: Folder) -> str:
     except Exception as error:  # MLflow, its database and its server raise whatever they like
         print(hidden(f"MLflow does not have it: {error}"), file=sys.stderr)
     return "not logged there"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,6 +9,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # started as a script, from any folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from raystride.command import run
+
+    sys.exit(run(["generate", *sys.argv[1:]]))
 
 from raystride.pipelines.commands import pasted
 from raystride.pipelines.config.jobs import Generate
@@ -47,7 +50,3 @@ def _write(settings: Generate) -> int:
     steps = f"--train.steps {2 * max(1, opened.step)}"
     print(f"next     {pasted('train', settings.run, str(storage), steps)}   # trains it further")
     return DONE
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,6 +12,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # started as a script, from any folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from raystride.command import run
+
+    sys.exit(run(["predict", *sys.argv[1:]]))
 
 from raystride.pipelines.commands import pasted
 from raystride.pipelines.config.jobs import Predict
@@ -62,7 +65,3 @@ def _printed(value: object) -> str:
     if isinstance(value, dict):
         return "  ".join(f"{label} {share:.3f}" for label, share in value.items())
     return f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

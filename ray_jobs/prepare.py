@@ -9,6 +9,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # started as a script, from any folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from raystride.command import run
+
+    sys.exit(run(["prepare", *sys.argv[1:]]))
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import Parsed, command
@@ -25,7 +28,3 @@ def _prepare(parsed: Parsed[Config]) -> int:
     from raystride.pipelines.launch.driver import run_preparation  # when the settings stand: it takes most of a second
 
     return run_preparation(parsed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

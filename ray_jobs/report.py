@@ -13,6 +13,9 @@ from shlex import quote
 
 if __name__ == "__main__":  # started as a script, from any folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from raystride.command import run
+
+    sys.exit(run(["report", *sys.argv[1:]]))
 
 from raystride.pipelines.commands import of_storage, pasted, program
 from raystride.pipelines.files import Folder
@@ -41,7 +44,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"mlflow   {pasted('ui', storage=storage)}")
     print(f"next     open the page in a browser, or {program()} runs show {quote(given.run)} {of_storage(storage)}".rstrip())
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

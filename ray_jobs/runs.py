@@ -9,8 +9,6 @@ from pathlib import Path
 
 if __name__ == "__main__":  # started as a script, from any folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from raystride.command import run
 
-from raystride.pipelines.launch.runs import main
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(["runs", *sys.argv[1:]]))

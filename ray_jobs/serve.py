@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":  # started as a script, from any folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from raystride.command import run
+
+    sys.exit(run(["serve", *sys.argv[1:]]))
 
 from raystride.pipelines.config.jobs import Serve
 from raystride.pipelines.config.parse import Parsed, command
@@ -62,7 +65,3 @@ def _question(run: str, address: str, token: str, opened: "Opened") -> str:
     path = "chat/completions" if chat else "completions"
     headers = f"-H 'Authorization: Bearer {token}' -H 'Content-Type: application/json'"
     return f"curl -s {address}/{path} {headers} -d '{json.dumps(body)}'"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,6 +9,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # started as a script, from any folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from raystride.command import run
+
+    sys.exit(run(["sweep", *sys.argv[1:]]))
 
 from raystride.pipelines.config.parse import Parsed, command
 from raystride.pipelines.config.sweep import SweepConfig
@@ -29,7 +32,3 @@ def _sweep(parsed: Parsed[SweepConfig]) -> int:
     from raystride.pipelines.sweep.driver import run_sweep  # when the settings stand: it takes most of a second
 
     return run_sweep(parsed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,6 +9,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # started as a script, from any folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from raystride.command import run
+
+    sys.exit(run(["train", *sys.argv[1:]]))
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.config.parse import Parsed, command
@@ -26,7 +29,3 @@ def _train(parsed: Parsed[Config]) -> int:
     from raystride.pipelines.launch.driver import run_training  # when the settings stand: it takes most of a second
 
     return run_training(parsed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,6 +10,8 @@ from importlib import import_module
 from itertools import takewhile
 
 import raystride
+from raystride.pipelines.output import protected_output
+from raystride.pipelines.signals import report_interruption, signals_raise
 
 JOBS = {
     "train": ("ray_jobs.train", "train, or go on with a run"),
@@ -32,7 +34,19 @@ JOBS = {
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Runs what the command line (of the process, where none is given) says; the exit code."""
+    """Runs what the command line (of the process, if none is given) says; returns the exit code.
+
+    Signals are heeded from here on, and output that fails ends nothing.
+    """
+    with protected_output():
+        try:
+            with signals_raise():
+                return _run(arguments)
+        except KeyboardInterrupt as signalled:
+            return report_interruption(signalled)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     word, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or ["--help"]
     if word in ("-h", "--help"):
         print("raystride WORD [settings], where `raystride WORD --help` tells more of each word\n")

@@ -82,13 +82,15 @@ def cluster(settings: Launch, metadata: Mapping[str, str] | None = None) -> Iter
 def _handlers_kept() -> Iterator[Callable[[], None]]:
     """Leaves the handlers of signals as they were: ray.init and Ray Tune set their own, and never take them back.
 
-    Yields what sets them again.
+    Yields what sets them again. What Ray starts until then ignores SIGHUP: if a terminal goes away, all its processes get
+    one, and the driver needs Ray to save.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None  # nobody can set any here
         return
-    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGBREAK") if hasattr(signal, name)]
-    before = {number: signal.getsignal(number) for number in numbers}
+    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGBREAK")
+    before = {number: signal.getsignal(number) for name in names if (number := getattr(signal, name, None))}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     def set_again() -> None:
         for number, handler in before.items():

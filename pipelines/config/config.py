@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
@@ -23,6 +24,11 @@ from raystride.pipelines.config.run import Decoding, Launch, Record, Sample, Sca
 from raystride.pipelines.config.section import Section, setting
 from raystride.pipelines.config.train import Checkpoint, Guard, Objective, Optimizer, Train, Validation
 from raystride.pipelines.credentials import masked_all, stripped
+
+MAX_NAME_BYTES = 200
+"""Of a run's name: files and folders of most systems have at most 255, and trials and temporary files add endings."""
+STORAGE_FILES = ("mlflow.db", "mlartifacts")
+"""Beginnings of names that a storage uses beside its runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +107,8 @@ class Config(Section):
             raise self.optimizer.error(
                 "decay_steps", "must be given for a schedule that falls when only train.hours ends the run"
             )
-        if self.run is not None and (not self.run.strip() or set(self.run) & set("/\\") or self.run[0] == "."):
-            raise self.error("run", "must be a folder's name without slashes that does not begin with a dot")
+        if self.run is not None and (fault := _name_fault(self.run)):
+            raise self.error("run", fault)
 
     @property
     def masks_by_place(self) -> bool:
@@ -140,6 +146,19 @@ class Config(Section):
         kept = {key: lasting[key] for key in lasting if old.get(key, (key,))[0] in fixed or key.startswith(mixed)}
         text = json.dumps(kept, sort_keys=True, default=str)
         return f"{preset}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def _name_fault(name: str) -> str | None:
+    """Returns what a run's name, which is its folder's, must be and is not; None if it can be used."""
+    if not name.strip() or set(name) & set("/\\") or name[0] == ".":
+        return "must be a folder's name without slashes that does not begin with a dot"
+    if any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in name):
+        return "must not hold control characters or line breaks"
+    if (size := len(name.encode("utf-8", "replace"))) > MAX_NAME_BYTES:
+        return f"must be at most {MAX_NAME_BYTES} bytes long and has {size}"
+    if name.startswith(STORAGE_FILES):
+        return f"must not begin with {' or '.join(STORAGE_FILES)}, which the storage itself uses"
+    return None
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -160,8 +160,8 @@ def _of(folder: Path) -> list[psutil.Process]:
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Processes started in the block hold SIGTERM and SIGUSR1 back for as long as they live."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
+    """Processes started in the block hold SIGTERM, SIGHUP and SIGUSR1 back for as long as they live."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1})
     try:
         yield
     finally:

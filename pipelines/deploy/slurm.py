@@ -26,8 +26,9 @@ from raystride.pipelines.cluster.resources import usable_cores
 from raystride.pipelines.deploy.own_ray import OwnRay, address_towards, adopt_orphans, last_lines, signals_blocked
 from raystride.pipelines.deploy.own_tls import new_authority
 from raystride.pipelines.files import Folder
-from raystride.pipelines.launch.exit_codes import CANNOT_RUN, INTERRUPTED, TERMINATED
+from raystride.pipelines.launch.exit_codes import CANNOT_RUN
 from raystride.pipelines.launch.resume import newest_step
+from raystride.pipelines.signals import INTERRUPTED, TERMINATED
 
 HERE = "raystride.pipelines.deploy.slurm"
 WAIT_S = 600.0
@@ -251,7 +252,7 @@ def _joining(others: Sequence[str], address: str, environment: Mapping[str, str]
 
 def join_head(address: str) -> int:
     """On another node: its Ray for as long as the head's process holds the other end of this one's input; the exit code."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1})
     host, name = address_towards(address.rpartition(":")[0]), os.environ["SLURMD_NODENAME"]
     try:
         with OwnRay.joined(address, host, cpus=cpus_here(os.environ), environment={}) as ray:

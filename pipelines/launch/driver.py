@@ -32,7 +32,7 @@ from raystride.pipelines.hang.detector import Hung
 from raystride.pipelines.hang.process import process_start
 from raystride.pipelines.hub import read_description
 from raystride.pipelines.launch.check import checks_for, resources_for
-from raystride.pipelines.launch.exit_codes import CODE_OF_SIGNAL, DONE, guarded
+from raystride.pipelines.launch.exit_codes import DONE, guarded
 from raystride.pipelines.launch.failure import TrainingFailed
 from raystride.pipelines.launch.job_page import JobPage, metadata_of
 from raystride.pipelines.launch.many import train_many
@@ -72,6 +72,7 @@ from raystride.pipelines.record.mlflow_log import MLFLOW_REFERENCE
 from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.record.tensorboard_log import check_tensorboard
 from raystride.pipelines.report import closing_screen
+from raystride.pipelines.signals import CODE_OF_SIGNAL
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.train.base_run import check_run, is_run
 from raystride.pipelines.worker.job import Job

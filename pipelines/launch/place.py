@@ -9,10 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from raystride.pipelines.cluster.cluster import CannotRun
 from raystride.pipelines.cluster.internals import in_submitted_job
 from raystride.pipelines.config import Config, Record, SettingError
 from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.files import Folder, absolute
+from raystride.pipelines.launch.exit_codes import DISK_REFUSES
 from raystride.pipelines.record.mlflow_log import MAX_DATABASE_BYTES, database
 from raystride.pipelines.sources.registry import registered_sources
 
@@ -51,15 +53,34 @@ def locate(parsed: Parsed[Config]) -> tuple[Config, Folder]:
     """The settings with the run's name and absolute places, and the storage.
 
     Inside a submitted job the working directory is a temporary package, so relative places go to $RAYSTRIDE_STORAGE or
-    ~/raystride on the head. Raises SettingError for an address whose password nothing gives again.
+    ~/raystride on the head. Raises SettingError for an address whose password nothing gives again, CannotRun and
+    OSError as `make_storage` does.
     """
     unused = () if parsed.settings.record.mlflow else ("record.mlflow_uri",)
     config = parsed.settings.filled(optional=("data.test_source", *unused))
     storage = Folder.at(config.storage, storage_base())
     config = replace(config, storage=storage.uri, run=config.run or config.default_run(parsed.preset))
+    make_storage(storage)
     config = with_tracking_variables(config, storage)
     _check_database(config, storage)
     return config, storage
+
+
+def make_storage(storage: Folder) -> None:
+    """Makes the folder of a local storage. Raises CannotRun if there can be none, and OSError if a disk or a right lacks."""
+    if storage.local is None:
+        return
+    try:
+        storage.local.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in DISK_REFUSES:
+            raise
+        raise CannotRun(
+            f"--storage is {storage.uri!r}, which cannot be a folder ({error.strerror}): name a folder that is there, or a "
+            "path at which one can be made",
+            setting="storage",
+            value=storage.uri,
+        ) from None
 
 
 def _check_database(config: Config, storage: Folder) -> None:

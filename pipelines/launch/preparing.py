@@ -165,7 +165,7 @@ def _prepare(pickled: bytes, address: str | None, cpus: float, tell: Connection)
     A terminal's ^C, and whoever ends a job, send their signals to this one, too: the training heeds them, and goes on with
     what it reads until it has saved. When it ends so does this process, by a signal that is not blocked.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     end_with_parent()
     from ray import cloudpickle
 

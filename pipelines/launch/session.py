@@ -16,18 +16,21 @@ from typing import Protocol
 
 from raystride.pipelines.cluster.cluster import CannotRun
 from raystride.pipelines.files import Folder
-from raystride.pipelines.launch.exit_codes import interruption, sigint_is_ignored
 from raystride.pipelines.launch.failure import TrainingFailed
 from raystride.pipelines.launch.owner import Owned
 from raystride.pipelines.launch.screen import Screen
-from raystride.pipelines.record.journal import stream_entries
+from raystride.pipelines.output import take_unshown
+from raystride.pipelines.record.journal import READABLE, stream_entries
 from raystride.pipelines.record.state import TrainingState
 from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.report import closing_screen, curve_picture, gather_figures, text_curve, write_page
 from raystride.pipelines.report.figures import Figures, Points
+from raystride.pipelines.signals import interruption, signals_to_heed
 from raystride.pipelines.worker.job import Job
 
 POLL_S = 0.5
+SAME_REQUEST_S = 1.0
+"""Seconds after a signal in which another one asks for nothing more."""
 LOOK_S = 5.0
 """Seconds of a start after which it is said what it waits for, and between two looks at that."""
 
@@ -151,12 +154,17 @@ class _Listener:
 
 
 _listeners: list[_Listener] = []  # of the process, as handlers are
+_first_at = 0.0
 
 
 def _handle(number: int, frame: object) -> None:
+    global _first_at
     name = signal.Signals(number).name
     if any(each.told for each in _listeners):
+        if time.monotonic() - _first_at < SAME_REQUEST_S:
+            return
         raise interruption(number, f"asked twice to end ({name})")
+    _first_at = time.monotonic()
     for each in _listeners:
         each.told.append(name)
         # From a thread, as the request goes to an actor and may have to wait, which a handler must not.
@@ -165,16 +173,17 @@ def _handle(number: int, frame: object) -> None:
 
 @contextmanager
 def stop_signals(request_stop: Callable[[], None]) -> Iterator[list[str]]:
-    """Turns Ctrl-C and SIGTERM into a stop request, while the record is closed too; a second one ends the process as usual.
+    """Turns Ctrl-C, SIGTERM and SIGHUP into a stop request, while the record is closed too; a second one ends the process.
+
+    One that comes within a second of the first is the same request: batch systems and `timeout` send several.
 
     Yields what was received. Set after ray.init, which puts its own handlers in place. Python lets the main thread alone set
-    handlers: one that is inside tells those of all threads, and without it another thread is told nothing. A Ctrl-C that the
+    handlers: one that is inside tells those of all threads, and without it another thread is told nothing. A signal that the
     process was started to ignore stays ignored.
     """
     listener = _Listener(request_stop, [])
     main = threading.current_thread() is threading.main_thread()
-    numbers = [signal.SIGTERM] if sigint_is_ignored() else [signal.SIGINT, signal.SIGTERM]
-    before = {number: signal.signal(number, _handle) for number in numbers} if main else {}
+    before = {number: signal.signal(number, _handle) for number in signals_to_heed()} if main else {}
     _listeners.append(listener)
     try:
         yield listener.told
@@ -218,9 +227,18 @@ def _end(job: Job, recorder: Recording, screen: Screen, outcome: RunSummary | Ba
     curve = text_curve(*losses) if any(losses) else ""
     sample = job.folder.read("sample.txt").decode() if given and job.folder.exists("sample.txt") else ""
     screen.line(closing_screen(summary, job.folder, curve, sample, state.get("mlflow")))
+    _log_unshown(job.folder)
     if failed:
         raise failed from error
     return summary
+
+
+def _log_unshown(folder: Folder) -> None:
+    """Adds to `log.txt` what nobody could see, since standard output or error had failed."""
+    if lines := take_unshown():
+        with suppress(OSError):
+            before = folder.read(READABLE).decode() if folder.exists(READABLE) else ""
+            folder.put(READABLE, before + "not shown on the screen, whose stream had failed:\n" + "\n".join(lines) + "\n")
 
 
 def _put_picture(folder: Folder, figures: Figures) -> None:

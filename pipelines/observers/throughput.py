@@ -155,9 +155,9 @@ class FirstStep(Observer):
         self._told = True
         before = self._started_at
         for name, reached in sorted(self._milestones.items(), key=lambda mark: mark[1]):
-            measured[f"start/{name}_s"] = reached - before
+            measured[f"start/{name}_s"] = max(0.0, reached - before)  # clocks of two hosts differ, and one may be set back
             before = reached
-        measured["seconds_to_first_step"] = before - self._started_at
+        measured["seconds_to_first_step"] = max(0.0, before - self._started_at)
 
     def on_end(self, summary: "RunSummary") -> None:
         if "first_step" in self._milestones:

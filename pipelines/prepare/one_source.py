@@ -86,7 +86,7 @@ def prepare_source(
     write_raw_files(folder, source, validation)
     if on_ray:
         _say_if_full(echo)
-    started = time.time()
+    started, began = time.time(), time.monotonic()
     parts = divide(source, validation, config.data)
     job = job_of(config, folder, Divided(source, validation, parts), task, learned, on_ray, echo)
     describe = partial(manifest_of, config, fingerprint, source, job.task)
@@ -105,7 +105,7 @@ def prepare_source(
     folder.remove(SIGNATURES)
     folder.remove(FOUND)
     folder.remove_temporary(before=started)
-    _report(manifest, task, records, folder, time.time() - started, echo)
+    _report(manifest, task, records, folder, time.monotonic() - began, echo)
     return Prepared(folder, manifest, reused=False)
 
 

@@ -147,7 +147,8 @@ class MlflowProcess:
 
 def _serve(wire: Connection, log: MlflowLog) -> None:
     """Answers calls until the one that asks is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the run's end is told
+    for number in (signal.SIGINT, signal.SIGHUP):  # they reach every process of a terminal; the run's end is told
+        signal.signal(number, signal.SIG_IGN)
     end_with_parent()
     _step_back()
     while True:

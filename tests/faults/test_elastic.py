@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from raystride.pipelines.config import Checkpoint, Config, Launch, Model, Optimizer, Scaling, Train, Validation
-from raystride.pipelines.launch.exit_codes import INTERRUPTED
 from raystride.pipelines.record import read_entries
 from raystride.pipelines.record.audit import audit
+from raystride.pipelines.signals import INTERRUPTED
 from tests.another_cluster import another_cluster
 from tests.processes import make_job, run_workers
 from tests.ray_jobs.jobs import finish_job, run_folder, start_job, summary, wait_for, wait_for_checkpoint

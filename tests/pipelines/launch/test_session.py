@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from raystride.pipelines.launch.exit_codes import Terminated
 from raystride.pipelines.launch.session import stop_signals
+from raystride.pipelines.signals import Terminated
 from tests.waiting import wait_until
 
 

@@ -1,0 +1,167 @@
+"""Output that fails ends nothing: readers that go away, full devices, encodings without our characters, no stream at all."""
+
+import errno
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raystride.pipelines.output import MAX_UNSHOWN, ProtectedStream, protected_output, take_unshown
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def nothing_unshown() -> Iterator[None]:
+    """Leaves nothing that another test could take."""
+    take_unshown()
+    yield
+    take_unshown()
+
+
+class Failing(io.StringIO):
+    """A stream that fails after some writes, in `write` or in `flush`."""
+
+    def __init__(self, error: Exception, writes: int, *, in_flush: bool = False) -> None:
+        super().__init__()
+        self.left, self.failure, self.in_flush = writes, error, in_flush
+
+    def write(self, text: str) -> int:
+        """Writes, or raises."""
+        self.left -= 1
+        if self.left < 0 and not self.in_flush:
+            raise self.failure
+        return super().write(text)
+
+    def flush(self) -> None:
+        """Raises if writes do not."""
+        if self.in_flush and self.left < 0:
+            raise self.failure
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        BrokenPipeError(errno.EPIPE, "gone"),
+        OSError(errno.ENOSPC, "full"),
+        OSError(errno.EIO, "no tty"),
+        ValueError("closed"),
+    ],
+    ids=["pipe", "full", "terminal", "closed"],
+)
+@pytest.mark.parametrize("in_flush", [False, True])
+def test_after_the_first_error_a_stream_is_quiet_and_keeps_the_rest(failure: Exception, in_flush: bool) -> None:
+    below = Failing(failure, 1, in_flush=in_flush)
+    stream = ProtectedStream(below)
+    for number in range(4):
+        stream.write(f"line {number}\n")
+        stream.flush()
+    assert stream.error is failure
+    assert below.getvalue() == "line 0\n" + "line 1\n" * in_flush
+    assert take_unshown() == [f"line {number}" for number in range(1, 4)]
+    assert take_unshown() == []
+
+
+def test_without_a_stream_everything_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    with protected_output():
+        print("somebody may read this later")
+        assert not sys.stdout.isatty()
+        with pytest.raises(io.UnsupportedOperation):
+            sys.stdout.fileno()
+    assert sys.stdout is None
+    assert take_unshown() == ["somebody may read this later"]
+
+
+def test_the_newest_lines_are_kept() -> None:
+    stream = ProtectedStream(None)
+    for number in range(MAX_UNSHOWN + 10):
+        print(number, file=stream)
+    assert take_unshown() == [str(number) for number in range(10, MAX_UNSHOWN + 10)]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("ascii", "== 3 -> ?"), ("latin-1", "== 3 -> ü"), ("utf-8", "━━ 3 → ü"), ("cp1252", "== 3 -> ü")]
+)
+def test_what_an_encoding_lacks_is_written_in_plain_characters(encoding: str, shown: str) -> None:
+    raw = io.BytesIO()
+    stream = ProtectedStream(io.TextIOWrapper(raw, encoding=encoding))
+    stream.write("━━ 3 → ü")
+    stream.flush()
+    assert stream.error is None
+    assert raw.getvalue().decode(encoding) == shown
+
+
+@given(st.text(), st.sampled_from(["ascii", "latin-1", "cp1252", "utf-8", "utf-16", "shift-jis"]))
+def test_no_text_and_no_encoding_raises(text: str, encoding: str) -> None:
+    stream = ProtectedStream(io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline=""))
+    assert stream.write(text) == len(text)
+    stream.flush()
+    assert stream.error is None
+
+
+def test_streams_are_put_back_and_protected_once() -> None:
+    before = sys.stdout, sys.stderr
+    with protected_output():
+        first = sys.stdout
+        with protected_output():
+            assert sys.stdout is first
+        assert sys.stdout is first
+    assert (sys.stdout, sys.stderr) == before
+
+
+PROGRAM = """
+import sys
+from raystride.pipelines.output import protected_output
+with protected_output():
+    for number in range(20000):
+        print(f"line {number} ━", flush=number % 7 == 0)
+sys.exit(7)
+"""
+
+
+def _to_a_reader_that_goes_away(command: list[str]) -> tuple[int, str]:
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout and process.stderr
+    assert process.stdout.readline()
+    process.stdout.close()
+    said = process.stderr.read()
+    process.stderr.close()
+    return process.wait(), said
+
+
+def _to_a_full_device(command: list[str]) -> tuple[int, str]:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    return done.returncode, done.stderr
+
+
+def _closed(command: list[str]) -> tuple[int, str]:
+    shell = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    done = subprocess.run(shell, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
+    return done.returncode, done.stderr
+
+
+def _in_ascii(command: list[str]) -> tuple[int, str]:
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert "line 3 =" in done.stdout
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("run", "says"),
+    [(_to_a_reader_that_goes_away, ""), (_to_a_full_device, "No space left"), (_closed, ""), (_in_ascii, "")],
+)
+def test_a_program_ends_with_its_own_exit_code(run: Callable[[list[str]], tuple[int, str]], says: str) -> None:
+    code, said = run([sys.executable, "-c", PROGRAM])
+    assert code == 7
+    assert "Traceback" not in said
+    assert "Exception ignored" not in said
+    assert says in said if says else not said
