@@ -98,6 +98,8 @@ class ProtectedStream(io.TextIOBase):
 @contextmanager
 def protected_output() -> Iterator[None]:
     """Has standard output and error never raise in the block, also where one of them does not exist."""
+    if sys.stdout is None or sys.stderr is None:
+        _fill_descriptors()
     before = sys.stdout, sys.stderr
     protected = [stream if isinstance(stream, ProtectedStream) else ProtectedStream(stream) for stream in before]
     sys.stdout, sys.stderr = (cast(TextIO, stream) for stream in protected)
@@ -115,6 +117,22 @@ def take_unshown() -> list[str]:
     lines = list(_unshown)
     _unshown.clear()
     return lines
+
+
+def _fill_descriptors() -> None:
+    """Opens the null device for each of the standard descriptors that is closed.
+
+    Otherwise the next file or pipe that is opened gets its number, and children take that for their output.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != descriptor:
+                os.dup2(null, descriptor)
+                os.close(null)
+            os.set_inheritable(descriptor, True)
 
 
 def _keep(text: str) -> None:

@@ -128,7 +128,8 @@ sys.exit(7)
 
 def _to_a_reader_that_goes_away(command: list[str]) -> tuple[int, str]:
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout and process.stderr
+    assert process.stdout
+    assert process.stderr
     assert process.stdout.readline()
     process.stdout.close()
     said = process.stderr.read()
@@ -153,6 +154,20 @@ def _in_ascii(command: list[str]) -> tuple[int, str]:
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert "line 3 =" in done.stdout
     return done.returncode, done.stderr
+
+
+def test_closed_descriptors_are_no_file_s() -> None:
+    """A file that is opened later must not get the number of standard output, to which libraries and children write."""
+    program = """
+import os, sys
+from raystride.pipelines.output import protected_output
+with protected_output(), open(sys.argv[1], "w") as file:
+    assert file.fileno() > 2, file.fileno()
+    os.write(1, b"by a library")
+    os.system("echo by a child")
+"""
+    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", program, os.devnull]
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0
 
 
 @pytest.mark.parametrize(

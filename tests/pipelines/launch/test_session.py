@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from raystride.pipelines.launch import session
 from raystride.pipelines.launch.session import stop_signals
 from raystride.pipelines.signals import Terminated
 from tests.waiting import wait_until
@@ -17,7 +18,8 @@ def _end_this_process() -> None:
     time.sleep(60)  # Python runs handlers between two of its own instructions
 
 
-def test_a_signal_stops_those_in_other_threads_too_and_a_second_one_ends() -> None:
+def test_a_signal_stops_those_in_other_threads_too_and_a_second_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "SAME_REQUEST_S", 0.0)
     before = signal.getsignal(signal.SIGTERM)
     asked: list[str] = []
     inside, leave, told = threading.Event(), threading.Event(), []
@@ -44,16 +46,27 @@ def test_a_signal_stops_those_in_other_threads_too_and_a_second_one_ends() -> No
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_an_ignored_ctrl_c_stays_ignored() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_ignored_signal_stays_ignored(number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
     try:
         with stop_signals(lambda: None) as heard:
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-            os.kill(os.getpid(), signal.SIGINT)
+            assert signal.getsignal(number) is signal.SIG_IGN
+            os.kill(os.getpid(), number)
         assert heard == []
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert signal.getsignal(number) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
+
+
+def test_signals_within_a_second_are_one_request() -> None:
+    asked: list[str] = []
+    with stop_signals(lambda: asked.append("main")) as heard:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+        wait_until(lambda: asked, "the request to stop")
+    assert heard == ["SIGTERM"]
+    assert asked == ["main"]
 
 
 def test_a_thread_by_itself_sets_no_handler() -> None:
