@@ -85,6 +85,7 @@ def test_what_one_host_lacks_is_told_by_its_name(cluster: RayHosts) -> None:
     assert f"h2 ({cluster.hosts[1].address}): h3: {cluster.hosts[2].address}" in said
 
 
+@pytest.mark.weekly
 def test_they_train_together_although_each_is_called_loopback(cluster: RayHosts) -> None:
     exact = ["--train.exact", "true", "--train.steps", "1000", "--record.mlflow", "false"]
     code, said = cluster.submit(_user(cluster), "train", *_flags(cluster, "together", *exact, "--scaling.workers", "4"))
@@ -222,6 +223,7 @@ def _gated(cluster: RayHosts, run: str, *more: str) -> tuple[list[str], Path]:
     return _flags(cluster, run, *where, *more), gate
 
 
+@pytest.mark.weekly
 def test_workers_that_wait_for_data_are_stopped_and_go_on_as_more_of_them(cluster: RayHosts) -> None:
     """What is still being prepared by the processors that training leaves; another run waits for theirs meanwhile."""
     more = ["--data.start_after_mib", "0.25", "--train.slot_size", "256", "--train.steps", "80"]

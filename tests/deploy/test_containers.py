@@ -144,6 +144,7 @@ def test_the_image_is_lean_and_its_user_is_not_root(engine: Engine, image: str) 
     assert not [word for word in words.splitlines() if word in json.dumps(about)]
 
 
+@pytest.mark.weekly
 @_for_real
 def test_the_entry_point_of_a_rayjob_trains_in_the_image_as_its_pods_may(engine: Engine, image: str, tmp_path: Path) -> None:
     """With a root that cannot be written, as the pods have it; Ray's head is one that the job starts."""

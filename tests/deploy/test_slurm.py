@@ -110,6 +110,7 @@ def _talks_in_the_clear(slurm: Slurm, written: Path) -> bool:
     return bool(json.loads(slurm.hosts[0].run(sys.executable, in_the_clear.__file__, *found).stdout))
 
 
+@pytest.mark.weekly
 def test_two_jobs_on_the_same_nodes_do_not_meet_and_a_cancelled_one_saves(slurm: Slurm) -> None:
     one, two = _written(slurm, "one", MUCH), _written(slurm, "two", MUCH, tls=True)
     jobs = [slurm.submit(written, "--nodelist=h1,h2") for written in (one, two)]

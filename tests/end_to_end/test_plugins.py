@@ -45,6 +45,7 @@ def desk(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return both
 
 
+@pytest.mark.weekly
 def test_an_installed_one_is_found_everywhere(desk: Path, site: Path, tmp_path: Path) -> None:
     (tmp_path / "settings.yaml").write_text(SETTINGS)  # without a word of plug-ins
     job = ["-m", "raystride"]

@@ -82,6 +82,7 @@ def test_with_restarts_a_killed_worker_changes_nothing(config: Config) -> None:
         assert mended[key] == whole[key], key
 
 
+@pytest.mark.weekly
 @pytest.mark.long
 def test_a_shard_that_rots_under_a_run_names_the_rank_and_the_line(config: Config, tmp_path: Path) -> None:
     own = replace(config, storage=str(tmp_path / "runs"))
