@@ -12,6 +12,7 @@ from itertools import takewhile
 import raystride
 from raystride.pipelines.output import protected_output
 from raystride.pipelines.signals import report_interruption, signals_raise
+from raystride.pipelines.variables import exempt_loopback_from_proxies
 
 JOBS = {
     "train": ("ray_jobs.train", "train, or go on with a run"),
@@ -38,6 +39,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
     Signals are heeded from here on, and output that fails ends nothing.
     """
+    exempt_loopback_from_proxies()
     with protected_output():
         try:
             with signals_raise():

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import NamedTemporaryFile, gettempdir
 from typing import Any, TypeVar
 
 from raystride.pipelines.cluster.fallback import say
@@ -22,6 +22,7 @@ from raystride.pipelines.cluster.logins import withheld
 from raystride.pipelines.cluster.versions import other_versions, ray_difference
 from raystride.pipelines.config import Launch
 from raystride.pipelines.credentials import hidden
+from raystride.pipelines.limits import local_ray_resources
 
 T = TypeVar("T")
 QUIET = {
@@ -34,6 +35,10 @@ QUIET = {
     # Where `uv` is on the path, Ray would set up its environments in workers.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
+TELL_S, NAME_S = 2.0, 10.0
+"""Seconds after which it is said that a cluster is waited for; for which a host's name that nobody knows is looked up."""
+SOCKET_BYTES, SESSION_BYTES = 107, 70
+"""Longest path of a Unix socket, and what Ray adds to its folder for one: /session_<time>_<pid>/sockets/plasma_store."""
 STARTS, TOO_SLOW = 3, "timed out during startup"
 """Times that Ray is started on this machine where it says this: it waits half a minute for itself, and no longer."""
 
@@ -108,6 +113,15 @@ def _ray(settings: Launch, metadata: Mapping[str, str] | None) -> Iterator[str |
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     address = settings.address or os.environ.get("RAY_ADDRESS")
+    if address and address.startswith(("http://", "https://")):
+        origin = "launch.address" if settings.address else "RAY_ADDRESS"
+        raise NoCluster(
+            f"{origin} is {address!r}, the address of Ray's dashboard, which `ray job submit` takes: a driver joins at "
+            f"HOST:PORT, 6379 by default. {'Leave it out' if settings.address else 'Unset it'} to start Ray here, "
+            "give --launch.address HOST:6379, or submit the job there",
+            setting="launch.address",
+            value=address,
+        )
     if address and "RAY_AUTH_MODE" not in os.environ and token_file().exists():
         # Clusters started on this machine ask for the token; a driver that does not send it waits 20 s and then fails.
         os.environ["RAY_AUTH_MODE"] = "token"
@@ -164,16 +178,38 @@ def _init(settings: Launch, address: str | None, metadata: Mapping[str, str] | N
             # Ray's own is 15: on few cores everything that looks at a training would slow it.
             os.environ.setdefault("RAY_worker_niceness", "0")
             with on_loopback(), withheld():
-                context = start_local(runtime_env=None, **quiet)
+                context = start_local(runtime_env=None, **local_ray_resources(), **_short_folder(), **quiet)
     except Exception as error:  # ray.init raises ConnectionError, RuntimeError, ValueError, grpc's own, ...
         if line := ray_difference(str(error)):
             raise NoCluster(line) from None
-        where = f"joined at {address} (launch.address)" if address else "started on this machine"
+        origin = "launch.address" if settings.address else "the variable RAY_ADDRESS"
+        where = f"joined at {address} ({origin})" if address else "started on this machine"
         raise NoCluster(
             f"no Ray cluster could be {where}: {error}\n  try `ray status`; with token authentication the driver needs "
             "RAY_AUTH_MODE=token and the cluster's token; or run without Ray: --launch inline"
         ) from None
     return str(context.dashboard_url or "") or None
+
+
+def _short_folder() -> dict[str, str]:
+    """Returns where Ray is to keep its session on this machine, if TMPDIR is too long for the paths of its sockets.
+
+    Raises NoCluster if there is no short folder for this user either.
+    """
+    folder = os.environ.get("RAY_TMPDIR") or str(Path(gettempdir()) / "ray")
+    if len(os.fsencode(folder)) + SESSION_BYTES <= SOCKET_BYTES:
+        return {}
+    short = Path("/tmp") / f"raystride-{os.getuid()}"  # noqa: S108, owned by the user or refused
+    variable = "RAY_TMPDIR" if "RAY_TMPDIR" in os.environ else "TMPDIR"
+    try:
+        short.mkdir(mode=0o700, exist_ok=True)
+        if short.stat().st_uid != os.getuid():
+            raise PermissionError(f"{short} is another user's")
+    except OSError as error:
+        message = f"{variable} is {folder!r}, too long for Ray's sockets, and {short} will not do ({error})"
+        raise NoCluster(f"{message}: set {variable} to a shorter folder") from None
+    say(f"{variable} is too long for Ray's sockets: Ray's session lies in {short}")
+    return {"_temp_dir": str(short)}
 
 
 def _refuse_other_versions(settings: Launch) -> None:
@@ -217,14 +253,18 @@ def _wait_for(address: str, seconds: float) -> None:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not (host and port.isdigit()):
         return
-    deadline = time.monotonic() + seconds
+    began, told = time.monotonic(), False
     while True:
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
             return
-        except OSError:
-            if time.monotonic() > deadline:
+        except OSError as error:
+            waited = time.monotonic() - began
+            if waited > (min(seconds, NAME_S) if isinstance(error, socket.gaierror) else seconds):
                 raise
+            if waited > TELL_S and not told:
+                told = True
+                say(f"waiting for a Ray cluster at {address}, up to {seconds:.0f} s (launch.timeout_s)")
             time.sleep(0.5)
 
 

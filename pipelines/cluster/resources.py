@@ -4,15 +4,14 @@ there = Resources.of_this_machine()                       # or Resources.of_clus
 share = resolve(config, there)                            # Share(workers=2, device="cpu", threads=1)
 """
 
-import os
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from shutil import which
 
 from raystride.pipelines.cluster.cluster import ask_a_node
 from raystride.pipelines.config import Config
 from raystride.pipelines.hardware.torch_gpus import LIMIT_S, asked, asked_apart, problem_with
+from raystride.pipelines.limits import usable_cores, usable_memory
 
 
 @dataclass(frozen=True)
@@ -39,14 +38,8 @@ class Resources:
 
     @classmethod
     def of_this_machine(cls, *, gpus: bool = True) -> "Resources":
-        """The resources of this machine that this process may use, whose container may have less memory than the machine.
-
-        Without `gpus` nobody asks for them.
-        """
-        memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-        limit = Path("/sys/fs/cgroup/memory.max")
-        if limit.exists() and (text := limit.read_text().strip()).isdigit():
-            memory = min(memory, float(text))
+        """The resources of this machine that this process may use (`limits`). Without `gpus` nobody asks for them."""
+        memory = float(usable_memory())
         if not gpus:
             return cls(float(usable_cores()), 0.0, memory, None)
         answer = asked()
@@ -165,11 +158,6 @@ def _refuse_for_device(config: Config, device: str) -> None:
 def _threads(there: Resources, workers: int, free: int) -> int:
     """The most threads a worker with which all of them find a place on so many processors, at least 1."""
     return next((threads for threads in range(free // workers, 1, -1) if there.fit(threads) >= workers), 1)
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _driver_shows() -> float:

@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from types import FrameType
 
 from raystride.pipelines.cluster.cluster import CannotRun
-from raystride.pipelines.cluster.resources import usable_cores
 from raystride.pipelines.deploy.own_ray import OwnRay, address_towards, adopt_orphans, last_lines, signals_blocked
 from raystride.pipelines.deploy.own_tls import new_authority
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.exit_codes import CANNOT_RUN
 from raystride.pipelines.launch.resume import newest_step
+from raystride.pipelines.limits import usable_cores
 from raystride.pipelines.signals import INTERRUPTED, TERMINATED
 
 HERE = "raystride.pipelines.deploy.slurm"

@@ -17,6 +17,7 @@ from raystride.pipelines.files import Folder, absolute
 from raystride.pipelines.launch.exit_codes import DISK_REFUSES
 from raystride.pipelines.record.mlflow_log import MAX_DATABASE_BYTES, database
 from raystride.pipelines.sources.registry import registered_sources
+from raystride.pipelines.variables import exempt_loopback_from_proxies
 
 
 def storage_base() -> str | None:
@@ -61,6 +62,7 @@ def locate(parsed: Parsed[Config]) -> tuple[Config, Folder]:
     storage = Folder.at(config.storage, storage_base())
     config = replace(config, storage=storage.uri, run=config.run or config.default_run(parsed.preset))
     make_storage(storage)
+    exempt_loopback_from_proxies()
     config = with_tracking_variables(config, storage)
     _check_database(config, storage)
     return config, storage

@@ -11,6 +11,7 @@ With one node the names are `system/cpu_utilization_percentage` and so on; with 
 import os
 from typing import TYPE_CHECKING, Any
 
+from raystride.pipelines.limits import usable_memory
 from raystride.pipelines.observers.background import Background
 from raystride.pipelines.observers.observer import RunFacts
 from raystride.pipelines.record.entry import new_entry
@@ -54,7 +55,7 @@ def host_reading(network_at_start: Any) -> dict[str, float]:
     reading = {
         "cpu_utilization_percentage": psutil.cpu_percent(),
         "system_memory_usage_megabytes": round(memory.used / 1e6, 1),
-        "system_memory_usage_percentage": round(memory.used / memory.total * 100, 1),
+        "system_memory_usage_percentage": round(memory.used / min(memory.total, usable_memory()) * 100, 1),
         "disk_usage_percentage": disk.percent,
         "disk_usage_megabytes": round(disk.used / 1e6, 1),
         "disk_available_megabytes": round(disk.free / 1e6, 1),

@@ -5,7 +5,6 @@ Memory in bytes. What cannot be found out (no git, no GPU, another operating sys
     folder.put_json("environment.json", describe_environment())
 """
 
-import os
 import platform
 import socket
 import subprocess
@@ -17,6 +16,7 @@ from typing import NotRequired, TypedDict
 import raystride
 from raystride.pipelines.credentials import hidden
 from raystride.pipelines.hardware.processor import processor_name
+from raystride.pipelines.limits import usable_cores, usable_memory
 
 PACKAGES = ("torch", "triton", "ray", "mlflow", "numpy", "pyarrow", "datasets", "tokenizers", "deepspeed")
 
@@ -134,18 +134,10 @@ def describe_hardware() -> Hardware:
     return {
         "host": socket.gethostname(),
         "cpu": processor_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_bytes": _memory_bytes(),
+        "cores": usable_cores(),
+        "memory_bytes": usable_memory(),
         "gpus": _gpus(),
     }
-
-
-def _memory_bytes() -> int | None:
-    try:
-        import psutil
-    except ImportError:
-        return None
-    return int(psutil.virtual_memory().total)
 
 
 def _gpus() -> list[Gpu]:

@@ -1,6 +1,7 @@
 """Ray's token is its user's alone, whoever made it, and a cluster that asks for none is spoken of."""
 
 import os
+import socket
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from raystride.pipelines.cluster.cluster import keep_token_private, start_local, token_file
+from raystride.pipelines.cluster import cluster as cluster_module
+from raystride.pipelines.cluster.cluster import (
+    NoCluster,
+    _short_folder,
+    cluster,
+    keep_token_private,
+    start_local,
+    token_file,
+)
+from raystride.pipelines.config import Launch
 
 
 @pytest.fixture(autouse=True)
@@ -99,3 +109,50 @@ def test_a_start_that_was_too_slow_is_made_again_and_another_failure_is_not(monk
     failures += [Exception("timed out during startup")] * 3
     with pytest.raises(Exception, match="timed out during startup"):
         start_local()
+
+
+def test_the_address_of_a_dashboard_is_refused_at_once_by_where_it_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NoCluster, match=r"launch\.address is 'http://127\.0\.0\.1:8265'") as raised:
+        _join(Launch(address="http://127.0.0.1:8265"))
+    assert (raised.value.setting, raised.value.value) == ("launch.address", "http://127.0.0.1:8265")
+    monkeypatch.setenv("RAY_ADDRESS", "https://head:8265")
+    with pytest.raises(NoCluster, match=r"RAY_ADDRESS is 'https://head:8265'.*Unset it"):
+        _join(Launch())
+
+
+def _join(settings: Launch) -> None:
+    with cluster(settings):
+        pass
+
+
+def test_what_is_waited_for_is_said_and_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], port: int
+) -> None:
+    monkeypatch.setattr(cluster_module, "TELL_S", 0.0)
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    with pytest.raises(NoCluster, match="the variable RAY_ADDRESS"):
+        _join(Launch(timeout_s=2.0))
+    assert capsys.readouterr().err.count(f"waiting for a Ray cluster at 127.0.0.1:{port}") == 1
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port at which nobody listens: it is bound as long as the test lasts."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
+
+
+@pytest.mark.parametrize("variable", ["TMPDIR", "RAY_TMPDIR"])
+def test_a_folder_that_is_too_long_for_sockets_gives_way_to_a_short_one(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setattr(cluster_module, "gettempdir", lambda: os.environ["TMPDIR"])
+    monkeypatch.setenv("TMPDIR", "/tmp")
+    assert _short_folder() == {}
+    monkeypatch.setenv(variable, f"/tmp/{'x' * 100}")
+    folder = Path(_short_folder()["_temp_dir"])
+    assert folder.stat().st_uid == os.getuid()
+    assert len(str(folder)) + cluster_module.SESSION_BYTES <= cluster_module.SOCKET_BYTES
+    assert variable in capsys.readouterr().err
