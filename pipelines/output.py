@@ -108,7 +108,7 @@ def protected_output() -> Iterator[None]:
     finally:
         for stream in protected:
             stream.flush()
-        if all(now is then for now, then in zip((sys.stdout, sys.stderr), protected, strict=True)):
+        if [id(sys.stdout), id(sys.stderr)] == [id(stream) for stream in protected]:
             sys.stdout, sys.stderr = before
 
 

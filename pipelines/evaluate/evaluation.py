@@ -32,8 +32,9 @@ from raystride.pipelines.evaluate.prediction import (
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.fingerprint import open_sources
 from raystride.pipelines.prepare.parts import divide, parts_of
+from raystride.pipelines.prepare.raw_files import describe_changes, find_changed_files
 from raystride.pipelines.sources.checking import check_source
-from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.sources.faults import DataError, NoFiles
 from raystride.pipelines.sources.pieces import Part
 from raystride.pipelines.sources.source import Source, open_source
 from raystride.pipelines.tasks import Task
@@ -70,6 +71,11 @@ def evaluate(
     """Answers the split's documents and scores them. Raises DataError, SettingError."""
     folder = run / "evaluate" / split
     sources, parts = _parts(chosen, split, settings)
+    if split != "test" and (changes := _changes(run, sources["train"], sources["validation"])):
+        echo(
+            f"data: raw files have changed since this run prepared them ({describe_changes(changes)}): "
+            f"what is scored is --split {split} of the data as it is now"
+        )
     work = AnswerWork(
         chosen=chosen,
         settings=settings,
@@ -161,10 +167,28 @@ def _parts(chosen: Chosen, split: Split, settings: Answering) -> tuple[dict[str,
             setting="split",
             value=split,
         )
-    source, other = open_sources(config, task)
+    try:
+        source, other = open_sources(config, task)
+    except NoFiles as error:
+        raise DataError(
+            f"--split {split} reads the raw data that the run was prepared from, and {error}. Put it back, or score other "
+            "data: --split test --data.test_source PLACE",
+            file=error.file,
+            settings=error.settings,
+        ) from None
     sources = {"": source, "train": source, "validation": other or source}
     parts = divide(source, other, with_small_parts(data, source, least))
     return sources, [part for part in parts if part.split in (None, split)]
+
+
+def _changes(run: Folder, source: Source, validation: Source) -> list[str]:
+    """How the raw files differ from those that the run was prepared from, as far as its preparation is there to tell."""
+    try:
+        fingerprint = str(run.read_json("environment.json")["data"])
+    except (FileNotFoundError, ValueError, KeyError):
+        return []
+    other = validation if validation is not source else None
+    return find_changed_files(run.parent / ".prepared" / fingerprint, source, other) or []
 
 
 def _forget_others(answers: Folder, origin: dict[str, Any]) -> None:

@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import Checkpoint, Config, Data, Launch, Model, Tokenizer, Train, Validation
+from raystride.pipelines.config import Answering, Checkpoint, Config, Data, Launch, Model, Tokenizer, Train, Validation
+from raystride.pipelines.evaluate.evaluation import evaluate
+from raystride.pipelines.evaluate.opening import choose
+from raystride.pipelines.evaluate.prediction import answer_here
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.driver import train
 from raystride.pipelines.launch.resume import keep_preparations, read_earlier
 from raystride.pipelines.launch.screen import Quiet
 from raystride.pipelines.sources.faults import DataError
-from tests.errors import refused
+from tests.errors import refused, unreadable
 from tests.tiny import tiny, write_text
 
 
@@ -161,6 +164,25 @@ def test_half_a_preparation_is_compared_by_file(folder: Folder, config: Config) 
         stream.write("x")
     with pytest.raises(DataError, match=r"text\.txt: [\d,]+ bytes before, [\d,]+ now"):
         _go_on(config, 8)
+
+
+def test_an_evaluation_says_that_raw_files_have_changed_or_are_gone(folder: Folder, config: Config) -> None:
+    text, lines = Path(config.data.source), Lines()
+
+    def score() -> int:
+        chosen = choose(folder.parent, "r", "last")
+        return evaluate(chosen, Answering(run="r"), "validation", folder, answer_here, echo=lines.line).samples
+
+    _touch(text)
+    before = score()
+    assert not lines.saying("have changed")
+    text.write_text(text.read_text() + "one more line\n")
+    assert score() >= before
+    (line,) = lines.saying("have changed")
+    assert "text.txt: " in line
+    text.unlink()
+    with unreadable(names=["--split validation", "--data.test_source", "text.txt"]):
+        score()
 
 
 def test_a_mixture_keeps_the_sources_that_it_had(tmp_path: Path) -> None:
