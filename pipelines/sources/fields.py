@@ -26,8 +26,13 @@ _WANTED = {"text": "text", "messages": "text or a list of messages"}
 _SIGNATURES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"BM": "bmp", b"RIFF": "webp"}
 
 
-def document(values: Sequence[Any], place: str, columns: Columns, reach: Reach = NOWHERE) -> Iterator[Piece | Fault]:
-    """The document of the columns' values. Paths of images lead as far as `reach` says, to no file if it says nothing."""
+def document(
+    values: Sequence[Any], place: str, columns: Columns, reach: Reach = NOWHERE, *, keep: bool = False
+) -> Iterator[Piece | Fault]:
+    """Yields the document of the columns' values; none if all are empty, but with `keep` a fault that says so.
+
+    Paths of images lead as far as `reach` says, to no file if it says nothing.
+    """
     try:
         fields = tuple(_field(value, place, column, reach) for value, column in zip(values, columns, strict=True))
     except Faulty as faulty:
@@ -41,21 +46,27 @@ def document(values: Sequence[Any], place: str, columns: Columns, reach: Reach =
         empty = columns[fields.index("")]
         remedy = f"fill it, name another column with --{empty.setting}, or leave such rows out with --data.on_error skip"
         yield Fault(place, f"column {empty.name!r} is empty", remedy, empty.name)
+    elif keep:
+        names = " and ".join(repr(column.name) for column in columns)
+        column = columns[0].name if len(columns) == 1 else ""
+        yield Fault(place, f"column {names} is empty", column=column, empty=True, row={})
 
 
 def with_row(items: Iterator[Piece | Fault], row: Callable[[], Mapping[str, Any]], keep: bool) -> Iterator[Piece | Fault]:
-    """The items, documents with their whole row where that is to be kept."""
-    return (replace(item, row=row()) if isinstance(item, Piece) else item for item in items) if keep else items
+    """Returns the items, with `keep` each with its whole row."""
+    return (replace(item, row=row()) for item in items) if keep else items
 
 
-def named(row: Mapping[str, Any], place: str, columns: Columns, reach: Reach = NOWHERE) -> Iterator[Piece | Fault]:
-    """The document of a row whose values have names."""
+def named(
+    row: Mapping[str, Any], place: str, columns: Columns, reach: Reach = NOWHERE, *, keep: bool = False
+) -> Iterator[Piece | Fault]:
+    """Yields the document of a row whose values have names, as `document` does."""
     try:
         keys = find_columns(place, columns, list(row), nested=True)
     except Faulty as faulty:
         yield faulty.fault
         return
-    yield from document([inner(row[key], field) for key, field in keys], place, columns, reach)
+    yield from document([inner(row[key], field) for key, field in keys], place, columns, reach, keep=keep)
 
 
 def no_column(place: str, column: Column, found: Sequence[str]) -> Fault:

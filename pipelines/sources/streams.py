@@ -47,7 +47,7 @@ def open_range(file: File, start: int = 0, stop: int | None = None) -> Iterator[
         raise Faulty(fault)
     with faults_of(file.uri):
         system, path = filesystem(file.uri)
-        packed = next((name for end, name in COMPRESSIONS.items() if file.name.endswith(end)), None)
+        packed = next((name for end, name in COMPRESSIONS.items() if file.name.lower().endswith(end)), None)
         opened = (
             partial(system.open_input_stream, path, compression=packed) if packed else partial(system.open_input_file, path)
         )
@@ -120,5 +120,19 @@ def lines(stream: ByteRange) -> Iterator[tuple[int, bytes]]:
         for line in whole:
             yield at, line
             at += len(line) + 1
+    if rest:
+        yield at, rest
+
+
+def lines_of_any_end(stream: ByteRange) -> Iterator[tuple[int, bytes]]:
+    """Yields lines that end with LF, CR LF or CR, with their ends, each with the offset in the file at which it begins."""
+    at, rest = stream.start, b""
+    while data := stream.read(max(PIECE, len(rest))):
+        found = (rest + data).splitlines(keepends=True)
+        # What follows may belong to the last one: the rest of a line, or the LF after a CR.
+        rest = found.pop()
+        for line in found:
+            yield at, line
+            at += len(line)
     if rest:
         yield at, rest
