@@ -19,6 +19,7 @@ from raystride.pipelines.evaluate.opening import Chosen
 from raystride.pipelines.evaluate.parts import AnswerWork
 from raystride.pipelines.evaluate.pictures import confusion_picture, reliability_picture
 from raystride.pipelines.evaluate.prediction import (
+    EARLIER,
     LEAST,
     MANIFEST,
     Echo,
@@ -70,6 +71,8 @@ def evaluate(
     """Answers the split's documents and scores them. Raises DataError, SettingError."""
     folder = run / "evaluate" / split
     sources, parts = _parts(chosen, split, settings)
+    for line in dict.fromkeys(line for source in sources.values() for line in source.describe()):
+        echo(f"data: {line}")
     work = AnswerWork(
         chosen=chosen,
         settings=settings,
@@ -170,7 +173,8 @@ def _parts(chosen: Chosen, split: Split, settings: Answering) -> tuple[dict[str,
 def _forget_others(answers: Folder, origin: dict[str, Any]) -> None:
     """Removes the answers of an interrupted evaluation of something else, another checkpoint for instance."""
     # Through JSON and back, which knows no tuples.
-    if answers.exists(MANIFEST) and answers.read_json(MANIFEST)["made_of"] != json.loads(json.dumps(origin)):
+    others = answers.exists(MANIFEST) and answers.read_json(MANIFEST)["made_of"] != json.loads(json.dumps(origin))
+    if others or answers.exists(EARLIER):
         answers.remove()
 
 
