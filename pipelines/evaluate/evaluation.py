@@ -30,6 +30,7 @@ from raystride.pipelines.evaluate.prediction import (
     made_of,
     with_small_parts,
 )
+from raystride.pipelines.evaluate.rows import to_json
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.fingerprint import open_sources
 from raystride.pipelines.prepare.parts import divide, parts_of
@@ -98,7 +99,7 @@ def _score(chosen: Chosen, answered: Predicted, table: dict[str, Any], folder: F
     metrics, signatures = task.grade(table), task.signatures
     intervals = bootstrap(task.grades(table), answered.rows)
     files = [PREDICTIONS, WORST, METRICS, *_pictures(task, table, folder)]
-    folder.put(WORST, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in worst(task, table)))
+    folder.put(WORST, "".join(to_json(row) + "\n" for row in worst(task, table)))
     folder.put_json(
         METRICS,
         {

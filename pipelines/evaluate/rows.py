@@ -10,7 +10,6 @@ to_json({"loss": math.nan})                               # '{"loss": null}'
 """
 
 import json
-import math
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import IO, Any, Literal, Protocol
 
-from raystride.pipelines.files import Folder
+from raystride.pipelines.files import Folder, strict_json
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.rows import BATCH_BYTES, BatchRow
 
@@ -306,19 +305,7 @@ def _column(to: Any, values: list[Any]) -> Any:
 
 def to_json(value: Any) -> str:
     """Returns a value as strict JSON: null for numbers that it does not know, base64 for bytes, text for other objects."""
-    try:
-        return json.dumps(value, ensure_ascii=False, default=_as_text, allow_nan=False)
-    except ValueError:
-        return json.dumps(finite(value), ensure_ascii=False, default=_as_text, allow_nan=False)
-
-
-def finite(value: Any) -> Any:
-    """Returns a value of JSON with None for numbers that JSON does not know: NaN and infinities."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: finite(part) for key, part in value.items()}
-    return [finite(part) for part in value] if isinstance(value, list | tuple) else value
+    return strict_json(value, ensure_ascii=False, default=_as_text)
 
 
 def _as_text(value: Any) -> str:
