@@ -11,6 +11,7 @@ import json
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from raystride.pipelines.credentials import masked
@@ -88,6 +89,18 @@ def find_columns(place: str, columns: Columns, found: Sequence[str], *, nested: 
             raise Faulty(no_column(place, column, found))
         keys.append((key, field))
     return keys
+
+
+def unique_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the names of columns, in which one that was there before is followed by a number: `a`, `a.1`."""
+    if len(set(names)) == len(names):
+        return tuple(names)
+    found: dict[str, None] = {}
+    for name in names:
+        numbered = (f"{name}.{number}" for number in count(1))
+        own = name if name not in found else next(other for other in numbered if other not in found and other not in names)
+        found[own] = None
+    return tuple(found)
 
 
 def inner(value: Any, field: str) -> Any:

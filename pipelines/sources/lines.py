@@ -17,7 +17,7 @@ from typing import Any
 from raystride.pipelines.sources.faults import OTHER_ENCODING, DataError, Fault, Faulty, not_utf8
 from raystride.pipelines.sources.fields import Columns, document, named, with_row
 from raystride.pipelines.sources.pieces import PIECE, File, Piece, Slice, holds_nothing
-from raystride.pipelines.sources.streams import count_lines, length, lines, open_range
+from raystride.pipelines.sources.streams import count_lines, length, lines, open_range, refuse_cr
 
 _FASTTEXT = "__label__"
 
@@ -60,6 +60,8 @@ class LineReader:
         line = None
         with open_range(piece.file, piece.start, piece.stop) as stream:
             for number, (at, line) in enumerate(lines(stream), 1):
+                if number == 1 and at == 0:
+                    refuse_cr(piece.file, line)
                 where = f"line {number}" if piece.start == 0 else f"the line at byte {at}"
                 place = f"{piece.file.uri}, {where}"
                 try:
@@ -187,6 +189,9 @@ class ParallelReader:
         with open_range(file) as first, open_range(other) as second:
             pairs = islice(zip(lines(first), lines(second), strict=True), piece.start, piece.stop)
             for number, ((_, left), (_, right)) in enumerate(pairs, piece.start + 1):
+                if number == 1:
+                    refuse_cr(file, left)
+                    refuse_cr(other, right)
                 place, uri = f"{file.uri}, line {number}", file.uri
                 try:
                     source = left.decode("utf-8-sig").strip()

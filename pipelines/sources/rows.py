@@ -29,7 +29,7 @@ from raystride.pipelines.sources.dialects import (
     not_csv,
 )
 from raystride.pipelines.sources.faults import REMEDY, Fault, Faulty, faults_of
-from raystride.pipelines.sources.fields import Columns, document, find_columns, inner, with_row
+from raystride.pipelines.sources.fields import Columns, document, find_columns, inner, unique_names, with_row
 from raystride.pipelines.sources.image_files import Reach
 from raystride.pipelines.sources.pieces import File, Piece, Slice, holds_nothing
 from raystride.pipelines.sources.streams import ByteRange, length, lines, lines_of_any_end, open_range
@@ -74,7 +74,7 @@ class CsvReader:
         dialect = find_dialect(head, self.form, self.columns, file)
         with open_range(file) as stream:
             text = _DecodedLines(stream, any_end=dialect.any_end)
-            rows = dialect.reader(text)
+            rows, names = dialect.reader(text), unique_names(dialect.names)
             at = before = 0
             try:
                 for number, row in enumerate(rows):
@@ -84,7 +84,7 @@ class CsvReader:
                         if at >= piece.start and row:
                             place = f"{file.uri}, line {rows.line_num}"
                             found = self._document(row, dialect.chosen, place, file.reach)
-                            yield from with_row(found, partial(_by_name, row, dialect.names), self.keep)
+                            yield from with_row(found, partial(_by_name, row, names), self.keep)
                     at, before = text.at, rows.line_num
             except csv.Error as error:
                 raise Faulty(self._broken(file, at, before, dialect, error)) from error
@@ -238,6 +238,7 @@ class ParquetReader:
         """A batch or table in which classes that are columns of their own have their names; None for what has none."""
         import pyarrow as pa
 
+        batch = batch.rename_columns(list(unique_names(batch.schema.names)))
         for column, names in zip(self.columns, classes, strict=True):
             if names and column.name in batch.schema.names and pa.types.is_integer(batch.schema.field(column.name).type):
                 at = batch.schema.get_field_index(column.name)

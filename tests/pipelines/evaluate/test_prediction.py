@@ -430,6 +430,17 @@ def test_arrow_schemas_are_kept(trained: Folder, tmp_path: Path) -> None:
     assert (first["when"][-9:], first["big"], first["map"]) == ("123456789", 2**64 - 1, {"k": 1})
 
 
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_columns_of_one_name_all_stay(trained: Folder, tmp_path: Path, form: str) -> None:
+    (tmp_path / "a.csv").write_text("n,text,n,n.1\n1,ripe apple,2,3\n")
+    columns = [pa.array([value]) for value in ("1", "ripe apple", "2", "3")]
+    parquet.write_table(pa.Table.from_arrays(columns, names=["n", "text", "n", "n.1"]), tmp_path / "a.parquet")
+    for name in ("a.csv", "a.parquet"):
+        _predict(trained, tmp_path / name, tmp_path / f"{name}-out", form=form)
+        (row,) = _rows(tmp_path / f"{name}-out")
+        assert [row[column] for column in ("n", "n.2", "n.1")] == ["1", "2", "3"]
+
+
 def test_json_lines_hold_no_nan(trained: Folder, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "ripe apple", "t": NaN, "u": [Infinity]}\n')
     parquet.write_table(pa.table({"text": ["ripe apple"], "t": [math.nan], "u": [[math.inf]]}), tmp_path / "a.parquet")
