@@ -8,6 +8,7 @@ read for a week go when another one comes.
     at_hand(file)                                             # unpacks its archive where this node has not yet
 """
 
+import errno
 import hashlib
 import lzma
 import os
@@ -165,9 +166,10 @@ def _write(archive: Archive, folder: Path) -> None:
                     raise DataError(
                         f"{archive.uri}: has more than {MEMBERS:,} members: unpack it yourself", file=archive.uri
                     )
-                target = folder / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with _content(archive.uri, name, opened, member) as stream, target.open("wb") as out:
+                with (
+                    _content(archive.uri, name, opened, member) as stream,
+                    _target(archive.uri, folder, name, opened) as out,
+                ):
                     while data := _read(archive.uri, name, stream):
                         written += len(data)
                         if written > most:
@@ -186,6 +188,25 @@ def _write(archive: Archive, folder: Path) -> None:
                         out.write(data)
     except Faulty as faulty:
         raise faulty.fault.error() from faulty
+
+
+def _target(uri: str, folder: Path, name: str, opened: Any) -> IO[bytes]:
+    """The file into which a member is unpacked. Raises DataError for a name that cannot be one, or is there already.
+
+    In a tar a later member is the newer one, as `tar --update` appends it.
+    """
+    target = folder / name
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return target.open("xb" if isinstance(opened, zipfile.ZipFile) else "wb")
+    except FileExistsError as error:
+        problem = "is there twice, or is both a file and a folder"
+        raise DataError(f"{uri}: member {name!r} {problem}: pack the archive anew", file=uri, member=name) from error
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+            raise
+        problem = f"cannot be unpacked: {error.strerror}"
+        raise DataError(f"{uri}: member {name!r} {problem}; pack the archive anew", file=uri, member=name) from error
 
 
 def _opened(uri: str, name: str, stream: Any) -> Any:

@@ -207,8 +207,8 @@ def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
 
 
 def _as_listing(walk: _Walk) -> Listing:
-    again = note("links to folders that are read already", walk.again)
-    return Listing(walk.files, [*again, *note("links that lead nowhere", walk.broken)])
+    again = note("a link to a folder that is read already", walk.again)
+    return Listing(walk.files, [*again, *note("a link that leads nowhere", walk.broken)])
 
 
 def once(files: Sequence[File]) -> tuple[list[File], list[str]]:
@@ -229,14 +229,14 @@ def once(files: Sequence[File]) -> tuple[list[File], list[str]]:
         for file in files
         if file.uri not in left_out
     ]
-    return kept, note("further names of files that are read already", [file.name for file in again])
+    return kept, note("another name of a file that is read", [file.name for file in again])
 
 
 def note(what: str, names: Sequence[str]) -> list[str]:
-    """Returns a line that says how many of something are left out, and names the first; none if there are none."""
+    """Returns a line that names what is left out, the first of many, and says what each of them is; none for no name."""
     named = ", ".join(printable(name) for name in names[:_NAMED])
-    more = ", ..." if len(names) > _NAMED else ""
-    return [f"left out {len(names):,} {what}: {named}{more}"] if names else []
+    more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
+    return [f"left out {named}{more}: {'each ' * (len(names) > 1)}{what}"] if names else []
 
 
 def _hidden_unless_named(pattern: str) -> Callable[[str], bool]:

@@ -265,6 +265,9 @@ class BatchRow(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         return self.batch.column(name)[self.index].as_py()
 
+    def __contains__(self, name: object) -> bool:  # without the value, which Mapping would have made
+        return bool(self.batch.schema.get_field_index(name) >= 0)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.batch.schema.names)
 

@@ -155,7 +155,7 @@ def open_source(data: Data, name: str, columns: Columns, *, whole: bool = False)
     notes = notes + again
     found = _beside_each_other(files, image_root, follow=data.follow)
     if kind not in ("text", "folders"):  # of which each file is a row
-        notes = notes + note("empty files", [file.name for file in found if not file.size and not file.alone])
+        notes = notes + note("empty", [file.name for file in found if not file.size and not file.alone])
     return Source(kind, found, _reader(kind, data, columns, whole), notes=tuple(notes))
 
 
@@ -177,7 +177,7 @@ def _without_remarks(files: list[File]) -> tuple[list[File], list[str]]:
         return files, []
     hidden = {name for name in hidden if _format(name) != "image"}
     kept = [file for file in files if file.name not in hidden | about]
-    lines = [*note("names that begin with `_`", sorted(hidden)), *note("files that are about the data", sorted(about))]
+    lines = [*note("a name that begins with `_`", sorted(hidden)), *note("about the data", sorted(about))]
     return kept, lines
 
 
@@ -235,7 +235,7 @@ def _parallel(data: Data, name: str, columns: Columns) -> Source:
     for file, other in zip(some.files, others.files, strict=True):
         kept.setdefault((file.inode or file.uri, other.inode or other.uri), (file, other))
     again = sorted({file.name for file in some.files} - {file.name for file, _ in kept.values()})
-    notes = (*some.notes, *others.notes, *note("further names of files that are read already", again))
+    notes = (*some.notes, *others.notes, *note("another name of a file that is read", again))
     paired, targets = (_beside_each_other(found) for found in zip(*kept.values(), strict=True))
     pairs = {file.uri: other for file, other in zip(paired, targets, strict=True)}
     return Source("parallel", paired, ParallelReader(columns, pairs), targets, notes)

@@ -72,7 +72,7 @@ def test_a_file_with_several_names_is_read_once(tmp_path: Path, place: str) -> N
     source = f"{tmp_path}/{place}".rstrip("/")
     found = open_source(Data(source=source), source, TEXT)
     assert [file.name for file in found.files] == ["more/c.jsonl", "real/a.jsonl"]
-    assert any("further names" in line for line in found.notes)
+    assert any("another name" in line for line in found.notes)
     assert len(read(source)) == 2
 
 
@@ -111,7 +111,7 @@ def test_links_that_lead_nowhere_are_named(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "*"):
         found = list_packed(str(place))
         assert [file.name for file in found.files] == ["a.jsonl"]
-        assert ["b.jsonl" in line and "c" in line and "2 links" in line for line in found.notes] == [True]
+        assert found.notes == ["left out b.jsonl, c: each a link that leads nowhere"]
     with unreadable("b.jsonl", settings=("data.source",), names=["gone.jsonl"]):
         list_packed(str(tmp_path / "b.jsonl"))
     (tmp_path / "a.jsonl").unlink()
