@@ -207,6 +207,8 @@ def _rows(
         nonlocal asked
         for item in _items(work, part):
             found = _asked(answerer, item)
+            if found == [] and isinstance(item, Piece):
+                found = Fault(item.place, "has nothing that could be answered", empty=True, row=item.row or {})
             if not isinstance(found, Fault):
                 asked += len(found)
                 yield from found

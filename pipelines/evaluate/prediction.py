@@ -91,7 +91,7 @@ def predict(
     """
     table = table or {}
     data = replace(chosen.config.data, source=name, kind=kind, encoding=encoding, target_source=None, **table)
-    data = replace(data, on_error=settings.on_error)
+    data = replace(data, on_error=settings.on_error, follow=False)
     if column:
         named: dict[str, Any] = {chosen.task.asked[0].setting.removeprefix("data."): column}
         chosen = replace(chosen, config=replace(chosen.config, data=replace(data, **named)))

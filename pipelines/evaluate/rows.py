@@ -146,18 +146,32 @@ def _rows_of(batch: Any) -> list[dict[str, Any]]:
 
 
 def _for_json(column: Any) -> list[Any]:
-    """A column's values; nanoseconds as text, for which Python has no type, and maps as objects if they can be some."""
+    """A column's values; as text those of times for which Python has no type, and maps as objects if they can be some."""
     import pyarrow as pa
 
-    if pa.types.is_time64(column.type) and column.type.unit == "ns":
-        column = column.cast(pa.string())
+    column = column.cast(_without_ns(column.type))
     try:
         found: list[Any] = column.to_pylist(maps_as_pydicts="strict")
-        to_json(found[:1])
-    except (ValueError, KeyError, TypeError):
+        if pa.types.is_nested(column.type):  # whose keys may be none of JSON's
+            to_json(found)
+    except (ValueError, KeyError, TypeError, OverflowError):
         kind = pa.int64() if pa.types.is_duration(column.type) else pa.string()
         found = (column.cast(kind) if pa.types.is_temporal(column.type) else column).to_pylist()
     return found
+
+
+def _without_ns(kind: Any) -> Any:
+    """A type in which times of nanoseconds, which Python would cut, are text."""
+    import pyarrow as pa
+
+    if kind == pa.time64("ns"):
+        return pa.string()
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_without_ns(field.type)) for field in kind])
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        inside = kind.value_field.with_type(_without_ns(kind.value_type))
+        return pa.list_(inside) if pa.types.is_list(kind) else pa.large_list(inside)
+    return kind
 
 
 def infer_schema(rows: Iterable[Mapping[str, Any]]) -> Any:

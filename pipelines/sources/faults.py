@@ -21,6 +21,8 @@ OTHER_ENCODING = f"name its encoding (--data.encoding latin-1, for instance), {R
 
 _PLACE = re.compile(r"(?:(?P<file>.*), |^)(?P<unit>line|row) (?P<number>\d+)", re.DOTALL)
 _KEY = re.compile(r"(?P<file>.*), key (?P<member>.*)", re.DOTALL)
+_NOT_READ = re.compile(r"encrypt|[Cc]odec .*not (supported|built)|Expected all lists to be of size")
+"""What pyarrow says of whole files that it does not read: a null among lists of fixed size, for instance."""
 _FLAG = re.compile(r"--([a-z_]+(?:\.[a-z_]+)+)")
 
 
@@ -123,7 +125,7 @@ def faults_of(place: str) -> Iterator[None]:
             raise Faulty(
                 Fault(place, f"is in a form that pyarrow does not read: {text}", f"write it anew, {REMEDY}")
             ) from error
-        if (isinstance(error, OSError) and error.errno) or re.search(r"encrypt|[Cc]odec .*not (supported|built)", text):
+        if (isinstance(error, OSError) and error.errno) or _NOT_READ.search(text):
             raise Faulty(Fault(place, f"cannot be read: {text}")) from error
         raise Faulty(Fault(place, f"is truncated or broken: {text}")) from error
 

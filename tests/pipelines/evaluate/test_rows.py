@@ -147,6 +147,22 @@ def test_rows_of_arrow_as_json_lines_lose_nothing() -> None:
     assert third["half"] is None
 
 
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        (pa.array([10**18], pa.timestamp("us")), "<value out of range: 1000000000000000000>"),
+        (pa.array([{"t": [1]}], pa.struct([("t", pa.list_(pa.time64("ns")))])), {"t": ["00:00:00.000000001"]}),
+        (pa.array([[("k", 1), ("k", 2)]], pa.map_(pa.string(), pa.int8())), [["k", 1], ["k", 2]]),
+        (pa.array([[(b"k", 1)]], pa.map_(pa.binary(), pa.int8())), [["aw==", 1]]),
+        (pa.array([[(1, 2)]], pa.map_(pa.int8(), pa.int8())), {"1": 2}),
+        (pa.array([b"\xff"], pa.binary(1)), "/w=="),
+    ],
+)
+def test_json_has_a_form_for_all_of_arrow(values: pa.Array, wanted: Any) -> None:
+    (line,) = written(list(arrow_rows(pa.table({"x": values}))), form="jsonl").splitlines()
+    assert json.loads(line)["x"] == wanted
+
+
 def test_files_of_other_schemas_get_one() -> None:
     must = pa.field("a", pa.int64(), nullable=False)
     first = pa.schema([must, ("b", pa.null()), ("c", pa.int8()), ("t", pa.timestamp("us"))])
