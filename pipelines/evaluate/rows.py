@@ -18,7 +18,7 @@ from itertools import islice
 from typing import IO, Any, Literal, Protocol
 
 from raystride.pipelines.files import Folder, strict_json
-from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.sources.faults import DataError, printable
 from raystride.pipelines.sources.rows import BATCH_BYTES, BatchRow
 
 Form = Literal["parquet", "jsonl"]
@@ -96,7 +96,7 @@ class _Lines:
         for batch, some in _runs(rows):
             data: list[Any] = [row.data for row in some] if batch is None else _rows_of(batch)
             for values, row in zip(data, some, strict=True):
-                self.stream.write(to_json({**values, **row.added}).encode("utf-8", "replace") + b"\n")
+                self.stream.write(printable(to_json({**values, **row.added})).encode() + b"\n")
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ def _column(to: Any, values: list[Any]) -> Any:
 
     if pa.types.is_string(to.type):
         values = [value if value is None or isinstance(value, str) else to_json(value) for value in values]
-        values = [value if value is None else value.encode("utf-8", "replace").decode() for value in values]
+        values = [value if value is None else printable(value) for value in values]
     try:
         return pa.array(values, to.type)
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, UnicodeEncodeError) as error:

@@ -59,7 +59,9 @@ def place_fields(place: str) -> dict[str, Any]:
 
 
 def printable(name: str) -> str:
-    """Returns a name that any stream and JSON take: bytes of it that are no UTF-8 are escaped, as `ascii` does."""
+    """Returns a text that any stream takes: halves of surrogate pairs, as which bytes that are no UTF-8 come, are escaped as
+    `ascii` and JSON do.
+    """
     return name.encode("utf-8", "backslashreplace").decode()
 
 

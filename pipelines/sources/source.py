@@ -47,7 +47,7 @@ TABLES = ("json", "csv", "parquet")
 """Kinds of files that have columns with names."""
 _DOCUMENTATION = re.compile(
     r"(readme|licen[cs]e|copying|notice|authors|citation|changelog|contributing|(sha\d+|md5)sums)\b.*"
-    r"|(?P<described>dataset_infos?|datapackage|croissant)\.json",
+    r"|.*\.(md5|sha\d+|asc|sig)|thumbs\.db|desktop\.ini|(?P<described>dataset_infos?|datapackage|croissant)\.json",
     re.IGNORECASE,
 )
 """Names of files that say something about data and are none, if tables lie beside them."""
@@ -336,7 +336,7 @@ def _advice(name: str, files: list[File], columns: Columns, data: Data) -> str:
     if len(columns) == 1 and columns[0].kind == "text" and len(endings) == 1 and os.path.isdir(absolute(name)):
         return f"name those to take with a glob, {name.rstrip('/')}/**/*{endings.pop()} for instance"
     wanted = ", ".join(f"{column.name!r} ({column.setting})" for column in columns)
-    return f"name those to take with a glob; of {wanted} something lacks in the first rows of each kind"
+    return f"name those to take with a glob; no kind of table has {wanted} in all of its first rows"
 
 
 def first_fault(reader: Reader, kind: str, file: File) -> Fault | None:

@@ -100,6 +100,12 @@ def test_json_lines_take_all() -> None:
     assert found == wanted
 
 
+def test_half_a_surrogate_pair_stays() -> None:
+    (line,) = written([Row({}, {"x": "a\ud800ü"})], form="jsonl").splitlines()
+    assert json.loads(line) == {"x": "a\ud800ü"}
+    assert read_back([{"x": "a\ud800ü"}]) == [{"x": "a\\ud800ü"}]
+
+
 def test_json_has_null_for_numbers_that_it_does_not_know() -> None:
     value = {"a": math.nan, "b": [1.5, math.inf, {"c": -math.inf}], "d": (math.nan, "NaN")}
     assert json.loads(to_json(value)) == {"a": None, "b": [1.5, None, {"c": None}], "d": [None, "NaN"]}

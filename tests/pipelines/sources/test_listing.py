@@ -189,6 +189,9 @@ def test_folders_of_spark_are_read_as_they_lie(tmp_path: Path, place: str) -> No
     write(folder, "_SUCCESS", "_temporary/0/part-9.parquet", "_committed_123", "_old.parquet", content="")
     assert read(f"{folder}/{place}".rstrip("/")) == [("0-0",), ("0-1",), ("2-0",)]
     assert read(folder, kind="parquet") == [("0-0",), ("0-1",), ("2-0",)]
+    write(folder, "_year=2024/a.jsonl")
+    assert open_source(Data(source=str(folder), kind="json"), str(folder), TEXT).files[0].name == "_year=2024/a.jsonl"
+    (folder / "_year=2024" / "a.jsonl").unlink()
     remote = f"local://{folder}"
     assert [document for (document,) in read(remote)] == ["0-0", "0-1", "2-0"]
 
@@ -231,6 +234,7 @@ def test_what_is_about_the_data_is_none_of_it(tmp_path: Path) -> None:
         else:
             write(folder, table, content="text\n0-0\n" if table.endswith("csv") else '{"text": "0-0"}')
         write(folder, "README.md", "LICENSE", "licence.txt", "dataset_infos.json", ".gitattributes", content="{}")
+        write(folder, "Thumbs.db", "train.csv.sha256", "SHA256SUMS", "data/NOTICE", content="")
         assert read(folder) == [("0-0",)]
         (line,) = open_source(Data(source=str(folder)), str(folder), TEXT).notes
         assert "README.md" in line
