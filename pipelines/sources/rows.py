@@ -9,8 +9,9 @@ columns are all empty or null is no document and passes in silence.
 
 import csv
 import json
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -63,42 +64,40 @@ class CsvReader:
         return offset
 
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
-        """Yields the documents of the rows in the slice.
+        """Yields the documents of the rows in the slice. A row that is no CSV is a Fault, and the next line is read.
 
-        Raises Faulty if the file is all of its source and has no rows, at a row that is no CSV, and if it lacks a column.
+        Raises Faulty if the file is all of its source and has no rows, and if it lacks a column.
         """
-        file = piece.file
+        file, stop = piece.file, piece.stop
         head = _head(file)
         if not file.alone and len(head) < HEAD and is_blank(head):
             return
         dialect = find_dialect(head, self.form, self.columns, file)
+        names, skipped = unique_names(dialect.names), dialect.header
         with open_range(file) as stream:
             text = _DecodedLines(stream, any_end=dialect.any_end)
-            rows, names = dialect.reader(text), unique_names(dialect.names)
-            at = before = 0
-            try:
-                for number, row in enumerate(rows):
-                    if number or not dialect.header:
-                        if piece.stop is not None and at >= piece.stop:
+            at = line = 0
+            broken = True
+            while broken:
+                rows, before, guessed, broken = dialect.reader(text), line, line > 0, False
+                try:
+                    for row in rows:
+                        if stop is not None and at >= stop:
                             return
-                        if at >= piece.start and row:
-                            place = f"{file.uri}, line {rows.line_num}"
-                            found = self._document(row, dialect.chosen, place, file.reach)
+                        line = before + rows.line_num
+                        if skipped:
+                            skipped = False
+                        elif at >= piece.start and row:
+                            found = self._document(row, dialect, f"{file.uri}, line {line}", file.reach, guessed)
                             yield from with_row(found, partial(_by_name, row, names), self.keep)
-                    at, before = text.at, rows.line_num
-            except csv.Error as error:
-                raise Faulty(self._broken(file, at, before, dialect, error)) from error
-
-    def _broken(self, file: File, at: int, before: int, dialect: Dialect, error: csv.Error) -> Fault:
-        """The fault of a row that begins at an offset, after so many lines."""
-        if dialect.quoted:
-            with open_range(file, at) as stream:
-                if found := find_misquoted(_DecodedLines(stream, any_end=dialect.any_end), dialect.delimiter):
-                    return not_csv(file, before, found, dialect)
-        reason, remedy = f"is no CSV: {error}", REMEDY
-        if "new-line character" in str(error):
-            reason, remedy = "has a CR within a row, though its lines end with LF", f"quote the field or {REMEDY}"
-        return Fault(f"{file.uri}, line {before + 1}", reason, remedy)
+                        at = text.row_ends()
+                except csv.Error as error:
+                    found_at = find_misquoted(text.row(), dialect.delimiter) if dialect.quoted else None
+                    if at >= piece.start and (stop is None or at < stop):
+                        fault = not_csv(file, line, found_at, dialect) if found_at else _no_row(file, line, error)
+                        yield replace(fault, row={}) if self.keep else fault
+                    lines_off = found_at.line + 1 if found_at else 1
+                    at, line, broken = text.begin_again(lines_off), line + lines_off, True
 
     def quotes_between_tabs(self, file: File) -> bool | None:
         """Returns whether quotes quote in a file with tabs, as its first rows show it; None if they are the same either way,
@@ -110,13 +109,29 @@ class CsvReader:
             return None
         return dialect.quoted if dialect.told_quotes else None
 
-    def _document(self, row: list[str], chosen: tuple[int, ...], place: str, reach: Reach) -> Iterator[Piece | Fault]:
-        for index, column in zip(chosen, self.columns, strict=True):
+    def _document(
+        self, row: list[str], dialect: Dialect, place: str, reach: Reach, guessed: bool
+    ) -> Iterator[Piece | Fault]:
+        """`guessed`: the row may be the rest of another one, unless it has all fields."""
+        if guessed and len(row) != len(dialect.names):
+            yield Fault(
+                place, f"has {len(row)} fields, not {len(dialect.names)}, behind a row that is no CSV: {glimpse(row)}"
+            )
+            return
+        for index, column in zip(dialect.chosen, self.columns, strict=True):
             if index >= len(row):
                 seen = f"has {len(row)} fields, too few for column {column.name!r}: {glimpse(row)}"
                 yield Fault(place, seen, f"name what is between them with --data.delimiter, {REMEDY}", column.name)
                 return
-        yield from document([row[index] for index in chosen], place, self.columns, reach, keep=self.keep)
+        yield from document([row[index] for index in dialect.chosen], place, self.columns, reach, keep=self.keep)
+
+
+def _no_row(file: File, before: int, error: csv.Error) -> Fault:
+    """The fault of a row behind so many lines of which the reader of CSV says what is wrong."""
+    reason, remedy = f"is no CSV: {error}", REMEDY
+    if "new-line character" in str(error):
+        reason, remedy = "has a CR within a row, though its lines end with LF", f"quote the field or {REMEDY}"
+    return Fault(f"{file.uri}, line {before + 1}", reason, remedy)
 
 
 def _head(file: File) -> bytes:
@@ -137,17 +152,40 @@ class _DecodedLines:
 
     def __init__(self, stream: ByteRange, *, any_end: bool = False) -> None:
         """`any_end`: they end with LF, CR LF or CR, which they keep, else with LF alone."""
-        self._lines = lines_of_any_end(stream) if any_end else lines(stream)
+        self._lines: Iterator[tuple[int, bytes]] = lines_of_any_end(stream) if any_end else lines(stream)
         self._end, self._at_end = ("", 0) if any_end else ("\n", 1)
-        self.at = 0
+        self._row: list[tuple[int, bytes]] = []
+        self._again: deque[tuple[int, bytes]] = deque()
 
     def __iter__(self) -> "_DecodedLines":
         return self
 
     def __next__(self) -> str:
-        at, line = next(self._lines)
-        self.at = at + len(line) + self._at_end
+        found = self._again.popleft() if self._again else next(self._lines)
+        self._row.append(found)
+        at, line = found
+        return line.decode(errors="surrogateescape") + self._end if at else self._decoded(at, line)
+
+    def _decoded(self, at: int, line: bytes) -> str:
         return line.removeprefix(b"\xef\xbb\xbf" if at == 0 else b"").decode(errors="surrogateescape") + self._end
+
+    def row(self) -> Iterator[str]:
+        """Yields the lines since the last row ended."""
+        return (self._decoded(at, line) for at, line in self._row)
+
+    def row_ends(self) -> int:
+        """Notes that a row has ended with the last line. Returns the offset behind it."""
+        at, line = self._row[-1]
+        self._row.clear()
+        return at + len(line) + self._at_end
+
+    def begin_again(self, count: int) -> int:
+        """Gives again what was given since the last row ended, but for so many lines. Returns the offset behind these."""
+        row = self._row
+        at, line = row[min(count, len(row)) - 1]
+        self._again.extendleft(reversed(row[count:]))
+        self._row = []
+        return at + len(line) + self._at_end
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from raystride.pipelines.config import Config, Data
 from raystride.pipelines.prepare.fingerprint import fingerprint
-from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.sources.faults import DataError, Fault
 from raystride.pipelines.sources.source import open_source
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tasks.task import Column
@@ -213,6 +213,29 @@ def test_a_quoted_field_without_an_end_is_named_by_its_beginning(
             read(tmp_path / file)
     if line > 1:
         assert len(read(tmp_path / name, quote="none", on_error="skip")) > 0
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("name", ["rows.csv", "rows.csv.gz"])
+def test_what_follows_a_row_that_is_none_is_read(tmp_path: Path, end: str, name: str) -> None:
+    rows = [f"word {number},{number % 2}" for number in range(200)]
+    rows[10], rows[50], rows[120], rows[199] = '"Hello,0', '"Bye,0', '"two" x,0', '"open,1'
+    rows[30] = f'"lines{end}of{end}one",1'
+    content = end.join(["text,label", *rows]).encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    found = read(tmp_path / name, on_error="skip")
+    wanted = [tuple(row.rsplit(",", 1)) for row in rows if '"' not in row]
+    assert [row for row in found if "\n" not in row[0] and "\r" not in row[0]] == wanted
+    assert len(found) == 196
+    (part,) = open_documents(Data(on_error="skip"), str(tmp_path / name), NAMED).parts
+    source = open_source(Data(), str(tmp_path / name), NAMED)
+    faults = [item.place.rpartition(" ")[2] for item in source.reader.read(part.slices[0]) if isinstance(item, Fault)]
+    assert faults == ["12", "54", "124", "203"]
+
+
+def test_the_rest_of_a_row_that_is_none_is_no_row(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text('text,label\n"one, two\nthree\nfour, five, six" x,1\nseven,1\n')
+    assert read(tmp_path / "rows.csv", on_error="skip") == [("seven", "1")]
 
 
 TABS = [  # rows, and whether quotes quote
