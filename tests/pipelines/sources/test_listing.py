@@ -12,6 +12,7 @@ from raystride.pipelines.sources.source import open_source
 from raystride.pipelines.tasks.task import Column
 from tests.errors import unreadable
 from tests.pipelines.sources.documents import open_documents
+from tests.privileges import bound_by_permissions
 
 TEXT = (Column("data.column", "text"),)
 LABELLED = (*TEXT, Column("data.label_column", "label", "label"))
@@ -152,15 +153,14 @@ def test_a_name_that_is_not_utf8_is_refused_or_skipped(tmp_path: Path, name: str
 
 
 def test_what_cannot_be_listed_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, "a.jsonl", "closed/b.jsonl")
-    (tmp_path / "closed").chmod(0)
-    try:
-        if os.access(tmp_path / "closed", os.R_OK):
-            pytest.skip("this user may read everything")
-        with unreadable("closed", settings=("data.source",), names=["permission"]):
-            list_packed(str(tmp_path))
-    finally:
-        (tmp_path / "closed").chmod(0o700)
+    write(tmp_path, "a.jsonl", "closed/b.jsonl", "unread/c.jsonl")
+    for closed, mode, place in [("closed", 0, ""), ("unread", 0o444, ""), ("closed", 0, "*/*")]:
+        (tmp_path / closed).chmod(mode)
+        try:
+            with bound_by_permissions(), unreadable(settings=("data.source",), names=[closed, "permission"]):
+                list_packed(f"{tmp_path}/{place}".rstrip("/"))
+        finally:
+            (tmp_path / closed).chmod(0o700)
 
 
 def test_hidden_names_are_listed_if_a_glob_names_them(tmp_path: Path) -> None:
