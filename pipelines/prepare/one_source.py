@@ -71,6 +71,8 @@ def prepare_source(
         echo(f"data: {_counts(manifest, task)}, prepared before ({folder})")
         return Prepared(folder, manifest, reused=True)
     look_at(config, source, validation)
+    for line in _notes(source, validation):
+        echo(f"data: {line}")
     if on_ray:
         _say_if_full(echo)
     started = time.time()
@@ -94,6 +96,10 @@ def prepare_source(
     folder.remove_temporary(before=started)
     _report(manifest, task, records, folder, time.time() - started, echo)
     return Prepared(folder, manifest, reused=False)
+
+
+def _notes(source: Source, validation: Source | None) -> list[str]:
+    return [*source.describe(), *(validation.describe() if validation else ())]
 
 
 @dataclass(frozen=True)
