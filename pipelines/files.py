@@ -10,10 +10,11 @@ a temporary name, fsync and rename; see `stores` for the rest. Each call goes th
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,8 +142,8 @@ class Folder:
         self.put_pieces(name, lambda: (data,))
 
     def put_json(self, name: str, content: Any) -> None:
-        """Writes `content` as JSON, atomically."""
-        self.put(name, json.dumps(content, indent=1, sort_keys=True) + "\n")
+        """Writes `content` as strict JSON, atomically."""
+        self.put(name, strict_json(content, indent=1, sort_keys=True) + "\n")
 
     def put_pieces(self, name: str, pieces: Callable[[], Iterable[bytes | memoryview]]) -> None:
         """Writes a whole file, or nothing, from what `pieces()` gives, which is asked anew where a try has failed.
@@ -299,6 +300,22 @@ class Folder:
         for piece in self.read_pieces(name):
             digest.update(piece)
         return digest.hexdigest()
+
+
+def strict_json(content: Any, **options: Any) -> str:
+    """Returns JSON in which numbers that it does not know (NaN, infinities) are null; options are those of `json.dumps`."""
+    try:
+        return json.dumps(content, allow_nan=False, **options)
+    except ValueError:
+        return json.dumps(_finite(content), allow_nan=False, **options)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(part) for key, part in value.items()}
+    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _pieces_of(source: Path) -> Iterator[bytes]:

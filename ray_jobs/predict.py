@@ -39,7 +39,7 @@ def _answer_files(settings: Predict) -> int:
 
     predicted = predict_files(settings)
     speed = f", {predicted.rate:,.0f} rows/s" if predicted.rate else ", all of them answered before"
-    skipped = f", {predicted.skipped:,} skipped (listed in predictions.json)" if predicted.skipped else ""
+    skipped = f", {predicted.skipped:,} skipped (listed in _predictions.json)" if predicted.skipped else ""
     print(f"{predicted.rows:,} answers of step {predicted.step} in {len(predicted.files)} files{speed}{skipped}")
     print(f"results  {Folder.at(settings.output or '')}")
     print("mlflow   not logged there")

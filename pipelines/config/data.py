@@ -95,6 +95,9 @@ class Data(Section):
     delimiter: str = setting("auto", fixed=True, since="0.2")
     """What is between the fields of CSV and TSV files: `comma`, `semicolon`, `tab`, `pipe`, or a character. `auto`: the one
     with which the columns are found."""
+    quote: Literal["auto", '"', "none"] = setting("auto", fixed=True, since="0.3")
+    """What begins and ends a field of CSV and TSV files that holds delimiters or line ends: `"`, or `none`, with which all
+    quotes are text. `auto`: `"` in CSV; between tabs none, unless the first rows can only be read with it."""
     columns: tuple[str, ...] = setting((), fixed=True, since="0.2")
     """Names for the columns of CSV and TSV files, in order: `[label, title, text]`; in place of the first line's names."""
     split: str = setting("train", fixed=True)

@@ -50,6 +50,8 @@ class Predict(Answering):
     """Whether the first line of a CSV names its columns; None: as the run's `data.header` says."""
     delimiter: str | None = setting(None)
     """What is between the fields of a CSV; None: as the run's `data.delimiter` says."""
+    quote: Literal["auto", '"', "none"] | None = setting(None)
+    """What quotes the fields of a CSV; None: as the run's `data.quote` says."""
     columns: tuple[str, ...] | None = setting(None)
     """Names for the columns of a CSV; None: as the run's `data.columns` says."""
     column: str | None = setting(None)

@@ -19,6 +19,7 @@ from raystride.pipelines.evaluate.opening import Chosen
 from raystride.pipelines.evaluate.parts import AnswerWork
 from raystride.pipelines.evaluate.pictures import confusion_picture, reliability_picture
 from raystride.pipelines.evaluate.prediction import (
+    EARLIER,
     LEAST,
     MANIFEST,
     Echo,
@@ -29,6 +30,7 @@ from raystride.pipelines.evaluate.prediction import (
     made_of,
     with_small_parts,
 )
+from raystride.pipelines.evaluate.rows import to_json
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.fingerprint import open_sources
 from raystride.pipelines.prepare.parts import divide, parts_of
@@ -76,6 +78,8 @@ def evaluate(
             f"data: raw files have changed since this run prepared them ({describe_changes(changes)}): "
             f"what is scored is --split {split} of the data as it is now"
         )
+    for line in dict.fromkeys(line for source in sources.values() for line in source.describe()):
+        echo(f"data: {line}")
     work = AnswerWork(
         chosen=chosen,
         settings=settings,
@@ -101,7 +105,7 @@ def _score(chosen: Chosen, answered: Predicted, table: dict[str, Any], folder: F
     metrics, signatures = task.grade(table), task.signatures
     intervals = bootstrap(task.grades(table), answered.rows)
     files = [PREDICTIONS, WORST, METRICS, *_pictures(task, table, folder)]
-    folder.put(WORST, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in worst(task, table)))
+    folder.put(WORST, "".join(to_json(row) + "\n" for row in worst(task, table)))
     folder.put_json(
         METRICS,
         {
@@ -194,7 +198,8 @@ def _changes(run: Folder, source: Source, validation: Source) -> list[str]:
 def _forget_others(answers: Folder, origin: dict[str, Any]) -> None:
     """Removes the answers of an interrupted evaluation of something else, another checkpoint for instance."""
     # Through JSON and back, which knows no tuples.
-    if answers.exists(MANIFEST) and answers.read_json(MANIFEST)["made_of"] != json.loads(json.dumps(origin)):
+    others = answers.exists(MANIFEST) and answers.read_json(MANIFEST)["made_of"] != json.loads(json.dumps(origin))
+    if others or answers.exists(EARLIER):
         answers.remove()
 
 

@@ -74,7 +74,11 @@ def predict_files(settings: Predict, echo: Echo = print) -> "Predicted":
         kind=settings.kind,
         encoding=settings.encoding,
         column=settings.column,
-        table={key: value for key in ("header", "delimiter", "columns") if (value := getattr(settings, key)) is not None},
+        table={
+            key: value
+            for key in ("header", "delimiter", "quote", "columns")
+            if (value := getattr(settings, key)) is not None
+        },
         form=settings.format,
         sample=settings.sample,
         echo=echo,

@@ -5,7 +5,6 @@
 Nsight Systems needs it for inline jobs (Ray's workers are started under it by `trainer`), Nsight Compute always.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from shutil import which
 from raystride.pipelines.cluster.resources import Resources, resolve
 from raystride.pipelines.config import Config
 from raystride.pipelines.credentials import hidden
-from raystride.pipelines.files import Folder
+from raystride.pipelines.files import Folder, strict_json
 from raystride.pipelines.pages import heading, page, paragraph, table
 from raystride.pipelines.profiling.nsight_commands import COMPUTE, SESSION, compute_command, read_csv_table, systems_command
 from raystride.pipelines.profiling.profile import PLACE
@@ -79,7 +78,7 @@ def _under_compute(config: Config, storage: Folder) -> int:
         )
         rows = speed_of_light(sheet.stdout)
         (scratch / f"{REPORT}.csv").write_text(sheet.stdout)
-        (scratch / f"{REPORT}.json").write_text(json.dumps(rows, indent=1) + "\n")
+        (scratch / f"{REPORT}.json").write_text(strict_json(rows, indent=1) + "\n")
         (scratch / f"{REPORT}.html").write_text(compute_page(config.run, rows))
         _keep(config, storage, folder, scratch)
     print(f"profile  {folder / PLACE / f'{REPORT}.html'}")

@@ -128,6 +128,10 @@ def fingerprint_of(config: Config, task: Task, source: Source, validation: Sourc
         content["encoding"] = encoding
     if source.kind == "csv":  # at their defaults, what was prepared before these settings were is found again
         told = {"header": data.header, "delimiter": data.delimiter, "names": list(data.columns)}
+        told["quote"] = data.quote
+        # Before 0.3 quotes between tabs quoted fields; what comes otherwise now is prepared anew.
+        if not data.follow and any(False in each.quotes_between_tabs for each in (source, validation) if each):
+            told["quote"] = "none"
         content |= {key: value for key, value in told.items() if value not in ("auto", [])}
     if source.kind == "parquet" and data.class_names:
         content["class_names"] = True

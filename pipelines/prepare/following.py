@@ -32,6 +32,9 @@ def follow_source(config: Config, storage: Folder, task: Task, *, on_ray: bool, 
     """Prepares what is in the source, and what is added to it, for ever. Raises DataError, SettingError."""
     source, validation = open_sources(config, task)
     look_at(config, source, validation)
+    said = [*source.describe()]
+    for line in said:
+        echo(f"data: {line}")
     digest = fingerprint_of(config, task, source, validation)
     followed = Followed(storage / ".prepared" / digest)
     if not followed.known and not source.files:
@@ -63,6 +66,10 @@ def follow_source(config: Config, storage: Folder, task: Task, *, on_ray: bool, 
             time.sleep(LOOK_S)
             try:
                 source, _ = open_sources(config, task)
+                for line in source.notes:
+                    if line not in said:
+                        said.append(line)
+                        echo(f"data: {line}")
             except NoFiles:  # what was published has gone
                 source = replace(source, files=())
             continue
@@ -102,14 +109,14 @@ class Followed:
         """
         if number == len(self._batches):
             known = {uri for batch in self._batches for uri, _ in batch["files"]}
-            new = [file for file in files if file.uri not in known]
+            new = [file for file in files if known.isdisjoint((file.uri, *file.others))]
             settled = [file for file in new if self._seen.get(file.uri) == file or not settle]
             self._seen = {file.uri: file for file in new}
             if not settled:
                 return ()
             self._batches.append({"files": [[file.uri, file.size] for file in settled], "parts": None})
             self._save()
-        there = {file.uri: file for file in files}
+        there = {uri: file for file in files for uri in (*file.others, file.uri)}
         for uri, size in self._batches[number]["files"]:
             if uri not in there or there[uri].size < size:
                 message = f"{uri} has gone or become shorter since it was found: put it back, or prepare anew"

@@ -84,6 +84,8 @@ def prepare_source(
     source, validation = opened or open_sources(config, task)
     look_at(config, source, validation)
     write_raw_files(folder, source, validation)
+    for line in _notes(source, validation):
+        echo(f"data: {line}")
     if on_ray:
         _say_if_full(echo)
     started, began = time.time(), time.monotonic()
@@ -107,6 +109,10 @@ def prepare_source(
     folder.remove_temporary(before=started)
     _report(manifest, task, records, folder, time.monotonic() - began, echo)
     return Prepared(folder, manifest, reused=False)
+
+
+def _notes(source: Source, validation: Source | None) -> list[str]:
+    return [*source.describe(), *(validation.describe() if validation else ())]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ start` to `nsys stop`; `ncu` measures the kernels inside a range `step`, and wri
     tool = SystemsWindow(); tool.open(); ...; parts = tool.close(scratch, "nsys-rank0-steps20-25")
 """
 
-import json
 import os
 import subprocess
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from raystride.pipelines.files import strict_json
 from raystride.pipelines.pages import heading, paragraph, table
 from raystride.pipelines.phases import PHASES, Listener
 from raystride.pipelines.profiling.nsight_commands import COMPUTE, SESSION, ProfileError, read_csv_table
@@ -89,7 +89,7 @@ class SystemsWindow:
         report.with_suffix(".sqlite").unlink(missing_ok=True)
         for name, rows in summaries.items():
             if rows:
-                (scratch / f"{stem}-{name}.json").write_text(json.dumps(rows, indent=1) + "\n")
+                (scratch / f"{stem}-{name}.json").write_text(strict_json(rows, indent=1) + "\n")
         ranges = [row for row in summaries["nvtx_sum"] if row.get("Range", "").lstrip(":") in PHASES]
         if not ranges:
             raise ProfileError(

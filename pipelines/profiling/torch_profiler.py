@@ -3,7 +3,6 @@
 tool = TorchTrace(); tool.open(); ...; findings = tool.close(scratch, "torch-rank0-steps20-25")
 """
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from raystride.pipelines.files import strict_json
 from raystride.pipelines.pages import heading, paragraph, table
 from raystride.pipelines.phases import PHASES, Listener
 
@@ -45,7 +45,7 @@ class TorchTrace:
             averages.table(sort_by=order, row_limit=COSTLIEST, max_name_column_width=60)
         )
         rows = costliest_operations(averages)
-        (scratch / f"{stem}-operations.json").write_text(json.dumps(rows, indent=1) + "\n")
+        (scratch / f"{stem}-operations.json").write_text(strict_json(rows, indent=1) + "\n")
         return [*_operations_part(rows), *_how_to_open(f"{stem}.json.gz")]
 
     def abandon(self) -> None:
@@ -88,7 +88,7 @@ class MemoryTimeline:
             warnings.simplefilter("ignore")  # it is to be replaced by the snapshot, which is for GPUs alone
             self._profile.export_memory_timeline(str(scratch / f"{stem}-timeline.html"), device="cpu")
         rows = largest_allocations(self._profile.key_averages())
-        (scratch / f"{stem}-allocations.json").write_text(json.dumps(rows, indent=1) + "\n")
+        (scratch / f"{stem}-allocations.json").write_text(strict_json(rows, indent=1) + "\n")
         return _allocations_part(rows, f"{stem}-timeline.html")
 
     def abandon(self) -> None:

@@ -8,9 +8,11 @@ read for a week go when another one comes.
     at_hand(file)                                             # unpacks its archive where this node has not yet
 """
 
+import errno
 import hashlib
 import lzma
 import os
+import re
 import shutil
 import stat
 import tarfile
@@ -27,7 +29,7 @@ from raystride.pipelines.credentials import masked
 from raystride.pipelines.files import filesystem
 from raystride.pipelines.locks import locked
 from raystride.pipelines.node_folder import node_folder, open_private
-from raystride.pipelines.sources.faults import DataError, Fault, Faulty, faults_of
+from raystride.pipelines.sources.faults import REMEDY, DataError, Fault, Faulty, faults_of
 from raystride.pipelines.sources.pieces import Archive, File
 
 TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
@@ -41,6 +43,8 @@ MAGIC = {b"PK\x03\x04": "a zip archive", b"\x1f\x8b": "a gzip file", b"BZh": "a 
 """What files of these forms begin with, whatever they are called."""
 RATIO, AT_LEAST = 200, 1 << 30
 """An archive may become so many times larger, and as large as AT_LEAST whatever its size: text becomes ten times larger."""
+_MARKERS = re.compile(r"_SUCCESS|_temporary|_metadata|_common_metadata|_delta_log|_spark_metadata|_(committed|started)_.*")
+"""What Spark, Hadoop and Databricks write beside data of any kind."""
 MEMBERS = 5_000_000
 SPARE = 1 << 30
 """Bytes of the disk that are left free."""
@@ -100,8 +104,19 @@ def foreign(file: File, start: bytes = b"") -> Fault | None:
     return Fault(file.uri, f"is no text but holds {what.removeprefix('.')}", remedy) if what else None
 
 
+def unnamable(file: File) -> Fault | None:
+    """Returns the fault of a file whose name is no UTF-8, under which most libraries cannot open it."""
+    try:
+        file.uri.encode()
+    except UnicodeEncodeError:
+        return Fault(file.uri, "has a name that is not UTF-8", f"rename it, {REMEDY}")
+    return None
+
+
 def at_hand(file: File) -> None:
-    """Sees to it that this node has the file, where that lies in an archive. Raises Faulty where it cannot be unpacked."""
+    """Unpacks the archive in which the file lies, unless this node has. Raises Faulty if it cannot be read by its name."""
+    if fault := unnamable(file):
+        raise Faulty(fault)
     if file.archive and not os.path.exists(file.uri):
         try:
             _unpack(file.archive)
@@ -151,9 +166,10 @@ def _write(archive: Archive, folder: Path) -> None:
                     raise DataError(
                         f"{archive.uri}: has more than {MEMBERS:,} members: unpack it yourself", file=archive.uri
                     )
-                target = folder / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with _content(archive.uri, name, opened, member) as stream, target.open("wb") as out:
+                with (
+                    _content(archive.uri, name, opened, member) as stream,
+                    _target(archive.uri, folder, name, opened) as out,
+                ):
                     while data := _read(archive.uri, name, stream):
                         written += len(data)
                         if written > most:
@@ -172,6 +188,25 @@ def _write(archive: Archive, folder: Path) -> None:
                         out.write(data)
     except Faulty as faulty:
         raise faulty.fault.error() from faulty
+
+
+def _target(uri: str, folder: Path, name: str, opened: Any) -> IO[bytes]:
+    """The file into which a member is unpacked. Raises DataError for a name that cannot be one, or is there already.
+
+    In a tar a later member is the newer one, as `tar --update` appends it.
+    """
+    target = folder / name
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return target.open("xb" if isinstance(opened, zipfile.ZipFile) else "wb")
+    except FileExistsError as error:
+        problem = "is there twice, or is both a file and a folder"
+        raise DataError(f"{uri}: member {name!r} {problem}: pack the archive anew", file=uri, member=name) from error
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+            raise
+        problem = f"cannot be unpacked: {error.strerror}"
+        raise DataError(f"{uri}: member {name!r} {problem}; pack the archive anew", file=uri, member=name) from error
 
 
 def _opened(uri: str, name: str, stream: Any) -> Any:
@@ -224,8 +259,14 @@ def _tar_entries(uri: str, opened: tarfile.TarFile) -> Iterator[tarfile.TarInfo]
         raise DataError(f"{uri}: {reason}; mend it, or leave it out with a glob", file=uri) from error
 
 
+def is_hidden(name: str) -> bool:
+    """Returns whether a file or folder of this name is no data: hidden, or what Spark, Hadoop and Python write beside it."""
+    marker = name[:1] == "_" and (name == "__pycache__" or _MARKERS.fullmatch(name) is not None)
+    return marker or (name[:1] == "." and name != "..")
+
+
 def _hidden(parts: list[str]) -> bool:
-    return any((part[:1] == "." and part != "..") or part in ("__MACOSX", "__pycache__") for part in parts)
+    return any(part == "__MACOSX" or is_hidden(part) for part in parts)
 
 
 def _content(uri: str, name: str, opened: Any, member: Any) -> IO[bytes]:

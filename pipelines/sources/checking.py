@@ -9,19 +9,17 @@ files all that are wrong at once. What lies deeper is found by reading.
 import codecs
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 
-from raystride.pipelines.sources.archives import foreign
+from raystride.pipelines.sources.archives import foreign, unnamable
 from raystride.pipelines.sources.faults import DataError, Fault, Faulty, not_utf8
-from raystride.pipelines.sources.pieces import File, Slice
-from raystride.pipelines.sources.source import Source
+from raystride.pipelines.sources.pieces import File
+from raystride.pipelines.sources.source import Source, first_fault
 from raystride.pipelines.sources.streams import open_range
 
 BUDGET = 128 << 20
 """Bytes that are looked at in all, as far as there are not too many files."""
 LEAST, MOST, WINDOW = 4 << 10, 2 << 20, 64 << 10
 """Bytes that are looked at of a file, in windows."""
-ROWS = 20
 REMOTE = 256
 """Files that are looked at where each asks a server."""
 NAMED = 3
@@ -39,6 +37,8 @@ def check_source(source: Source) -> None:
     remote = sum("://" in file.uri for file in files)
     if remote > REMOTE:
         files = files[:: -(-len(files) // REMOTE)]
+    if len(files) > 1 and source.kind != "folders" and not any(file.size for file in files):
+        raise DataError(f"all of {len(files):,} files are empty, the first {files[0].uri}: name others", file=files[0].uri)
     share = min(max(BUDGET // max(len(files), 1), LEAST), MOST)
     targets = {file.uri for file in source.targets}
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -58,6 +58,8 @@ def _look(source: Source, file: File, share: int, *, rows: bool) -> Fault | None
         fault = None
         if source.kind in ("text", "python", "lines", "labelled", "parallel", "json") or _is_folder_of_texts(source, file):
             fault = _sampled(file, share, in_lines=source.kind in ("lines", "labelled", "json"))
+            if fault and file.size == 0 and may_be_empty(source, file):
+                fault = None
         if (
             fault is None
             and rows
@@ -69,6 +71,13 @@ def _look(source: Source, file: File, share: int, *, rows: bool) -> Fault | None
         return faulty.fault
 
 
+def may_be_empty(source: Source, file: File) -> bool:
+    """Returns whether a file of no bytes is no fault: it has no rows and others lie beside it, or it is kept as a row."""
+    if source.kind in ("text", "python"):  # in which each file is a document
+        return False
+    return bool(getattr(source.reader, "keep", False)) if source.kind == "folders" else not file.alone
+
+
 def _is_folder_of_texts(source: Source, file: File) -> bool:
     return (
         source.kind == "folders"
@@ -78,17 +87,15 @@ def _is_folder_of_texts(source: Source, file: File) -> bool:
 
 
 def _first_rows(source: Source, file: File) -> Fault | None:
-    if source.kind == "json" and file.name.endswith(".json") and file.size > LARGE_ARRAY:
+    if source.kind == "json" and file.name.lower().endswith(".json") and file.size > LARGE_ARRAY:
         return None
-    in_rows = source.kind in ("parquet", "huggingface")
-    for item in islice(source.reader.read(Slice(file, 0, ROWS if in_rows else None, file.size)), ROWS):
-        if isinstance(item, Fault):
-            return item
-    return None
+    return first_fault(source.reader, source.kind, file)
 
 
 def _sampled(file: File, share: int, *, in_lines: bool) -> Fault | None:
     """What is wrong with samples of a text: its beginning, its end, and windows between."""
+    if fault := unnamable(file):
+        return fault
     if file.size == 0:
         return Fault(file.uri, "is empty")
     for start, data, ends in _windows(file, share):

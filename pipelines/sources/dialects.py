@@ -1,22 +1,25 @@
-"""How the fields of a CSV file are divided and named: by what the settings say, and else by its first rows.
+"""How the fields of a CSV file are divided, quoted and named: by what the settings say, and else by its first rows.
 
 With the usual delimiter and the columns in the first line, that is all. Else other delimiters are tried, and where no line
 names the columns, the user is asked for them with what was seen.
+
+Only a field that begins with the quote is quoted. Fields between tabs are not, unless the first rows look as if a program
+for CSV had quoted them: they are regular, or have the columns, only so, or quotes stand where such a program puts them.
 
     find_dialect(b"3;a text\\n", Form(header=False, delimiter="auto"), columns, file)      # Dialect(";", False, (1, 0), ...)
 """
 
 import csv
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from raystride.pipelines.config.data import DELIMITERS
-from raystride.pipelines.sources.faults import Fault, Faulty
+from raystride.pipelines.sources.faults import REMEDY, Fault, Faulty
 from raystride.pipelines.sources.fields import Columns, no_column
-from raystride.pipelines.sources.pieces import File
+from raystride.pipelines.sources.pieces import File, holds_nothing
 
 HEAD = 1 << 16
 """Bytes of a file by which it is judged."""
@@ -33,6 +36,7 @@ class Form:
     header: Literal["auto"] | bool = "auto"
     delimiter: str = "auto"
     names: tuple[str, ...] = ()
+    quote: Literal["auto", '"', "none"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -46,25 +50,152 @@ class Dialect:
     """The positions of the columns that a task reads."""
     names: tuple[str, ...]
     """Of all columns."""
+    quoted: bool = True
+    """Whether a field that begins with `"` is quoted."""
+    any_end: bool = False
+    """Whether lines end with CR, too: the first one does."""
+    told_quotes: bool = False
+    """Whether the first rows would come out otherwise with quotes that mean the other thing."""
+
+    def reader(self, lines: Iterable[str]) -> Any:
+        """Returns the rows of some lines. It raises csv.Error at the first that is none, and has no limit of a field."""
+        csv.field_size_limit(2**31 - 1)  # the default of 128 KiB is less than many a document has
+        if not self.quoted:
+            return csv.reader(lines, delimiter=self.delimiter, quoting=csv.QUOTE_NONE, strict=True)
+        return csv.reader(lines, delimiter=self.delimiter, strict=True)
 
 
 def find_dialect(head: bytes, form: Form, columns: Columns, file: File) -> Dialect:
-    """How a file that begins with these bytes is read. Raises Faulty where that cannot be told, or it lacks a column."""
+    """Returns how a file that begins with these bytes is read. Raises Faulty if nothing tells it, or a column is missing."""
     usual = "\t" if ".tsv" in file.name.lower() else ","
     named = DELIMITERS.get(form.delimiter, form.delimiter)
     tried = [named] if named else [usual, *(each for each in TRIED if each != usual)]
-    found = {delimiter: _rows(head, delimiter) for delimiter in tried}
-    if not any(row for rows in found.values() for row in rows[:1]):
-        raise Faulty(_unreadable(head, file) or Fault(file.uri, "is empty"))
-    if not form.names and form.header is not False:
-        for delimiter, rows in found.items():
-            if all(column.name in rows[0] for column in columns):
-                return Dialect(delimiter, True, tuple(rows[0].index(column.name) for column in columns), tuple(rows[0]))
+    if is_blank(head):
+        raise Faulty(holds_nothing(file, "no rows"))
+    found: list[_Look] = []
+    for delimiter in tried:
+        found.append(look := _look(head, delimiter, form, columns))
+        if not form.names and form.header is not False and all(column.name in look.rows[0] for column in columns):
+            chosen = tuple(look.rows[0].index(column.name) for column in columns)
+            return replace(look.dialect, header=True, chosen=chosen, names=tuple(look.rows[0]))
     if problem := _unreadable(head, file):
         raise Faulty(problem)
-    wanted = len(form.names)
-    delimiter = max(tried, key=lambda each: (len(found[each][0]) == wanted, _regular(found[each]), each == usual))
-    return _by_position(found[delimiter], delimiter, form, columns, file)
+    wanted = len(form.names) or None
+    look = max(found, key=lambda each: (len(each.rows[0]) == wanted, _regular(each.rows), each.dialect.delimiter == usual))
+    if look.rows == [[]]:
+        raise Faulty(not_csv(file, 0, look.problem, look.dialect) if look.problem else holds_nothing(file, "no rows"))
+    by_position = _by_position(look.rows, look.dialect.delimiter, form, columns, file)
+    return replace(look.dialect, header=by_position.header, chosen=by_position.chosen, names=by_position.names)
+
+
+def is_blank(head: bytes) -> bool:
+    """Returns whether some bytes have no line with anything in it."""
+    return not head.removeprefix(b"\xef\xbb\xbf").strip(b"\r\n")
+
+
+@dataclass(frozen=True)
+class _Look:
+    """The first rows as a delimiter gives them: one at least, which may have no field."""
+
+    dialect: Dialect
+    rows: list[list[str]]
+    problem: "Misquoted | None" = None
+    """The quoted field at which the rows end before the file does."""
+
+
+@dataclass(frozen=True)
+class Misquoted:
+    """A field that begins with a quote and is no quoted field."""
+
+    line: int
+    """In which it begins, from 0."""
+    field: int
+    """In its row, from 0."""
+    reason: str
+
+
+def _look(head: bytes, delimiter: str, form: Form, columns: Columns) -> _Look:
+    """How a file begins if this is between its fields."""
+    lines, goes_on = _lines_of(head, any_end=True), len(head) >= HEAD
+    dialect = Dialect(delimiter, False, (), (), quoted=form.quote != "none")
+    reader = dialect.reader(lines)
+    with suppress(csv.Error):
+        next(filter(None, reader), None)
+    # Whether the line with which the first row ends does so with CR; behind the last byte of all there may be an LF.
+    read = lines[: reader.line_num]
+    dialect = replace(dialect, any_end=bool(read) and read[-1].endswith("\r") and (len(read) < len(lines) or not goes_on))
+    if not dialect.any_end:
+        lines = _lines_of(head, any_end=False)
+    found = _rows(lines, dialect, goes_on)
+    if form.quote == "auto" and delimiter == "\t":
+        plain = _rows(lines, replace(dialect, quoted=False), goes_on)
+        told = plain.rows != found.rows
+        found = found if told and _is_quoted(found, plain, columns) else plain
+        found = replace(found, dialect=replace(found.dialect, told_quotes=told))
+    return found
+
+
+def _is_quoted(quoted: _Look, plain: _Look, columns: Columns) -> bool:
+    """Whether fields between tabs are quoted, as far as the first rows tell, which differ in both readings."""
+    if quoted.problem:
+        return False
+    named = [all(column.name in look.rows[0] for column in columns) for look in (quoted, plain)]
+    if named[0] != named[1]:
+        return named[0]
+    regular = _regular(quoted.rows), _regular(plain.rows)
+    if regular[0] != regular[1]:
+        return regular[0] == 1
+    if [*map(len, quoted.rows)] != [*map(len, plain.rows)]:
+        return False
+    fields = [field for row in plain.rows for field in row]
+    if not all(_quotes(field) for field in fields if '"' in field):
+        return False
+    # Programs quote what has quotes in it, which they double; or all fields, but for numbers.
+    return all('""' in field[1:-1] for field in fields if '"' in field) or all(
+        _quotes(field) or _number(field) or not field for field in fields
+    )
+
+
+def _quotes(field: str) -> bool:
+    return len(field) > 1 and field[0] == field[-1] == '"'
+
+
+def find_misquoted(lines: Iterable[str], delimiter: str) -> Misquoted | None:
+    """Returns the quoted field of a row, which begins with the first of these lines, that is not closed or goes on after
+    its closing quote; None if there is none.
+    """
+    field, begun = 0, None
+    for number, line in enumerate(lines):
+        at = 0
+        while True:
+            if begun is None:
+                if line.startswith('"', at):
+                    begun, at = Misquoted(number, field, "is not closed"), at + 1
+                elif (end := line.find(delimiter, at)) >= 0:
+                    field, at = field + 1, end + 1
+                    continue
+                else:
+                    return None  # the row ends
+            if (end := line.find('"', at)) < 0:
+                break
+            after = line[end + 1 : end + 2]
+            if after == '"':
+                at = end + 2
+            elif after == delimiter:
+                field, begun, at = field + 1, None, end + 2
+            elif after in ("", "\r", "\n"):
+                return None
+            else:
+                return replace(begun, reason=f"goes on after its closing quote ({_short(line[max(0, end - 8) : end + 9])})")
+    return begun
+
+
+def not_csv(file: File, before: int, found: Misquoted, dialect: Dialect) -> Fault:
+    """Returns the fault of a row that begins after so many lines and has no end."""
+    name = dialect.names[found.field] if found.field < len(dialect.names) else str(found.field)
+    remedy = f"if quotes are text here give --data.quote none; else {REMEDY}"
+    reason = f"a field of column {name!r} begins with a quote and {found.reason}"
+    return Fault(f"{file.uri}, line {before + found.line + 1}", reason, remedy, name)
 
 
 def _by_position(rows: list[list[str]], delimiter: str, form: Form, columns: Columns, file: File) -> Dialect:
@@ -117,16 +248,30 @@ def _nameless(first: list[str], header: bool | None, delimiter: str, form: Form,
     return Fault(file.uri, reason, f"if there is no header give --data.header false and {remedy}", missing.name)
 
 
-def _rows(head: bytes, delimiter: str) -> list[list[str]]:
-    """The whole rows of a file's beginning, the first one however long."""
-    text = head.removeprefix(b"\xef\xbb\xbf").decode(errors="surrogateescape")
+def _lines_of(head: bytes, *, any_end: bool) -> list[str]:
+    """The lines of a file's beginning, with their ends."""
+    found = head.removeprefix(b"\xef\xbb\xbf")
+    lines = found.splitlines(keepends=True) if any_end else [line + b"\n" for line in found.split(b"\n")]
+    return [line.decode(errors="surrogateescape") for line in lines]
+
+
+def _rows(lines: list[str], dialect: Dialect, goes_on: bool) -> _Look:
+    """The whole rows of a file's beginning, the first one however long; `goes_on`: the last line may be a part of one."""
     rows: list[list[str]] = []
-    csv.field_size_limit(2**31 - 1)
-    reader = csv.reader([f"{line}\n" for line in text.split("\n")], delimiter=delimiter)
-    with suppress(csv.Error):  # reading the file says where
-        rows.extend(reader)
-    whole = rows[:-1] if len(head) >= HEAD and len(rows) > 1 else rows
-    return [row for number, row in enumerate(whole) if row or not number] or [[]]
+    reader, before, problem = dialect.reader(lines), 0, None
+    try:
+        for row in reader:
+            rows.append(row)
+            before = reader.line_num
+    except csv.Error:
+        problem = find_misquoted(lines[before:], dialect.delimiter) if dialect.quoted else None
+        if problem and reader.line_num >= len(lines) and goes_on:  # it may be closed beyond
+            problem = None
+            rows.append(next(csv.reader([*lines[before:]], delimiter=dialect.delimiter), []))
+        elif problem:
+            problem = replace(problem, line=before + problem.line)
+    whole = rows[:-1] if goes_on and len(rows) > 1 and problem is None else rows
+    return _Look(dialect, [row for number, row in enumerate(whole) if row or not number] or [[]], problem)
 
 
 def _regular(rows: list[list[str]]) -> float:

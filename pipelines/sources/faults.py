@@ -7,7 +7,7 @@ A reader yields a Fault where a document should have been. Under `data.on_error 
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,8 @@ OTHER_ENCODING = f"name its encoding (--data.encoding latin-1, for instance), {R
 
 _PLACE = re.compile(r"(?:(?P<file>.*), |^)(?P<unit>line|row) (?P<number>\d+)", re.DOTALL)
 _KEY = re.compile(r"(?P<file>.*), key (?P<member>.*)", re.DOTALL)
+_NOT_READ = re.compile(r"encrypt|[Cc]odec .*not (supported|built)|Expected all lists to be of size")
+"""What pyarrow says of whole files that it does not read: a null among lists of fixed size, for instance."""
 _FLAG = re.compile(r"--([a-z_]+(?:\.[a-z_]+)+)")
 
 
@@ -42,8 +44,8 @@ class DataError(ValueError):
         member: str = "",
         settings: Sequence[str] = (),
     ) -> None:
-        super().__init__(hidden(message))
-        self.file, self.line, self.row, self.column, self.member = hidden(file), line, row, column, member
+        super().__init__(printable(hidden(message)))
+        self.file, self.line, self.row, self.column, self.member = printable(hidden(file)), line, row, column, member
         self.settings = (*settings, *_FLAG.findall(str(self)))
 
 
@@ -54,6 +56,13 @@ def place_fields(place: str) -> dict[str, Any]:
     if found := _KEY.fullmatch(place):
         return found.groupdict()
     return {"file": place.partition(", the line at byte ")[0]}
+
+
+def printable(name: str) -> str:
+    """Returns a text that any stream takes: halves of surrogate pairs, as which bytes that are no UTF-8 come, are escaped as
+    `ascii` and JSON do.
+    """
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 class NoFiles(DataError):
@@ -72,10 +81,14 @@ class Fault:
     """What the user can do."""
     column: str = ""
     """The column that is missing or wrong."""
+    empty: bool = False
+    """Whether nothing is wrong but that all columns of the row are empty."""
+    row: Mapping[str, Any] | None = None
+    """The whole row, if there is one and the reader was told to keep rows; empty if it cannot be read."""
 
     def __post_init__(self) -> None:
         for name in ("place", "reason", "remedy"):  # they are listed in the prepared folder
-            object.__setattr__(self, name, hidden(getattr(self, name)))
+            object.__setattr__(self, name, printable(hidden(getattr(self, name))))
 
     def error(self) -> DataError:
         """The error that the fault becomes where nothing may be skipped."""
@@ -93,8 +106,12 @@ class Faulty(Exception):
 
 @contextmanager
 def faults_of(place: str) -> Iterator[None]:
-    """Turns what file systems and parsers raise about `place` into Faulty."""
-    from pyarrow import ArrowException
+    """Turns what file systems and parsers raise about `place` into Faulty.
+
+    Only what a parser says of the bytes makes a file broken, not a form that it does not know or a system that is out of
+    something.
+    """
+    from pyarrow import ArrowException, ArrowMemoryError, ArrowNotImplementedError
 
     try:
         yield
@@ -103,8 +120,16 @@ def faults_of(place: str) -> Iterator[None]:
     except PermissionError as error:
         raise Faulty(Fault(place, "may not be read (permission denied)")) from error
     except (OSError, EOFError, ArrowException) as error:
-        text = str(error).strip().splitlines() or [type(error).__name__]
-        raise Faulty(Fault(place, f"is truncated or broken: {text[0]}")) from error
+        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if isinstance(error, ArrowMemoryError):
+            raise
+        if isinstance(error, ArrowNotImplementedError):
+            raise Faulty(
+                Fault(place, f"is in a form that pyarrow does not read: {text}", f"write it anew, {REMEDY}")
+            ) from error
+        if (isinstance(error, OSError) and error.errno) or _NOT_READ.search(text):
+            raise Faulty(Fault(place, f"cannot be read: {text}")) from error
+        raise Faulty(Fault(place, f"is truncated or broken: {text}")) from error
 
 
 def not_utf8(place: str, error: UnicodeDecodeError, offset: int = 0) -> Fault:

@@ -11,6 +11,7 @@ import json
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from raystride.pipelines.credentials import masked
@@ -26,8 +27,13 @@ _WANTED = {"text": "text", "messages": "text or a list of messages"}
 _SIGNATURES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"BM": "bmp", b"RIFF": "webp"}
 
 
-def document(values: Sequence[Any], place: str, columns: Columns, reach: Reach = NOWHERE) -> Iterator[Piece | Fault]:
-    """The document of the columns' values. Paths of images lead as far as `reach` says, to no file if it says nothing."""
+def document(
+    values: Sequence[Any], place: str, columns: Columns, reach: Reach = NOWHERE, *, keep: bool = False
+) -> Iterator[Piece | Fault]:
+    """Yields the document of the columns' values; none if all are empty, but with `keep` a fault that says so.
+
+    Paths of images lead as far as `reach` says, to no file if it says nothing.
+    """
     try:
         fields = tuple(_field(value, place, column, reach) for value, column in zip(values, columns, strict=True))
     except Faulty as faulty:
@@ -41,21 +47,27 @@ def document(values: Sequence[Any], place: str, columns: Columns, reach: Reach =
         empty = columns[fields.index("")]
         remedy = f"fill it, name another column with --{empty.setting}, or leave such rows out with --data.on_error skip"
         yield Fault(place, f"column {empty.name!r} is empty", remedy, empty.name)
+    elif keep:
+        names = " and ".join(repr(column.name) for column in columns)
+        column = columns[0].name if len(columns) == 1 else ""
+        yield Fault(place, f"column {names} is empty", column=column, empty=True, row={})
 
 
 def with_row(items: Iterator[Piece | Fault], row: Callable[[], Mapping[str, Any]], keep: bool) -> Iterator[Piece | Fault]:
-    """The items, documents with their whole row where that is to be kept."""
-    return (replace(item, row=row()) if isinstance(item, Piece) else item for item in items) if keep else items
+    """Returns the items, with `keep` each with its whole row."""
+    return (replace(item, row=row()) for item in items) if keep else items
 
 
-def named(row: Mapping[str, Any], place: str, columns: Columns, reach: Reach = NOWHERE) -> Iterator[Piece | Fault]:
-    """The document of a row whose values have names."""
+def named(
+    row: Mapping[str, Any], place: str, columns: Columns, reach: Reach = NOWHERE, *, keep: bool = False
+) -> Iterator[Piece | Fault]:
+    """Yields the document of a row whose values have names, as `document` does."""
     try:
         keys = find_columns(place, columns, list(row), nested=True)
     except Faulty as faulty:
         yield faulty.fault
         return
-    yield from document([inner(row[key], field) for key, field in keys], place, columns, reach)
+    yield from document([inner(row[key], field) for key, field in keys], place, columns, reach, keep=keep)
 
 
 def no_column(place: str, column: Column, found: Sequence[str]) -> Fault:
@@ -77,6 +89,18 @@ def find_columns(place: str, columns: Columns, found: Sequence[str], *, nested: 
             raise Faulty(no_column(place, column, found))
         keys.append((key, field))
     return keys
+
+
+def unique_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the names of columns, in which one that was there before is followed by a number: `a`, `a.1`."""
+    if len(set(names)) == len(names):
+        return tuple(names)
+    found: dict[str, None] = {}
+    for name in names:
+        numbered = (f"{name}.{number}" for number in count(1))
+        own = name if name not in found else next(other for other in numbered if other not in found and other not in names)
+        found[own] = None
+    return tuple(found)
 
 
 def inner(value: Any, field: str) -> Any:

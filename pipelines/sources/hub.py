@@ -20,6 +20,7 @@ from raystride.pipelines.sources.faults import DataError, Fault
 from raystride.pipelines.sources.fields import Columns, document, find_columns, inner, with_row
 from raystride.pipelines.sources.image_files import Reach
 from raystride.pipelines.sources.pieces import File, Piece, Slice
+from raystride.pipelines.sources.rows import BATCH_BYTES, BatchRow
 
 _ROWS = 256
 _SAVED = ("state.json", "dataset_dict.json")
@@ -78,12 +79,20 @@ class HuggingFaceReader:
         table, stop = dataset.select_columns(sorted({name for name, _ in keys})).with_format("arrow"), piece.stop or 0
         if self.keep:
             table = dataset.with_format("arrow")
-        for first in range(piece.start, stop, _ROWS):
-            rows = table[first : min(first + _ROWS, stop)]
+        step = max(1, min(_ROWS, BATCH_BYTES * len(dataset) // max(dataset.data.nbytes or 0, 1)))
+        for first in range(piece.start, stop, step):
+            rows = table[first : min(first + step, stop)]
             fields = [_values(rows[name].to_pylist(), dataset.features[name], field) for name, field in keys]
+            shown = _with_class_names(rows, dataset.features) if self.keep else rows
             for row, values in enumerate(zip(*fields, strict=True), first + 1):
-                found = document(values, f"{self.source}, split {self.split}, row {row}", self.columns, reach)
-                yield from with_row(found, partial(_row, rows, row - first - 1, dataset.features), self.keep)
+                place = f"{self.source}, split {self.split}, row {row}"
+                found = document(values, place, self.columns, reach, keep=self.keep)
+                yield from with_row(found, partial(BatchRow, shown, row - first - 1), self.keep)
+
+    def kept_schema(self, file: File) -> Any:
+        """Returns the Arrow schema of the rows that are kept. Raises DataError where the dataset cannot be loaded."""
+        dataset = self._dataset()
+        return _with_class_names(dataset.with_format("arrow")[:0], dataset.features).schema
 
     def _reach(self) -> Reach:
         """Below the folder, or for a data set of the hub where `datasets` keeps what it loads."""
@@ -98,9 +107,15 @@ class HuggingFaceReader:
         return _load(self.source, self.split)
 
 
-def _row(rows: Any, number: int, features: Any) -> dict[str, Any]:
-    """A row by its columns' names, labels by theirs."""
-    return {name: _values([rows[name][number].as_py()], features[name], "")[0] for name in rows.column_names}
+def _with_class_names(rows: Any, features: Any) -> Any:
+    """A table in which labels have their names."""
+    import pyarrow as pa
+
+    for at, name in enumerate(rows.column_names):
+        if getattr(features[name], "names", None):
+            found = pa.array(_values(rows.column(at).to_pylist(), features[name], ""), pa.string())
+            rows = rows.set_column(at, pa.field(name, pa.string()), found)
+    return rows
 
 
 def _values(values: list[Any], feature: Any, field: str) -> list[Any]:

@@ -16,8 +16,8 @@ from typing import Any
 
 from raystride.pipelines.sources.faults import OTHER_ENCODING, DataError, Fault, Faulty, not_utf8
 from raystride.pipelines.sources.fields import Columns, document, named, with_row
-from raystride.pipelines.sources.pieces import PIECE, File, Piece, Slice
-from raystride.pipelines.sources.streams import count_lines, length, lines, open_range
+from raystride.pipelines.sources.pieces import PIECE, File, Piece, Slice, holds_nothing
+from raystride.pipelines.sources.streams import count_lines, length, lines, open_range, refuse_cr
 
 _FASTTEXT = "__label__"
 
@@ -27,6 +27,8 @@ class LineReader:
     """Each line is a text. Units are bytes, of the decompressed text where a file is compressed."""
 
     columns: Columns
+    keep: bool = False
+    """Whether each line gives something, an empty or broken one its fault; objects come as whole rows."""
 
     def slices(self, file: File, target: int) -> list[Slice]:
         """Byte ranges that begin at lines."""
@@ -58,20 +60,23 @@ class LineReader:
         line = None
         with open_range(piece.file, piece.start, piece.stop) as stream:
             for number, (at, line) in enumerate(lines(stream), 1):
+                if number == 1 and at == 0:
+                    refuse_cr(piece.file, line)
                 where = f"line {number}" if piece.start == 0 else f"the line at byte {at}"
                 place = f"{piece.file.uri}, {where}"
                 try:
                     # The mark that some editors put at a file's beginning is no text.
                     text = line.decode("utf-8-sig").strip()
                 except UnicodeDecodeError as error:
-                    yield Fault(place, f"is not UTF-8: byte 0x{error.object[error.start]:02x}", OTHER_ENCODING)
+                    reason = f"is not UTF-8: byte 0x{error.object[error.start]:02x}"
+                    yield Fault(place, reason, OTHER_ENCODING, row={} if self.keep else None)
                 else:
                     yield from self._document(text, place, piece.file)
-        if line is None:
-            yield Fault(piece.file.uri, "is empty")
+        if line is None and piece.file.alone:
+            yield holds_nothing(piece.file, "no lines")
 
     def _document(self, line: str, place: str, file: File) -> Iterator[Piece | Fault]:
-        return document([line], place, self.columns)
+        return document([line], place, self.columns, keep=self.keep)
 
 
 @dataclass(frozen=True)
@@ -81,18 +86,16 @@ class LabelledReader(LineReader):
     def _document(self, line: str, place: str, file: File) -> Iterator[Piece | Fault]:
         label, text = (*re.split(r"[ \t]+", line, maxsplit=1), "")[:2]
         if text.startswith(_FASTTEXT):
-            yield Fault(place, f"has more than one label: {label} and {text.split()[0]}")
+            reason = f"has more than one label: {label} and {text.split()[0]}"
+            yield Fault(place, reason, row={} if self.keep else None)
             return
         values = {"label": label.removeprefix(_FASTTEXT), "text": text}
-        yield from document([values[column.kind] for column in self.columns], place, self.columns)
+        yield from document([values[column.kind] for column in self.columns], place, self.columns, keep=self.keep)
 
 
 @dataclass(frozen=True)
 class JsonReader(LineReader):
     """An object a line, or an array of objects in a `.json`."""
-
-    keep: bool = False
-    """Whether documents come with their whole object."""
 
     def slices(self, file: File, target: int) -> list[Slice]:
         """Byte ranges that begin at lines; one slice for an array."""
@@ -114,15 +117,15 @@ class JsonReader(LineReader):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            yield Fault(place, f"is no JSON: {error}")
+            yield Fault(place, f"is no JSON: {error}", row={} if self.keep else None)
         else:
             yield from self._object(row, place, file)
 
     def _object(self, row: Any, place: str, file: File) -> Iterator[Piece | Fault]:
         if isinstance(row, dict):
-            yield from with_row(named(row, place, self.columns, file.reach), lambda: row, self.keep)
+            yield from with_row(named(row, place, self.columns, file.reach, keep=self.keep), lambda: row, self.keep)
         else:
-            yield Fault(place, f"is no JSON object but a {type(row).__name__}")
+            yield Fault(place, f"is no JSON object but a {type(row).__name__}", row={} if self.keep else None)
 
     def _read_array(self, piece: Slice) -> Iterator[Piece | Fault]:
         file = piece.file
@@ -141,7 +144,7 @@ class JsonReader(LineReader):
 
 
 def _is_array(file: File) -> bool:
-    if not file.name.endswith(".json"):
+    if not file.name.lower().endswith(".json"):
         return False
     with open_range(file) as stream:
         return stream.read(1 << 16).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
@@ -181,11 +184,14 @@ class ParallelReader:
     def read(self, piece: Slice) -> Iterator[Piece | Fault]:
         """The documents of the lines in the slice."""
         file, other = piece.file, self.targets[piece.file.uri]
-        if piece.stop == 0:
-            yield Fault(file.uri, "is empty")
+        if piece.stop == 0 and file.alone:
+            yield holds_nothing(file, "no lines")
         with open_range(file) as first, open_range(other) as second:
             pairs = islice(zip(lines(first), lines(second), strict=True), piece.start, piece.stop)
             for number, ((_, left), (_, right)) in enumerate(pairs, piece.start + 1):
+                if number == 1:
+                    refuse_cr(file, left)
+                    refuse_cr(other, right)
                 place, uri = f"{file.uri}, line {number}", file.uri
                 try:
                     source = left.decode("utf-8-sig").strip()

@@ -56,11 +56,19 @@ class File:
     """Another folder below which images may lie that it names."""
     archive: Archive | None = None
     """What it is a member of."""
+    inode: tuple[int, int] | None = None
+    """Device and inode of a local one, which all its names have in common; None where there is none."""
+    linked: bool = False
+    """Whether a link leads to it."""
+    others: tuple[str, ...] = ()
+    """Paths of its other names in the source, under which it is not read."""
+    alone: bool = True
+    """Whether it is all of its source: else it may hold nothing."""
 
     @property
     def streamed(self) -> bool:
         """Whether it is read from the beginning only: it is compressed, or its bytes become UTF-8 as they are read."""
-        return self.encoding != "utf-8" or self.name.endswith(tuple(COMPRESSIONS))
+        return self.encoding != "utf-8" or self.name.lower().endswith(tuple(COMPRESSIONS))
 
     @property
     def folder(self) -> str:
@@ -72,6 +80,11 @@ class File:
         """Where paths of images in it lead: from its folder, to somewhere below the source's."""
         base = self.uri.removesuffix(f"/{self.name}") if self.uri.endswith(f"/{self.name}") else self.folder
         return Reach(self.folder, (base, self.image_root) if self.image_root else (base,))
+
+
+def holds_nothing(file: File, what: str) -> Fault:
+    """Returns the fault of a file that has no document: it is empty, or has `what`, though it has bytes."""
+    return Fault(file.uri, "is empty" if file.size == 0 else f"has {what} in its {file.size:,} bytes")
 
 
 @dataclass(frozen=True)

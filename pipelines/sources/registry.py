@@ -9,13 +9,14 @@ import hashlib
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from itertools import islice
 from typing import Any
 
 from raystride.pipelines.plugins import SOURCES, Documents, installed_plugins, load_plugins
 from raystride.pipelines.sources.faults import DataError, Fault, Faulty
-from raystride.pipelines.sources.fields import Columns, document, named
+from raystride.pipelines.sources.fields import Columns, document, named, with_row
 from raystride.pipelines.sources.image_files import NOWHERE, Reach
 from raystride.pipelines.sources.pieces import File, Piece, Slice
 
@@ -58,6 +59,8 @@ class RegisteredReader:
     """What the function is told, where it takes an argument."""
     image_root: str | None = None
     """The folder below which images lie that its documents name, and to which they are relative."""
+    keep: bool = False
+    """Whether each document gives something, an empty or broken one its fault."""
 
     def file(self) -> File:
         """What stands for the function where other sources have files; its name changes with code and version."""
@@ -86,14 +89,15 @@ class RegisteredReader:
         for number, value in enumerate(islice(self._documents(), piece.start, piece.stop), piece.start + 1):
             place = f"registered source {self.source}, document {number}"
             if isinstance(value, Mapping):
-                yield from named(value, place, self.columns, self._reach)
+                found = named(value, place, self.columns, self._reach, keep=self.keep)
+                yield from with_row(found, partial(dict, value), self.keep)
                 continue
             values = value if isinstance(value, tuple) else (value,)
             if len(values) == len(self.columns):
-                yield from document(values, place, self.columns, self._reach)
+                yield from document(values, place, self.columns, self._reach, keep=self.keep)
             else:
-                wanted = ", ".join(column.name for column in self.columns)
-                yield Fault(place, f"is {len(values)} values for the columns {wanted}", "yield a tuple of them, or a dict")
+                reason = f"is {len(values)} values for the columns {', '.join(column.name for column in self.columns)}"
+                yield Fault(place, reason, "yield a tuple of them, or a dict", row={} if self.keep else None)
 
     @property
     def _reach(self) -> Reach:

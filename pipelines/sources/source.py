@@ -6,24 +6,28 @@ source.reader.slices(source.files[0], 32 << 20)           # see raystride.pipeli
 """
 
 import os
+import re
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from raystride.pipelines.config import Data
 from raystride.pipelines.files import Folder, absolute
-from raystride.pipelines.sources.archives import ARCHIVES
+from raystride.pipelines.sources.archives import ARCHIVES, is_archive
 from raystride.pipelines.sources.dialects import Form
-from raystride.pipelines.sources.faults import DataError, NoFiles
+from raystride.pipelines.sources.faults import DataError, Fault, Faulty, NoFiles, printable
 from raystride.pipelines.sources.fields import Columns
 from raystride.pipelines.sources.hub import HuggingFaceReader, saved_dataset
 from raystride.pipelines.sources.lines import JsonReader, LabelledReader, LineReader, ParallelReader
-from raystride.pipelines.sources.listing import list_files, list_packed, place_exists, unpacked
-from raystride.pipelines.sources.pieces import COMPRESSIONS, File, Reader
+from raystride.pipelines.sources.listing import list_files, list_packed, note, once, place_exists, unpack
+from raystride.pipelines.sources.pieces import COMPRESSIONS, File, Piece, Reader, Slice
 from raystride.pipelines.sources.registry import open_registered, registered_sources
 from raystride.pipelines.sources.rows import CsvReader, ParquetReader
 from raystride.pipelines.sources.text import IMAGES, FolderReader, TextReader
@@ -39,6 +43,16 @@ _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__
 _GIVES = {"text": ["text"], "python": ["text"], "lines": ["text"], "parallel": ["text", "text"],
           "labelled": ["label", "text"], "image": ["image"]}  # fmt: skip
 """What sources without names of columns have: kinds of columns."""
+TABLES = ("json", "csv", "parquet")
+"""Kinds of files that have columns with names."""
+_DOCUMENTATION = re.compile(
+    r"(readme|licen[cs]e|copying|notice|authors|citation|changelog|contributing|(sha\d+|md5)sums)\b.*"
+    r"|.*\.(md5|sha\d+|asc|sig)|thumbs\.db|desktop\.ini|(?P<described>dataset_infos?|datapackage|croissant)\.json",
+    re.IGNORECASE,
+)
+"""Names of files that say something about data and are none, if tables lie beside them."""
+FIRST_ROWS, _TRIED = 20, 8
+"""Rows of a file, and files, by which one tells whether they have the columns."""
 _READERS: dict[str, Callable[[Columns], Reader]] = {
     "json": JsonReader,
     "lines": LineReader, "labelled": LabelledReader, "folders": FolderReader, "webdataset": WebDatasetReader,
@@ -56,10 +70,29 @@ class Source:
     """How each of them is read."""
     targets: tuple[File, ...] = ()
     """The files whose lines belong to theirs, where there are such."""
+    notes: tuple[str, ...] = ()
+    """What a user should know of it, a line each: files that are left out."""
 
     def keeping_rows(self) -> "Source":
         """The same with whole rows beside the documents, where it has rows."""
         return replace(self, reader=replace(self.reader, keep=True)) if hasattr(self.reader, "keep") else self  # type: ignore
+
+    def describe(self) -> list[str]:
+        """Returns what a user should know of it, a line each: files that are left out, and what quotes mean between tabs."""
+        said = {True: "quote fields, as its first rows show", False: "are text; --data.quote '\"' has them quote fields"}
+        found = self.quotes_between_tabs
+        lines = [f"quotes in {file}, whose fields are between tabs, {said[quote]}" for quote, file in found.items()]
+        return [*self.notes, *lines]
+
+    @cached_property
+    def quotes_between_tabs(self) -> dict[bool, str]:
+        """By whether quotes quote between tabs, the first file of a sample in which they do or not, if it matters there."""
+        if not isinstance(self.reader, CsvReader) or self.reader.form.quote != "auto":
+            return {}
+        some = self.files[:: max(1, -(-len(self.files) // _TRIED))]
+        with ThreadPoolExecutor(_TRIED) as pool:
+            found = zip(pool.map(self.reader.quotes_between_tabs, reversed(some)), reversed(some), strict=True)
+            return {quote: printable(file.uri) for quote, file in found if quote is not None}
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -92,7 +125,7 @@ def open_source(data: Data, name: str, columns: Columns, *, whole: bool = False)
         hub = HuggingFaceReader(place, split or data.split, columns, image_root)
         return Source(kind, (hub.file(),), hub)
     try:
-        listed = list_packed(name, data.encoding)
+        listing = list_packed(name, data.encoding)
     except NoFiles as error:
         if not data.follow:
             raise
@@ -100,26 +133,64 @@ def open_source(data: Data, name: str, columns: Columns, *, whole: bool = False)
             message = f"{error}; of what is followed the last file may go where data.kind says what comes"
             raise NoFiles(message, file=error.file, settings=(*error.settings, "data.kind")) from None
         return Source(kind, (), WebDatasetReader(columns) if kind == "webdataset" else _reader(kind, data, columns, whole))
+    listed, notes = listing.files, listing.notes
     if kind == "webdataset" or (
         kind == "files" and all(is_shard(file.name) for file in listed) and holds_documents(listed[0])
     ):
-        return Source("webdataset", _tars(name, listed), WebDatasetReader(columns))
-    files = [replace(file, image_root=image_root) for file in unpacked(listed)]
+        tars, again = once(_tars(name, listed))
+        return Source("webdataset", _beside_each_other(tars), WebDatasetReader(columns), notes=(*notes, *again))
+    files = unpack(listed)
+    if kind in ("files", *TABLES):
+        files, left_out = _without_remarks(files)
+        notes = notes + left_out
     if kind == "files":
-        kind = _kind_of_files(name, files, columns)
-    elif kind in ("json", "csv", "parquet") and len(files) > 1:
-        files = [file for file in files if _format(file.name) == kind] or files
+        kind = _kind_of_files(name, files, columns, data)
+    elif kind in TABLES and len(files) > 1:
+        # An archive that is still one cannot be opened, and is refused or skipped as it is read.
+        files = [file for file in files if _format(file.name) == kind or is_archive(file.name)] or files
     if kind == "folders":
         files = _in_folders(name, files, columns)
     _refuse_columns(kind, name, columns)
-    return Source(kind, tuple(files), _reader(kind, data, columns, whole))
+    files, again = once(files)
+    notes = notes + again
+    found = _beside_each_other(files, image_root, follow=data.follow)
+    if kind not in ("text", "folders"):  # of which each file is a row
+        notes = notes + note("empty", [file.name for file in found if not file.size and not file.alone])
+    return Source(kind, found, _reader(kind, data, columns, whole), notes=tuple(notes))
+
+
+def _beside_each_other(files: Iterable[File], image_root: str | None = None, *, follow: bool = False) -> tuple[File, ...]:
+    """The files, which know whether others lie, or will lie, beside them, and in which other folder their images may lie."""
+    found = tuple(files)
+    alone = len(found) == 1 and not follow
+    return found if alone and not image_root else tuple(replace(file, image_root=image_root, alone=alone) for file in found)
+
+
+def _without_remarks(files: list[File]) -> tuple[list[File], list[str]]:
+    """The files without those that lie beside tables and are none of the data, and lines that name what is left out.
+
+    As Arrow and Spark do, it leaves out names that begin with `_`, and besides README, LICENSE and the like.
+    """
+    hidden = {file.name for file in files if any(part[:1] == "_" and "=" not in part for part in file.name.split("/"))}
+    about = {file.name for file in files if _is_documentation(file.name)} - hidden
+    if not any(_format(file.name) in TABLES for file in files if file.name not in hidden | about):
+        return files, []
+    hidden = {name for name in hidden if _format(name) != "image"}
+    kept = [file for file in files if file.name not in hidden | about]
+    lines = [*note("a name that begins with `_`", sorted(hidden)), *note("about the data", sorted(about))]
+    return kept, lines
+
+
+def _is_documentation(name: str) -> bool:
+    found = _DOCUMENTATION.fullmatch(name.rpartition("/")[2])
+    return found is not None and (_format(name) == "text" or found["described"] is not None)
 
 
 def _reader(kind: str, data: Data, columns: Columns, whole: bool) -> Reader:
     if kind == "text":
         return TextReader(data.on_error == "skip", whole)
     if kind == "csv":
-        return CsvReader(columns, Form(data.header, data.delimiter, data.columns))
+        return CsvReader(columns, Form(data.header, data.delimiter, data.columns, data.quote))
     if kind == "parquet":
         return ParquetReader(columns, class_names=data.class_names)
     return _READERS[kind](columns)
@@ -142,24 +213,32 @@ def _parallel(data: Data, name: str, columns: Columns) -> Source:
     target = data.target_source
     if name != data.source:
         name, _, target = name.partition(",")
-    files = tuple(list_files(name, data.encoding))
     if len(columns) == 1:
+        listing = list_files(name, data.encoding)
         _refuse_columns("lines", name, columns)
-        return Source("lines", files, LineReader(columns))
+        files, again = once(listing.files)
+        return Source("lines", _beside_each_other(files), LineReader(columns), notes=(*listing.notes, *again))
     _refuse_columns("parallel", name, columns)
     if not target:
         message = f"{name!r} has no targets: name two files with a comma between, as data.target_source is given"
         raise DataError(message, file=name, settings=("data.target_source",))
-    targets = tuple(list_files(target, data.encoding))
-    if len(files) != len(targets):
-        counts = f"{name!r} is {len(files)} files and {target!r} {len(targets)}"
+    # One text may have several translations: a file's other names count, unless their targets are the same file, too.
+    some, others = (list_files(place, data.encoding) for place in (name, target))
+    if len(some.files) != len(others.files):
+        counts = f"{name!r} is {len(some.files)} files and {target!r} {len(others.files)}"
         raise DataError(
             f"{counts}: name equally many, so that their lines are pairs",
             file=name,
             settings=("data.source", "data.target_source"),
         )
-    pairs = {file.uri: other for file, other in zip(files, targets, strict=True)}
-    return Source("parallel", files, ParallelReader(columns, pairs), targets)
+    kept: dict[Any, tuple[File, File]] = {}
+    for file, other in zip(some.files, others.files, strict=True):
+        kept.setdefault((file.inode or file.uri, other.inode or other.uri), (file, other))
+    again = sorted({file.name for file in some.files} - {file.name for file, _ in kept.values()})
+    notes = (*some.notes, *others.notes, *note("another name of a file that is read", again))
+    paired, targets = (_beside_each_other(found) for found in zip(*kept.values(), strict=True))
+    pairs = {file.uri: other for file, other in zip(paired, targets, strict=True)}
+    return Source("parallel", paired, ParallelReader(columns, pairs), targets, notes)
 
 
 def _refuse_columns(kind: str, name: str, columns: Columns) -> None:
@@ -229,7 +308,7 @@ def _format(name: str) -> str:
     return _ENDINGS.get(os.path.splitext(stem)[1], "text")
 
 
-def _kind_of_files(name: str, files: list[File], columns: Columns) -> str:
+def _kind_of_files(name: str, files: list[File], columns: Columns, data: Data) -> str:
     form, labelled = _form(columns), _labelled(columns)
     inside = [file for file in files if "/" in file.name or not labelled]
     if (labelled or form == "image") and inside and all(_format(file.name) == form for file in inside):
@@ -238,12 +317,40 @@ def _kind_of_files(name: str, files: list[File], columns: Columns) -> str:
     if len(counts) > 1:
         found = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
         raise DataError(
-            f"data.source {name!r} holds files of several kinds ({found}): say which to take with --data.kind "
-            f"{counts.most_common(1)[0][0]}, or name them with a glob",
+            f"data.source {name!r} holds files of several kinds ({found}): {_advice(name, files, columns, data)}",
             file=name,
             settings=("data.source",),
         )
     return next(iter(counts))
+
+
+def _advice(name: str, files: list[File], columns: Columns, data: Data) -> str:
+    """What to do about files of several kinds: a kind whose files have the columns, or a glob for the texts."""
+    counts = Counter(_format(file.name) for file in files)
+    for kind, _ in counts.most_common():
+        some = [file for file in files if _format(file.name) == kind]
+        if kind in TABLES and not any(map(partial(first_fault, _reader(kind, data, columns, False), kind), some[:_TRIED])):
+            return f"say which to take with --data.kind {kind}, or name them with a glob"
+    texts = [file for file in files if _format(file.name) == "text"]
+    endings = {os.path.splitext(file.name)[1] for file in texts} - {""}
+    if len(columns) == 1 and columns[0].kind == "text" and len(endings) == 1 and os.path.isdir(absolute(name)):
+        return f"name those to take with a glob, {name.rstrip('/')}/**/*{endings.pop()} for instance"
+    wanted = ", ".join(f"{column.name!r} ({column.setting})" for column in columns)
+    return f"name those to take with a glob; no kind of table has {wanted} in all of its first rows"
+
+
+def first_fault(reader: Reader, kind: str, file: File) -> Fault | None:
+    """Returns what is wrong with a file's first rows, if anything is."""
+    return next((item for item in first_items(reader, kind, file) if isinstance(item, Fault) and not item.empty), None)
+
+
+def first_items(reader: Reader, kind: str, file: File) -> Iterator[Piece | Fault]:
+    """Yields what a file's first rows give, last the fault that ends them, if there is one."""
+    in_rows = kind in ("parquet", "huggingface")
+    try:
+        yield from islice(reader.read(Slice(file, 0, FIRST_ROWS if in_rows else None, file.size)), FIRST_ROWS)
+    except Faulty as faulty:
+        yield faulty.fault
 
 
 def standard_library() -> tuple[File, ...]:

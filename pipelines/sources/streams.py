@@ -5,7 +5,8 @@ with open_range(file, 0, None) as stream:
 """
 
 import codecs
-from collections.abc import Iterator
+import gzip
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,8 +14,11 @@ from typing import Any
 from raystride.pipelines.files import filesystem
 from raystride.pipelines.retries import retried
 from raystride.pipelines.sources.archives import at_hand, foreign
-from raystride.pipelines.sources.faults import Fault, Faulty, faults_of
+from raystride.pipelines.sources.faults import REMEDY, Fault, Faulty, faults_of
 from raystride.pipelines.sources.pieces import COMPRESSIONS, PIECE, File
+
+_HEAD = 1 << 16
+"""Bytes by which one tells that a file has no LF."""
 
 
 class ByteRange:
@@ -47,20 +51,43 @@ def open_range(file: File, start: int = 0, stop: int | None = None) -> Iterator[
         raise Faulty(fault)
     with faults_of(file.uri):
         system, path = filesystem(file.uri)
-        packed = next((name for end, name in COMPRESSIONS.items() if file.name.endswith(end)), None)
+        packed = next((name for end, name in COMPRESSIONS.items() if file.name.lower().endswith(end)), None)
         opened = (
             partial(system.open_input_stream, path, compression=packed) if packed else partial(system.open_input_file, path)
         )
         stream = retried(opened)
     with stream:
         with faults_of(file.uri):
-            source = stream if file.encoding == "utf-8" else _Recoded(stream, file)
+            source: Any = (
+                _Gzip(stream, partial(system.open_input_stream, path, compression=None)) if packed == "gzip" else stream
+            )
+            source = source if file.encoding == "utf-8" else _Recoded(source, file)
             if file.streamed:
                 # What is decompressed or recoded cannot be entered in the middle.
                 _skip(source, start)
             else:
                 stream.seek(start)
         yield ByteRange(source, file.uri, start, stop)
+
+
+class _Gzip:
+    """A gzip file as Arrow reads it. What Arrow refuses Python reads, which takes zeros behind the end for padding."""
+
+    def __init__(self, stream: Any, reopen: Callable[[], Any]) -> None:
+        self._stream, self._reopen, self._at, self._by_python = stream, reopen, 0, False
+
+    def read(self, size: int) -> bytes:
+        """The next bytes, `size` unless the file ends. Raises OSError or EOFError where it is broken."""
+        try:
+            data: bytes = self._stream.read(size)
+        except OSError as error:
+            if self._by_python or error.errno:
+                raise
+            self._stream, self._by_python = gzip.GzipFile(fileobj=self._reopen()), True
+            _skip(self._stream, self._at)
+            data = self._stream.read(size)
+        self._at += len(data)
+        return data
 
 
 class _Recoded:
@@ -120,5 +147,30 @@ def lines(stream: ByteRange) -> Iterator[tuple[int, bytes]]:
         for line in whole:
             yield at, line
             at += len(line) + 1
+    if rest:
+        yield at, rest
+
+
+def refuse_cr(file: File, line: bytes) -> None:
+    """Raises Faulty if the first line of a file shows that its lines end with CR alone: all of it would be one line."""
+    if b"\r" not in line.rstrip(b"\r"):
+        return
+    with open_range(file) as stream:
+        head = stream.read(min(_HEAD, file.size) if not file.streamed else _HEAD)
+    if b"\n" not in head:
+        remedy = f"write them with LF, with `tr '\\r' '\\n'` for instance, or {REMEDY}"
+        raise Faulty(Fault(file.uri, "has lines that end with CR alone", remedy))
+
+
+def lines_of_any_end(stream: ByteRange) -> Iterator[tuple[int, bytes]]:
+    """Yields lines that end with LF, CR LF or CR, with their ends, each with the offset in the file at which it begins."""
+    at, rest = stream.start, b""
+    while data := stream.read(max(PIECE, len(rest))):
+        found = (rest + data).splitlines(keepends=True)
+        # What follows may belong to the last one: the rest of a line, or the LF after a CR.
+        rest = found.pop()
+        for line in found:
+            yield at, line
+            at += len(line)
     if rest:
         yield at, rest

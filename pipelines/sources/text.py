@@ -10,7 +10,7 @@ patterns cut there as well, so the ids are those of the uncut text. Otherwise at
 
 import codecs
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +18,7 @@ from raystride.pipelines.credentials import masked
 from raystride.pipelines.sources.archives import at_hand
 from raystride.pipelines.sources.faults import Fault, Faulty, not_utf8
 from raystride.pipelines.sources.fields import Columns, document
-from raystride.pipelines.sources.pieces import HEAD, PIECE, File, Piece, Slice
+from raystride.pipelines.sources.pieces import HEAD, PIECE, File, Piece, Slice, holds_nothing
 from raystride.pipelines.sources.streams import ByteRange, length, open_range
 
 _WINDOW = 1 << 16
@@ -81,8 +81,8 @@ class TextReader:
                 head = text[:HEAD] if head is None else head
                 yield Piece((text,), at == 0, last and ends, head, shown)
                 at += len(data)
-        if at == 0:
-            yield Fault(place, "is empty")
+        if at == 0:  # a file is a document, and this one has nothing
+            yield holds_nothing(file, "no text")
 
     def _head(self, file: File) -> str:
         with open_range(file) as stream:
@@ -153,6 +153,8 @@ class FolderReader:
     """Whole files of text or images, labelled by the first folder of their names. Units are files."""
 
     columns: Columns
+    keep: bool = False
+    """Whether each file gives something, an empty or broken one its fault."""
 
     def slices(self, file: File, target: int) -> list[Slice]:
         """One slice: the file, which is a document."""
@@ -174,7 +176,9 @@ class FolderReader:
         if any(column.kind == "text" for column in self.columns):
             for item in TextReader(whole=True).read(Slice(file, 0, None, file.size)):
                 if isinstance(item, Fault):
-                    yield item
+                    yield replace(item, empty=file.size == 0, row={}) if self.keep else item
                     return
                 values["text"] = item.document[0]
-        yield from document([values[column.kind] for column in self.columns], file.uri, self.columns, file.reach)
+        yield from document(
+            [values[column.kind] for column in self.columns], file.uri, self.columns, file.reach, keep=self.keep
+        )

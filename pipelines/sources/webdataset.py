@@ -21,7 +21,7 @@ from raystride.pipelines.sources.archives import TARS
 from raystride.pipelines.sources.faults import OTHER_ENCODING, REMEDY, Fault, Faulty
 from raystride.pipelines.sources.fields import Columns, document, inner
 from raystride.pipelines.sources.image_files import MOST_BYTES
-from raystride.pipelines.sources.pieces import PIECE, File, Piece, Slice
+from raystride.pipelines.sources.pieces import PIECE, File, Piece, Slice, holds_nothing
 from raystride.pipelines.sources.streams import open_range
 from raystride.pipelines.tasks.task import Column
 
@@ -53,6 +53,8 @@ class WebDatasetReader:
     """Members of tar files by their keys. Units are keys."""
 
     columns: Columns
+    keep: bool = False
+    """Whether each key gives something, an empty or broken one its fault."""
 
     def slices(self, file: File, target: int) -> list[Slice]:
         """One slice: a shard is read from its beginning."""
@@ -75,16 +77,16 @@ class WebDatasetReader:
         for sample in islice(_samples(file, endings), piece.start, piece.stop):
             place = f"{file.uri}, key {sample.key}"
             if sample.fault:
-                yield Fault(place, sample.fault)
+                yield Fault(place, sample.fault, row={} if self.keep else None)
                 continue
             try:
                 values = [self._value(column, sample, place, file.encoding) for column in self.columns]
             except Faulty as faulty:
-                yield faulty.fault
+                yield replace(faulty.fault, row={}) if self.keep else faulty.fault
             else:
-                yield from document(values, place, self.columns)
-        if sample is None:
-            yield Fault(file.uri, "is empty")
+                yield from document(values, place, self.columns, keep=self.keep)
+        if sample is None and file.alone:
+            yield holds_nothing(file, "no members")
 
     def _value(self, column: Column, sample: _Sample, place: str, encoding: str) -> Any:
         """What the key has for a column. Raises Faulty where that is nothing."""

@@ -2,6 +2,8 @@
 
 import csv
 import io
+import json
+import math
 import os
 from pathlib import Path
 
@@ -24,6 +26,8 @@ def test_what_is_put_is_there(folder: Folder) -> None:
     folder.put_json("c.json", {"x": 1})
     assert folder.read("a/b.txt") == b"hello"
     assert folder.read_json("c.json") == {"x": 1}
+    folder.put_json("c.json", {"x": [1.5, math.nan, (math.inf,)], "y": -math.inf})
+    assert json.loads(folder.read("c.json"), parse_constant=pytest.fail) == {"x": [1.5, None, [None]], "y": None}
     assert folder.exists("a/b.txt")
     assert folder.exists("a")
     assert not folder.exists("z")

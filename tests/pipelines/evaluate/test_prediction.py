@@ -1,6 +1,10 @@
 """A prediction is one file a part in the order of the input, goes on after a kill, and says what it cannot do."""
 
+import csv
+import gzip
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -58,7 +62,7 @@ def test_both_formats_hold_all_answers_in_order(trained: Folder, questions: Path
     rows = _rows(tmp_path / "a")
     assert rows == _rows(tmp_path / "b")
     assert [row["text"] for row in rows] == [row["text"] for row in ROWS]
-    assert set(rows[0]) == {"text", "prediction", "probability", "probabilities"}
+    assert set(rows[0]) == {"text", "prediction", "probability", "probabilities", "reason"}
 
 
 def test_a_line_of_a_text_file_is_a_question_whatever_its_column(trained: Folder, tmp_path: Path) -> None:
@@ -150,6 +154,9 @@ def test_what_is_no_question_ends_it_or_is_counted(trained: Folder, tmp_path: Pa
     found = _predict(trained, source, tmp_path / "b", on_error="skip")
     assert (found.rows, found.skipped) == (2, 1)
     assert "line 2" in found.faults[0]["place"]
+    (nothing,) = (row for row in _rows(tmp_path / "b") if row["prediction"] is None)
+    assert (nothing["words"], nothing["text"]) == ("ripe pear", None)
+    assert "no column" in nothing["reason"]
 
 
 def test_translations_and_continuations_are_written(trained: Folder, questions: Path, tmp_path: Path) -> None:
@@ -214,7 +221,7 @@ def test_every_column_stays_and_answers_have_names_of_their_own(trained: Folder,
         for form in ("parquet", "jsonl"):
             _predict(trained, source, output := tmp_path / f"{source.name}-{form}", form=form)
             found = _rows(output)
-            names = ["id", "text", "label", "prediction", "prediction_given", "probability", "probabilities"]
+            names = ["id", "text", "label", "prediction", "prediction_given", "probability", "probabilities", "reason"]
             assert [list(row) for row in found] == [names] * 9
             assert [(int(row["id"]), row["text"], row["label"]) for row in found] == [
                 (row["id"], row["text"], "truth") for row in rows
@@ -246,3 +253,224 @@ def test_a_folder_in_which_nothing_was_answered_is_free(trained: Folder, questio
     with unreadable(column="body"):
         _predict(trained, questions, tmp_path / "c", column="body")
     assert not (tmp_path / "c").exists()
+
+
+ASKED = ["ripe apple", "", "ripe pear", "", "", 'a "ripe" plum', ""]
+
+
+def _as_json(folder: Path) -> Path:
+    rows = [{"text": text or None, "n": number} for number, text in enumerate(ASKED)]
+    (folder / "a.jsonl").write_text("\n\n".join(map(json.dumps, rows)))  # a blank line is no row
+    return folder / "a.jsonl"
+
+
+def _as_array(folder: Path) -> Path:
+    (folder / "a.json").write_text(json.dumps([{"text": text, "n": number} for number, text in enumerate(ASKED)]))
+    return folder / "a.json"
+
+
+def _as_csv(folder: Path) -> Path:
+    with (folder / "a.csv").open("w", newline="") as stream:
+        csv.writer(stream).writerows([("n", "text"), *enumerate(ASKED)])
+    return folder / "a.csv"
+
+
+def _as_tsv_gz(folder: Path) -> Path:
+    content = "".join(f"{number}\t{text}\n" for number, text in [("n", "text"), *enumerate(ASKED)])
+    (folder / "a.tsv.gz").write_bytes(gzip.compress(content.encode()))
+    return folder / "a.tsv.gz"
+
+
+def _as_parquet(folder: Path) -> Path:
+    table = pa.table({"n": range(len(ASKED)), "text": [text or None for text in ASKED]})
+    parquet.write_table(table, folder / "a.parquet", row_group_size=3)
+    return folder / "a.parquet"
+
+
+def _as_dataset(folder: Path) -> Path:
+    import datasets
+
+    datasets.Dataset.from_dict({"text": ASKED, "n": range(len(ASKED))}).save_to_disk(folder / "hub")
+    return folder / "hub"
+
+
+def _as_lines(folder: Path) -> Path:
+    (folder / "a.txt").write_text("".join(f"{text}\n" for text in ASKED))
+    return folder / "a.txt"
+
+
+def _as_folder(folder: Path) -> Path:
+    for number, text in enumerate(ASKED):
+        (folder / "in" / str(number)).mkdir(parents=True)
+        (folder / "in" / str(number) / "a.txt").write_text(text)
+    return folder / "in"
+
+
+def _as_tar(folder: Path) -> Path:
+    import io
+    import tarfile
+
+    with tarfile.open(folder / "a.tar", "w") as tar:
+        for number, text in enumerate(ASKED):
+            for ending, content in (("txt", text), ("json", json.dumps({"n": number}))):
+                info = tarfile.TarInfo(f"{number}.{ending}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content.encode()))
+    return folder / "a.tar"
+
+
+FORMS = [_as_json, _as_array, _as_csv, _as_tsv_gz, _as_parquet, _as_dataset, _as_lines, _as_folder, _as_tar]
+
+
+@pytest.mark.parametrize("write", FORMS)
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_every_row_comes_out_in_its_place(trained: Folder, tmp_path: Path, write: Callable[[Path], Path], form: str) -> None:
+    source = write(tmp_path)
+    kind = {"_as_folder": "folders", "_as_tar": "webdataset"}.get(write.__name__, "auto")
+    found = _predict(trained, source, tmp_path / "out", form=form, kind=kind)
+    assert (found.rows, found.skipped) == (3, 4)
+    assert len(found.faults) == 4
+    rows = _rows(tmp_path / "out")
+    assert [row["text"] or "" for row in rows] == ASKED
+    if "n" in rows[0]:
+        assert [int(row["n"]) for row in rows] == list(range(len(ASKED)))
+    for row, text in zip(rows, ASKED, strict=True):
+        assert (row["prediction"] is None, row["probability"] is None) == (not text, not text)
+        assert bool(row["reason"]) == (not text)
+
+
+def test_rows_that_are_none_come_out_if_they_are_skipped(trained: Folder, tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text(
+        '{"text": "ripe apple", "id": 1}\nno json\n[1]\n{"text": 7, "id": 2}\n{"text": "ripe pear", "id": 3}\n'
+    )
+    for form in ("parquet", "jsonl"):
+        found = _predict(trained, source, tmp_path / form, form=form, on_error="skip")
+        assert (found.rows, found.skipped) == (2, 3)
+        rows = _rows(tmp_path / form)
+        assert [row.get("id") for row in rows] == [1, None, None, 2, 3]
+        assert [row["prediction"] is None for row in rows] == [False, True, True, True, False]
+    source.write_bytes(b"ripe apple\nbad \xff\n\nripe pear\n")
+    found = _predict(trained, source, tmp_path / "lines", kind="lines", on_error="skip")
+    assert [row["reason"] is None for row in _rows(tmp_path / "lines")] == [True, False, False, True]
+
+
+def test_a_question_that_nothing_can_be_said_to_is_written_without_an_answer(trained: Folder, tmp_path: Path) -> None:
+    for run in ("labels", "translates", "writes"):
+        source = write_rows(tmp_path / "a.jsonl", [{"text": ""}, {"text": ""}])
+        found = _predict(trained, source, tmp_path / run, run=run, sample=Sample(tokens=3))
+        assert (found.rows, found.skipped) == (0, 2)
+        assert [row["prediction"] for row in _rows(tmp_path / run)] == [None, None]
+    source.write_text("")
+    with unreadable("a.jsonl", names=["empty"]):
+        _predict(trained, source, tmp_path / "none")
+
+
+def test_outputs_are_read_as_folders(trained: Folder, tmp_path: Path) -> None:
+    """Though types and columns of parts differ, and one was killed in the middle."""
+    import pandas
+
+    texts = [row["text"] for row in ROWS]
+    rows: list[dict[str, Any]] = [{"text": text, "n": number, "none": None} for number, text in enumerate(texts)]
+    for number, row in enumerate(rows):
+        half = number > len(rows) / 2
+        row |= {"m": str(number) if half else number, "tags": [], "late": {}} | (
+            {"late": {"x": 1}, "tags": ["t"]} if half else {}
+        )
+    rows[5] |= {"prediction": "theirs", "prediction_given": "too", "reason": "why"}
+    source = write_rows(tmp_path / "a.jsonl", rows)
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "00000.parquet.tmp-0123").write_text("half")
+    assert len(_predict(trained, source, output).files) > 2
+    found = pandas.read_parquet(output)
+    assert list(found["text"]) == texts
+    assert list(found["m"]) == [str(row["m"]) for row in rows]
+    assert found["tags"][399].tolist() == ["t"]
+    assert parquet.read_table(output).num_rows == len(texts)
+    assert len({parquet.read_schema(path) for path in output.glob("*.parquet")}) == 1
+    assert set(found["prediction_given_given"]) <= {"apple", "pear", "plum"}
+    assert (found["prediction"][5], found["prediction_given"][5], found["reason"][5]) == ("theirs", "too", "why")
+    assert list(found.columns)[-1] == "reason_given"
+    names = {path.name for path in output.iterdir() if not path.name.endswith(".parquet")}
+    assert names == {MANIFEST, "_raystride"}
+    assert _predict(trained, source, output).rate is None
+    again = _predict(trained, output, tmp_path / "again")
+    assert again.rows == len(texts)
+
+
+def test_arrow_schemas_are_kept(trained: Folder, tmp_path: Path) -> None:
+    import datasets
+
+    from tests.pipelines.evaluate.test_rows import ARROW
+
+    table = ARROW.set_column(0, "text", pa.array(["ripe apple", None, "ripe pear"], pa.large_string()))
+    (tmp_path / "in").mkdir()
+    parquet.write_table(table, tmp_path / "in" / "0.parquet", row_group_size=2)
+    more = table.drop_columns(["money"]).append_column("late", pa.array([1, 2, 3], pa.int16()))
+    parquet.write_table(more, tmp_path / "in" / "1.parquet")
+    _predict(trained, tmp_path / "in", output := tmp_path / "out")
+    found = parquet.read_table(output)
+    assert found.num_rows == 6
+    for column in table.schema:
+        assert found.schema.field(column.name).type == column.type
+        values = found[column.name].to_pylist()
+        assert repr(values[:3]) == repr(table[column.name].to_pylist())
+    assert found["late"].to_pylist() == [None, None, None, 1, 2, 3]
+    assert len({parquet.read_schema(path) for path in output.glob("*.parquet")}) == 1
+    plain = table.drop_columns(["map", "nothing", "kind", "took", "time"])  # which the library has not
+    datasets.Dataset(plain).save_to_disk(tmp_path / "hub")
+    _predict(trained, tmp_path / "hub", tmp_path / "hub-out")
+    found = parquet.read_table(tmp_path / "hub-out")
+    assert {name: found.schema.field(name).type for name in plain.column_names} == {
+        name: datasets.load_from_disk(tmp_path / "hub").data.schema.field(name).type for name in plain.column_names
+    }
+    _predict(trained, tmp_path / "in", tmp_path / "lines", form="jsonl")
+    first = _rows(tmp_path / "lines")[0]
+    assert (first["when"][-9:], first["big"], first["map"]) == ("123456789", 2**64 - 1, {"k": 1})
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_columns_of_one_name_all_stay(trained: Folder, tmp_path: Path, form: str) -> None:
+    (tmp_path / "a.csv").write_text("n,text,n,n.1\n1,ripe apple,2,3\n")
+    columns = [pa.array([value]) for value in ("1", "ripe apple", "2", "3")]
+    parquet.write_table(pa.Table.from_arrays(columns, names=["n", "text", "n", "n.1"]), tmp_path / "a.parquet")
+    for name in ("a.csv", "a.parquet"):
+        _predict(trained, tmp_path / name, tmp_path / f"{name}-out", form=form)
+        (row,) = _rows(tmp_path / f"{name}-out")
+        assert [row[column] for column in ("n", "n.2", "n.1")] == ["1", "2", "3"]
+
+
+def test_json_lines_hold_no_nan(trained: Folder, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "ripe apple", "t": NaN, "u": [Infinity]}\n')
+    parquet.write_table(pa.table({"text": ["ripe apple"], "t": [math.nan], "u": [[math.inf]]}), tmp_path / "a.parquet")
+    for name in ("a.jsonl", "a.parquet"):
+        _predict(trained, tmp_path / name, output := tmp_path / f"{name}-out", form="jsonl")
+        line = (output / "00000.jsonl").read_text()
+        assert json.loads(line, parse_constant=pytest.fail)["t"] is None
+
+
+def _as_of_version_0_2(output: Path, *, complete: bool) -> None:
+    manifest = json.loads((output / MANIFEST).read_text())
+    (output / MANIFEST).unlink()
+    (output / "predictions.json").write_text(json.dumps(manifest | {"complete": complete}))
+    (output / "_raystride").rename(output / "parts")
+
+
+def test_outputs_of_earlier_versions_are_found_or_refused(trained: Folder, questions: Path, tmp_path: Path) -> None:
+    whole = _predict(trained, questions, tmp_path / "a", form="jsonl")
+    _as_of_version_0_2(tmp_path / "a", complete=True)
+    again = _predict(trained, questions, tmp_path / "a", form="jsonl")
+    assert (again.rate, again.rows, again.files) == (None, whole.rows, whole.files)
+    with pytest.raises(SettingError, match="precision"):
+        _predict(trained, questions, tmp_path / "a", form="jsonl", precision="bf16")
+    _predict(trained, questions, tmp_path / "b", form="jsonl")
+    _as_of_version_0_2(tmp_path / "b", complete=False)
+    with pytest.raises(SettingError) as raised:
+        _predict(trained, questions, tmp_path / "b", form="jsonl")
+    assert (raised.value.setting, "earlier version" in str(raised.value)) == ("output", True)
+    for path in (tmp_path / "b").glob("*.jsonl"):
+        path.unlink()
+    assert _predict(trained, questions, tmp_path / "b", form="jsonl").rows == whole.rows
+    assert not (tmp_path / "b" / "predictions.json").exists()
+    assert not (tmp_path / "b" / "parts").exists()

@@ -167,6 +167,14 @@ def test_files_come_once_when_they_have_settled(tmp_path: Path) -> None:
             again.next(0, files)
 
 
+def test_another_name_of_a_file_is_not_another_file(tmp_path: Path) -> None:
+    followed = Followed(Folder(str(tmp_path)))
+    assert followed.next(0, [File("b", "b", 10)], settle=False) == (File("b", "b", 10),)
+    linked = File("a", "a", 10, others=("b",))
+    assert followed.next(1, [linked], settle=False) == ()
+    assert followed.next(0, [linked]) == (linked,), "a batch that was begun goes on under the other name"
+
+
 def test_a_batch_is_cut_as_it_was_before(tmp_path: Path) -> None:
     followed = Followed(Folder(str(tmp_path)))
     followed.next(0, [File("a", "a", 10)], settle=False)

@@ -10,12 +10,13 @@ from raystride.pipelines.config import Config, Data, Launch, Tokenizer
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.driver import train
 from raystride.pipelines.launch.screen import Quiet
+from raystride.pipelines.prepare.fingerprint import Kept
 from raystride.pipelines.prepare.one_source import Prepared
 from raystride.pipelines.prepare.prepare import prepare
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.tasks import build_task
 from raystride.pipelines.tokenizers import load_tokenizer
-from tests.errors import refused
+from tests.errors import refused, unreadable
 from tests.tiny import tiny
 
 
@@ -35,7 +36,7 @@ def _config(sources: dict[str, Any], **tokenizer: Any) -> Config:
 
 def _prepared(config: Config, folder: Path, lines: list[str] | None = None, learned: str = "") -> Prepared:
     echo = (lambda _: None) if lines is None else lines.append
-    return prepare(config, Folder.at(str(folder)), build_task(config), learned=learned, on_ray=False, echo=echo)
+    return prepare(config, Folder.at(str(folder)), build_task(config), kept=Kept(learned), on_ray=False, echo=echo)
 
 
 def test_sources_are_prepared_once_whatever_mixture_uses_them(texts: dict[str, str], tmp_path: Path) -> None:
@@ -74,8 +75,10 @@ def test_an_added_source_gets_the_tokenizer_that_the_run_has(texts: dict[str, st
     assert then.manifest.sources["web"] == first.manifest.sources["web"]
     assert (then.folder / "tokenizer").read("tokenizer.json") == (first.folder / "tokenizer").read("tokenizer.json")
     Folder.at(str(tmp_path / "runs")).remove(f".prepared/{first.learned}")
+    assert _prepared(added, tmp_path / "runs", learned=first.learned).reused, "nothing is left to learn for"
+    further = _config(texts, kind="bpe", vocabulary_size=280)
     with pytest.raises(DataError, match="is gone"):
-        _prepared(added, tmp_path / "runs", learned=first.learned)
+        _prepared(further, tmp_path / "runs", learned=first.learned)
 
 
 def test_labels_are_learned_from_all_sources(tmp_path: Path) -> None:
@@ -96,5 +99,8 @@ def test_a_source_that_became_another_one_is_refused_on_resume(texts: dict[str, 
     with refused("data.sources.web.source", texts["code"], names=[f"{texts['web']!r} before, {texts['code']!r} now"]):
         train(replace(longer, data=replace(config.data, sources=other)), storage, Quiet())
     Path(texts["web"]).write_text("something else\n" * 900)
-    with refused("data", names=["data.sources.web: "]):
-        train(longer, storage, Quiet())
+    assert train(longer, storage, Quiet())["steps"] == 9, "it goes on with what was prepared"
+    prepared = (storage / "mine").read_json("environment.json")["sources"]["web"]
+    (storage / ".prepared" / prepared).remove("manifest.json")
+    with unreadable(prepared, names=["data.sources.web", "bytes before"]):
+        train(replace(config, train=replace(config.train, steps=12)), storage, Quiet())

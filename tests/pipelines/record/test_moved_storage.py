@@ -118,8 +118,9 @@ def test_a_deleted_experiment_comes_back_with_its_run(recorded: Folder, tmp_path
     assert client.get_run(reference["run_id"]).info.lifecycle_stage == "active"
 
 
-def test_a_path_that_is_too_long_for_a_database_is_refused() -> None:
-    longest = "/" + "é" * ((MAX_DATABASE_BYTES - len("sqlite:////") - len("/mlflow.db")) // 2)
+def test_a_path_that_is_too_long_for_a_database_is_refused(tmp_path: Path) -> None:
+    room = MAX_DATABASE_BYTES - len(f"sqlite:///{tmp_path}//mlflow.db")
+    longest = f"{tmp_path}/{('é' * 50 + '/') * (room // 101)}{'x' * (room % 101)}".rstrip("/")
     located = partial(Config, run="r")
     assert locate(Parsed(located(storage=longest), "tiny"))[1].uri == longest
     with refused("storage", longest + "é", names=["--record.mlflow_uri", "--record.mlflow false"]):

@@ -165,3 +165,26 @@ def test_what_is_no_text_is_never_read_as_text(tmp_path: Path) -> None:
     (tmp_path / "b.7z").write_bytes(b"plain")
     with unreadable("b.7z", names=["7z"]):
         read(tmp_path / "b.7z")
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_no_member_is_written_over(tmp_path: Path) -> None:
+    def pack(name: str, *members: str) -> Path:
+        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+            for number, member in enumerate(members):
+                archive.writestr(member, f"text {number}")
+        return tmp_path / name
+
+    for name, members in [("a.zip", ("x.txt", "x.txt")), ("b.zip", ("x", "x/y.txt")), ("c.zip", ("x/y.txt", "x"))]:
+        with unreadable(name, member=members[1]):
+            read(pack(name, *members))
+    with unreadable("d.zip", member="x" * 300):
+        read(pack("d.zip", "x" * 300))
+    plain = io.BytesIO()
+    with tarfile.open(fileobj=plain, mode="w") as archive:
+        for content in (b"older", b"newer"):
+            info = tarfile.TarInfo("x.txt")
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    (tmp_path / "e.tar").write_bytes(plain.getvalue())
+    assert read(tmp_path / "e.tar") == [("newer",)], "tar appends what it updates"

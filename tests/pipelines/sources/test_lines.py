@@ -128,3 +128,22 @@ def test_only_encodings_of_text_are_taken() -> None:
             Data(encoding=name)
     with pytest.raises(SettingError, match=r"data.target_source .*--data.kind lines"):
         Data(target_source="x", kind="csv")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_lines_that_end_with_cr_alone_are_not_one(tmp_path: Path, name: str) -> None:
+    pair, text = (Column("data.column", "text"), Column("data.target_column", "target")), b"one\rtwo\rthree\r"
+    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+    (tmp_path / "b.txt").write_bytes(b"eins\n")
+    for data, columns in [
+        (Data(kind="lines"), pair[:1]),
+        (Data(kind="labelled"), (pair[0], Column("data.label_column", "label", "label"))),
+        (Data(source=str(tmp_path / name), target_source=str(tmp_path / "b.txt")), pair),
+    ]:
+        with unreadable(name, names=["CR"]):
+            found = open_documents(data, str(tmp_path / name), columns)
+            [list(found.read(part)) for part in found.parts]
+    for content, wanted in [(b"progress 1\rprogress 2\nend\n", 2), (b"one\r\n", 1), (b"one\r", 1)]:
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+        found = open_documents(Data(kind="lines"), str(tmp_path / name), pair[:1])
+        assert len([document for part in found.parts for document in found.read(part)]) == wanted

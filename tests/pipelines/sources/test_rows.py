@@ -1,6 +1,9 @@
-"""Labels of Parquet files by the names that their metadata or dictionaries have."""
+"""Rows of Parquet files: read by their bytes, and labels by the names that metadata or dictionaries have."""
 
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -8,7 +11,9 @@ from pyarrow import parquet
 
 from raystride.pipelines.config import Data
 from raystride.pipelines.sources.checking import check_source
-from raystride.pipelines.sources.pieces import Piece
+from raystride.pipelines.sources.faults import Faulty, faults_of
+from raystride.pipelines.sources.pieces import Piece, Slice
+from raystride.pipelines.sources.rows import read_batches
 from raystride.pipelines.sources.source import open_source
 from raystride.pipelines.tasks.task import Column
 from tests.errors import unreadable
@@ -78,3 +83,74 @@ def test_only_names_that_are_wanted_ask_for_another_preparation(classes: Path) -
 
     plain, named = (settings(classes, **changes) for changes in ({}, {"class_names": True}))
     assert fingerprint(plain, Labelled(plain)) != fingerprint(named, Labelled(named))
+
+
+@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+def test_rows_are_read_by_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: bool, keep: bool) -> None:
+    """Also where the file's own figures are too small: those of equal rows, which it has but once."""
+    monkeypatch.setattr("raystride.pipelines.sources.rows.BATCH_BYTES", 100_000)
+    texts = [f"{0 if same else number:04d}" + "x" * 10_000 for number in range(100)]
+    parquet.write_table(pa.table({"text": texts, "n": range(100)}), tmp_path / "a.parquet", row_group_size=64)
+    with parquet.ParquetFile(tmp_path / "a.parquet") as table:
+        batches = [batch for group in (0, 1) for _, batch in read_batches(table, group, None, "a")]
+    assert [value for batch in batches for value in batch.column("n").to_pylist()] == list(range(100))
+    assert max(batch.num_rows for batch in (batches[1:] if same else batches)) <= 40
+    source = open_source(Data(), str(tmp_path / "a.parquet"), LABELLED[:1])
+    source = source.keeping_rows() if keep else source
+    for start, stop in [(0, 100), (7, 93), (63, 65), (10, 11)]:
+        found = list(source.reader.read(Slice(source.files[0], start, stop, 0)))
+        assert [item.document[0] for item in found if isinstance(item, Piece)] == texts[start:stop]
+        assert [item.place.rpartition(" ")[2] for item in found if isinstance(item, Piece)] == [
+            str(number + 1) for number in range(start, stop)
+        ]
+        if keep:
+            assert [item.row["n"] for item in found if item.row] == list(range(start, stop))
+
+
+class Nested:
+    """A Parquet file of which Arrow puts no more than so many rows into one batch."""
+
+    def __init__(self, rows: int, most: int) -> None:
+        self.rows, self.most = rows, most
+        self.asked: list[int] = []
+
+    @property
+    def metadata(self) -> Any:
+        table = pa.table({"n": range(self.rows)})
+        sink = pa.BufferOutputStream()
+        parquet.write_table(table, sink, row_group_size=self.rows)
+        return parquet.read_metadata(pa.BufferReader(sink.getvalue()))
+
+    def iter_batches(self, batch_size: int, **_: Any) -> Iterator[pa.RecordBatch]:
+        self.asked.append(batch_size)
+        for first, after in pairwise([*range(0, self.rows, batch_size), self.rows]):
+            if after - first > self.most:
+                raise pa.ArrowNotImplementedError("Nested data conversions not implemented for chunked array outputs")
+            yield pa.RecordBatch.from_pydict({"n": range(first, after)})
+
+
+@pytest.mark.parametrize("most", [1, 7, 100, 5000])
+def test_what_arrow_has_no_batch_for_is_read_in_smaller_ones(most: int) -> None:
+    table = Nested(1100, most)
+    found = [(first, batch) for first, batch in read_batches(table, 0, None, "a")]
+    assert [value for _, batch in found for value in batch.column("n").to_pylist()] == list(range(1100))
+    assert [first for first, _ in found] == [batch.column("n")[0].as_py() for _, batch in found]
+    assert len(table.asked) <= 11
+
+
+def test_a_whole_file_is_not_called_broken() -> None:
+    with pytest.raises(Faulty) as raised:
+        list(read_batches(Nested(5, 0), 0, None, "a.parquet"))
+    assert "truncated" not in raised.value.fault.reason
+    assert "pyarrow" in raised.value.fault.reason
+    for error, word in [(OSError(24, "Too many open files"), "open files"), (pa.ArrowInvalid("is encrypted"), "encrypted")]:
+        with pytest.raises(Faulty) as raised, faults_of("a.parquet"):
+            raise error
+        assert word in raised.value.fault.reason
+        assert "truncated" not in raised.value.fault.reason
+    with pytest.raises(Faulty) as raised, faults_of("a.parquet"):
+        raise pa.ArrowInvalid("Parquet magic bytes not found in footer")
+    assert "truncated or broken" in raised.value.fault.reason
+    with pytest.raises(MemoryError), faults_of("a.parquet"):
+        raise pa.ArrowMemoryError("malloc of size 64 failed")

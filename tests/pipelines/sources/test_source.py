@@ -227,7 +227,7 @@ def test_storage_and_data_on_any_file_system(tmp_path: Path) -> None:
 
 def test_what_a_folder_holds_must_be_clear(tmp_path: Path, run: Prepare) -> None:
     write_json(tmp_path)
-    (tmp_path / "README.md").write_text("about")
+    (tmp_path / "notes.md").write_text("about")
     with unreadable(str(tmp_path), settings=("data.source", "data.kind"), names=["(1 text, 1 json)"]):
         run(tmp_path)
     result = run(tmp_path, kind="json")

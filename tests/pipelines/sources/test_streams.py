@@ -1,5 +1,6 @@
 """Compressed files give the same documents as plain ones, of one frame or several, and never less."""
 
+import gzip
 from itertools import pairwise
 from pathlib import Path
 
@@ -46,3 +47,17 @@ def test_a_zstd_file_that_ends_early_is_broken(tmp_path: Path, name: str) -> Non
     (tmp_path / f"{name}.zst").write_bytes(whole[:-3])
     with unreadable(f"{name}.zst", names=["truncated"]):
         read(tmp_path / f"{name}.zst")
+
+
+@pytest.mark.parametrize("name", list(FILES))
+def test_gzip_files_with_padding_are_whole_and_others_broken(tmp_path: Path, name: str) -> None:
+    content = FILES[name].encode()
+    (tmp_path / name).write_bytes(content)
+    packed = gzip.compress(content[:5000]) + gzip.compress(content[5000:])
+    for padding in (b"", b"\0" * 7, b"\0" * 100_000):
+        (tmp_path / f"{name}.GZ").write_bytes(packed + padding)
+        assert read(tmp_path / f"{name}.GZ") == read(tmp_path / name)
+    for broken in (packed[:-9], packed + b"garbage", packed[:-2000] + b"\0" * 2000):
+        (tmp_path / f"{name}.gz").write_bytes(broken)
+        with unreadable(f"{name}.gz", names=["truncated or broken"]):
+            read(tmp_path / f"{name}.gz")

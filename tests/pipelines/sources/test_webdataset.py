@@ -139,7 +139,7 @@ def test_no_file_is_read_that_a_json_names(tmp_path: Path) -> None:
         ([("7.png", b"x"), ("7.json", b"[]")], "", (".json", "list")),
         ([("7.png", b"x"), ("7.cls", b"\xff")], "label", (".cls", "not utf-8", "--data.encoding")),
         ([("7.png", b"x"), ("7.cls", b" ")], "label", ("'label' is empty",)),
-        ([], "", ("empty",)),
+        ([], "", ("no members",)),
     ],
 )
 def test_faults_name_file_and_key(tmp_path: Path, members: Members, column: str, names: tuple[str, ...]) -> None:
