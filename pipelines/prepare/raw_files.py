@@ -142,8 +142,13 @@ def _listed(source: Source, validation: Source | None) -> Iterator[tuple[str, Fi
 
 
 def _hash_files(files: Sequence[File]) -> list[str | None]:
+    # A stretch a thread: handing over one small file takes as long as hashing it.
+    stretch = -(-len(files) // THREADS) or 1
     with ThreadPoolExecutor(THREADS) as pool:
-        return list(pool.map(_hash_file, files))
+        stretches = pool.map(
+            lambda first: list(map(_hash_file, files[first : first + stretch])), range(0, len(files), stretch)
+        )
+        return [found for some in stretches for found in some]
 
 
 def _hash_file(file: File) -> str | None:
