@@ -152,6 +152,7 @@ CHECKS = {
 }
 
 
+@pytest.mark.long
 def test_a_fault_is_tried_with_the_mirrored_file_and_then_with_the_room(tmp_path: Path) -> None:
     tree, copy = tmp_path / "tree", tmp_path / "copy"
     for name, text in {

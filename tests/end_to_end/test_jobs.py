@@ -165,6 +165,7 @@ def test_check_of_what_cannot_run_exits_with_3_and_a_remedy(config: Config) -> N
     _ends_with_three_lines(outcome)
 
 
+@pytest.mark.long
 def test_more_workers_than_the_cluster_has_is_known_at_once(config: Config) -> None:
     wide = replace(config, launch=Launch(), train=Train(steps=1, slots=4096, slot_size=1))
     outcome = run_job("train", wide, "--scaling.workers", "4096", "--run", "wide")

@@ -13,7 +13,7 @@ from tests.processes import make_job, run_workers
 from tests.ray_jobs.jobs import Outcome, finish_job, run_well, start_job, summary, wait_for_checkpoint
 from tests.tiny import tiny, write_text
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
 STEPS = 400
 
 

@@ -78,6 +78,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return config
 
 
+@pytest.mark.long
 def test_a_finished_run_is_used_without_ray(config: Config) -> None:
     of = ("--run", "done", "--storage", config.storage)
     assert _asked("generate", *of, "--sample.tokens", "2")[:2] == (0, ["torch"])
@@ -86,6 +87,7 @@ def test_a_finished_run_is_used_without_ray(config: Config) -> None:
     assert _asked("runs", "list", "--storage", config.storage)[:2] == (0, [])
 
 
+@pytest.mark.long
 def test_an_inline_training_imports_no_ray(config: Config, tmp_path: Path) -> None:
     (tmp_path / "same.yaml").write_text(to_yaml(config))
     code, heavy, said = _asked("train", "--config", str(tmp_path / "same.yaml"), "--run", "other", "--launch", "inline")

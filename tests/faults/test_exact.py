@@ -81,6 +81,7 @@ def test_kills_stops_and_resizes_change_nothing(folder: Path, calm: Outcome, num
     assert proven.samples == calm.summary["samples_seen"]
 
 
+@pytest.mark.long
 def test_a_run_that_meets_everything(folder: Path, calm: Outcome) -> None:
     """A schedule that surely disturbs: each later attempt begins at a checkpoint, on another number of workers."""
     schedule = [

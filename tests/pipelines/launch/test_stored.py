@@ -63,6 +63,7 @@ def _run(*words: str) -> Outcome:
     return finish_job(Forked(ROOT / "ray_jobs" / f"{words[0]}.py", words[1:]))
 
 
+@pytest.mark.long
 def test_what_the_screen_prints_can_be_pasted(tmp_path: Path) -> None:
     """A training, the command that goes on with it, and a refusal's, with blanks in the run's name and in places."""
     place = tmp_path / "my data"

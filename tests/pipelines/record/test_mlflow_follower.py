@@ -133,6 +133,7 @@ def test_segments_that_were_merged_before_they_were_logged_are_logged_once(
     assert points == [(step, 1 / step, round((1e9 + step / 8) * 1000)) for step in range(1, MERGED + 11)]
 
 
+@pytest.mark.long
 def test_a_server_that_hangs_or_is_not_there_does_not_hold_up_the_end(
     record: MakeRecorder, folder: Folder, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

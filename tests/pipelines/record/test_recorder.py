@@ -210,6 +210,7 @@ def test_mlflow_gets_points_with_their_own_times_and_shows_what_broke(
     assert recorder.state()["mlflow"] is None  # a database has no page of its own
 
 
+@pytest.mark.long
 def test_a_resumed_run_goes_on_in_its_mlflow_run(record: MakeRecorder, folder: Folder, storage: Folder) -> None:
     ids = []
     for attempt, first, workers in (("a1", 1, 1), ("a2", 6, 2)):
@@ -228,6 +229,7 @@ def test_a_resumed_run_goes_on_in_its_mlflow_run(record: MakeRecorder, folder: F
     ]
 
 
+@pytest.mark.long
 def test_a_killed_recorder_is_replaced_without_loss_or_duplicate(
     folder: Folder, storage: Folder, process: Callable[[], RecorderProcess]
 ) -> None:
