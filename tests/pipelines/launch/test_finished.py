@@ -6,13 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from raystride.model.hugging_face import names_there
+from raystride.model.lora import adapted, attach, start_adapters
+from raystride.model.transformer import Decoder
 from raystride.pipelines.config import Config, Data, Lora, Model, Sample, Tokenizer, Train, Validation, jobs
 from raystride.pipelines.config.jobs import Evaluate, Export, Predict, Serve
 from raystride.pipelines.config.parse import to_yaml
 from raystride.pipelines.config.run import AnswerLaunch
+from raystride.pipelines.evaluate.opening import Opened
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.finished import (
+    _merge,
     answer_questions,
     evaluate_run,
     export_run,
@@ -21,6 +27,7 @@ from raystride.pipelines.launch.finished import (
     writes_adapter,
 )
 from raystride.pipelines.launch.owner import Ownership
+from raystride.pipelines.tasks import build_task
 from raystride.pipelines.worker.job import WorkerInfo
 from raystride.pipelines.worker.worker import build_training
 from tests.errors import refused
@@ -151,3 +158,21 @@ def test_an_adapter_alone_is_written_for_hugging_face_unless_it_is_merged(
 ) -> None:
     config = Config(lora=Lora(rank=rank), model=Model(init_from="/base" if rank else None))
     assert writes_adapter(Export(run="r", to=to, merge=merge, sample=Sample()), config) is adapter
+
+
+def test_what_is_served_or_merged_is_one_plain_network(tmp_path: Path) -> None:
+    shape = Model(flavour="llama", layers=1, heads=2, width=8, context=16)
+    network: Any = Decoder(shape, 11)
+    lora = Lora(rank=2)
+    attach(network, lora, names_there(network))
+    start_adapters(network, lora, 0)
+    for *_, adapter in adapted(network):
+        torch.nn.init.normal_(adapter.b)
+    ids = torch.arange(10)[None]
+    with torch.no_grad():
+        before = network.hidden(ids)
+        assert list(adapted(network))
+        config = Config(lora=lora, model=replace(shape, init_from="/base"))
+        _merge(Opened(config, build_task(config), network, 0, Folder(str(tmp_path))))
+        assert not list(adapted(network))
+        torch.testing.assert_close(network.hidden(ids), before)

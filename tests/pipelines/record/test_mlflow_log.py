@@ -255,3 +255,27 @@ def test_what_is_logged_is_kept_by_attempt(log: MlflowLog, folder: Folder) -> No
     for attempt, number in (("a1", 1), ("a2", 1), ("a1", 2)):
         log.note([Segment(attempt, number, number)])
     assert folder.read_json(MLFLOW_REFERENCE)["logged"] == {"a1": 2, "a2": 1}
+
+
+@pytest.mark.parametrize("code", ["RESOURCE_ALREADY_EXISTS", "INTERNAL_ERROR"])
+def test_an_experiment_that_another_run_has_just_made_is_taken(
+    folder: Folder, storage: Folder, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+    from mlflow.protos import databricks_pb2
+
+    make, name = MlflowClient.create_experiment, f"raced {code}"
+
+    def raced(self: Any, *arguments: Any, **rest: Any) -> str:
+        made = make(self, *arguments, **rest)
+        raise MlflowException(f"somebody was faster and made {made}", getattr(databricks_pb2, code))
+
+    monkeypatch.setattr(MlflowClient, "create_experiment", raced)
+    log = MlflowLog(folder, folder.name, database(storage), Record(experiment=name))
+    if code == "INTERNAL_ERROR":
+        with pytest.raises(MlflowException, match="faster"):
+            log.connect()
+        return
+    client, run_id = log.connect()
+    assert client.get_run(run_id).info.experiment_id == client.get_experiment_by_name(name).experiment_id
