@@ -1,5 +1,6 @@
 """What a preparation says of itself at its end: counts of what was skipped and cut, empty splits, and what is whole."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -224,3 +225,16 @@ def test_a_file_that_cannot_be_read_ends_a_preparation_unless_it_is_skipped(tmp_
     skipping = replace(config, data=replace(config.data, on_error="skip"))
     found = prepare_source(skipping, storage, build_task(skipping), on_ray=False, echo=lambda _: None)
     assert [each["place"].endswith("9.txt") for each in found.manifest.skipped] == [True]
+
+
+def test_documents_that_come_again_are_looked_for_in_this_process_and_counted(tmp_path: Path) -> None:
+    texts = [f"document {number} has words of its own: {number * 7919} and {number * 104729}" for number in range(30)]
+    rows = [*texts, texts[3], texts[8]]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    data = Data(source=str(tmp_path / "rows.jsonl"), kind="json", near_duplicates=1.0, validation_fraction=0.3)
+    config = replace(tiny(tmp_path / "rows.jsonl"), data=data)
+    found = prepare_source(
+        config, Folder.at(str(tmp_path / "storage")), build_task(config), on_ray=False, echo=lambda _: None
+    )
+    assert sum(found.manifest.documents(split) for split in ("train", "validation")) == len(texts)
+    assert sum(found.manifest.source["dropped"].values()) == 2
