@@ -57,7 +57,7 @@ def write(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def work_of(source: Path, *, whole: bool = True, **changes: Any) -> tuple[AnswerWork, Answerer, Part]:
-    """What is to be answered by a network that has learned nothing, and the one part of the source."""
+    """Returns work for a network that has learned nothing, its answerer, and the one part of the source."""
     config = config_of(source)
     task = task_of(config)
     torch.manual_seed(0)

@@ -87,7 +87,7 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 
 def opened(config: Config, storage: Folder, **changes: Any) -> Feed:
-    """What a run is fed, prepared before."""
+    """Prepares the data and opens the feed of a run."""
     folder = prepare(config, storage, build_task(config), on_ray=False, echo=lambda _: None).folder
     task = build_task(config, open_manifest(config, folder).facts)
     return open_feed(config, task, folder, **changes)

@@ -88,7 +88,7 @@ def test_a_folder_of_hugging_face_is_no_base_of_a_classifier(tmp_path: Path, cap
 
 
 def environment(**changes: Any) -> Any:
-    """What a run runs on."""
+    """Returns the environment of a run."""
     found = {"commit": "c" * 40, "dirty": True, "python": "3.11", "cpu": "EPYC", "gpus": [], "data": "d" * 16}
     return found | {"versions": {"torch": "2.13.0", "raystride": "0.5"}, "host": "h"} | changes
 

@@ -56,7 +56,7 @@ class Preparing:
         self.publisher = Publisher(self.folder, least, describe, enough)
 
     def finish(self, *parts: Part) -> None:
-        """Has parts be whole: their records stand."""
+        """Writes the records of parts, which are whole then."""
         for one in parts:
             record = {"part": one.number, "tokens": 5, "split": one.split or "train"}
             (self.folder / "parts").put_json(f"{one.number:05d}.json", record)

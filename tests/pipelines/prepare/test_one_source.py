@@ -1,4 +1,4 @@
-"""What a preparation says of itself at its end: counts of what was skipped and cut, empty splits, and what is whole."""
+"""The end of a preparation: counts of what was skipped and cut, empty splits, and shards that are whole."""
 
 import json
 from dataclasses import replace
@@ -30,7 +30,7 @@ from tests.tiny import tiny, write_text
 
 
 def shard(name: str, tokens: int = 10, documents: int = 2, size: int = 4) -> dict[str, Any]:
-    """What a part's record says of a shard."""
+    """Returns the entry of a shard in a part's record."""
     known = {"file": name, "tokens": tokens, "documents": documents, "bytes": size, "sha256": "0" * 64, "ids_offset": 0}
     return vars(Shard(**known))
 
@@ -48,7 +48,7 @@ def config_of(text: Path, **data: Any) -> Config:
 
 
 def described(config: Config, records: list[dict[str, Any]]) -> Manifest:
-    """What parts say of themselves together."""
+    """Returns the manifest of the records of all parts."""
     task = build_task(config).knowing({"vocabulary_size": 257, "end_id": 256, "more": "known"}, {})
     return manifest_of(config, "digest", open_source(config.data, config.data.source, task.columns), task, records)
 
@@ -184,7 +184,7 @@ def test_the_report_has_what_was_skipped_left_out_and_cut(tmp_path: Path) -> Non
 
 
 def test_the_first_generation_has_a_window_of_both_splits(tmp_path: Path) -> None:
-    """Of tasks without windows an example."""
+    """A task without windows needs an example of both."""
     config = config_of(tmp_path / "text.txt", start_after_mib=2.0)
     task = build_task(config)
     assert task.window

@@ -1,4 +1,4 @@
-"""What workers of a group compute of a micro-batch: together all tokens, each with its own position, target and dropout."""
+"""Tokens of a micro-batch over the workers of a group: together all of them, each with its position, target and dropout."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ class Place:
 
 
 def fed_to(workers: int, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor) -> list[Any]:
-    """What each worker of a group is fed."""
+    """Returns the tokens of each worker of a group."""
     return [Feeding(Place(rank, workers))(inputs, targets) for rank in range(workers)]  # type: ignore[arg-type]
 
 

@@ -16,7 +16,7 @@ SIZES = [5, 7, 4]
 
 
 def laid_end_to_end(rank: int, parameters: list[nn.Parameter], dtype: str = "bit16_groups") -> SimpleNamespace:
-    """What stages 1 and 2 hold: one partition of a group, and of each parameter where its part lies in it."""
+    """Returns the optimiser of stages 1 and 2: one partition of a group, and where each parameter's part lies in it."""
     flat = nn.Parameter(torch.cat([each.detach().reshape(-1) for each in parameters])[8 * rank : 8 * rank + 8].clone())
     first = 0
     for parameter in parameters:
@@ -52,7 +52,7 @@ def test_a_parameters_part_is_where_its_fragment_lies(rank: int, places: list[tu
 
 @pytest.mark.parametrize(("rank", "counts"), [(0, [3, 2]), (1, [2, 2]), (2, [0, 2])])
 def test_stage_3_cuts_every_parameter_and_its_last_parts_may_be_short(rank: int, counts: list[int]) -> None:
-    """Of 5 numbers each of three workers has a place for 3, of 6 for 2."""
+    """Each of three workers has a place for 3 of 5 numbers, and for 2 of 6."""
     flats = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))]
     every = parameters()[:2]
     for each, numbers in zip(every, (5, 6), strict=True):
@@ -79,7 +79,7 @@ def test_fp32_partitions_are_those_of_the_stage() -> None:
 
 
 def _gradients(rank: int, world: int) -> list[list[float]]:
-    """Those of each kind of optimiser."""
+    """Returns the gradients of each kind of optimiser."""
     zero = laid_end_to_end(0, parameters())
     flat = zero.single_partition_of_fp32_groups[0]
     averaged = {0: [torch.ones(1), torch.full((1,), 2.0)], 1: None, 2: [torch.full((1,), 3.0)]}
@@ -116,7 +116,7 @@ class Moments:
 
 
 def _states(rank: int, world: int) -> dict[str, Any]:
-    """What is held of each parameter, and what lies in the partition once other values were loaded."""
+    """Returns the state of each parameter, and the partition once other values were loaded."""
     every, rule, updates = parameters(), Moments(), list[Any]()
     zero = laid_end_to_end(rank, every)
     flat = zero.single_partition_of_fp32_groups[0]

@@ -165,7 +165,7 @@ def seeded(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def _exchange(rank: int, world: int) -> dict[str, Any]:
-    """What each operation gives a worker, and the gradient that it sends back for this worker's own weights."""
+    """Returns the output of each operation, and the gradient that it sends back for this worker's own weights."""
     group = dist.group.WORLD
     assert group is not None
     shards, part = TokenShards(group), -(-TOKENS // world)

@@ -114,7 +114,7 @@ def test_shares_are_of_a_grid(tmp_path: Path) -> None:
 def test_trials_that_failed_are_measured_again_if_that_is_asked_for(
     tmp_path: Path, retry: bool, status: Any, forgotten: bool
 ) -> None:
-    """Which ends before a cluster starts, since the data is not there."""
+    """The measurement ends before a cluster starts, since the data is not there."""
     base = at(tmp_path, retry=retry)
     base = replace(
         base, data=replace(base.data, source=str(tmp_path / "lost.txt")), record=replace(base.record, mlflow=False)

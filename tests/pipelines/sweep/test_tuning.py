@@ -245,7 +245,7 @@ def window(begin: int, speed: float, loss: float | None) -> MeasuredWindow:
 def test_the_scheduler_is_told_of_each_window_by_the_objective(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], price: float, scores: list[float]
 ) -> None:
-    """Of speeds the mean until then, of losses each, and nothing before the warm-up has ended."""
+    """It hears of the mean speed until then, or of each loss, and of nothing before the warm-up has ended."""
     from raystride.pipelines.sweep import tuning
 
     told: list[dict[str, Any]] = []
@@ -280,7 +280,7 @@ def test_a_trial_goes_on_unless_tune_ends_it(tmp_path: Path, monkeypatch: pytest
 def test_optuna_chooses_if_no_candidates_are_given(
     plan: SweepPlan, monkeypatch: pytest.MonkeyPatch, given_candidates: bool
 ) -> None:
-    """Those that are measured from another seed are given, in a search by Optuna, too."""
+    """Candidates that are measured from another seed are given, in a search by Optuna, too."""
     from raystride.pipelines.sweep import tuning
 
     asked: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What a sweep's page shows, beside figures reckoned by hand: families, trade-offs, parts of a step, grids."""
+"""The views of a sweep's page beside figures reckoned by hand: families, trade-offs, parts of a step, grids."""
 
 from dataclasses import replace
 from itertools import pairwise

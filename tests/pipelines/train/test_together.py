@@ -81,7 +81,7 @@ def with_values(network: Any, seed: int) -> Any:
 
 
 def gradients_of(network: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Those that there are, by name."""
+    """Returns the gradients that there are, by name."""
     return {name: each.grad.clone() for name, each in network.named_parameters() if each.grad is not None}
 
 
