@@ -198,3 +198,18 @@ def test_what_another_reader_needs_meanwhile_stays_though_a_look_holds_for_a_whi
     other.announce([(_name(2), 1)])
     assert _fetch(ledger, 5)
     assert [ledger.state(_name(piece)) for piece in range(1, 6)] == [None, Claim.HERE, None, Claim.HERE, Claim.HERE]
+
+
+def test_what_is_wanted_no_more_goes_before_what_is_needed_at_last(root: Path) -> None:
+    ledger = Ledger(root, 2)
+    ledger.pass_on([], step=0, pace=1.0)
+    ledger.announce([(_name(2), 50), (_name(3), 5), (_name(4), 4)])
+    for piece in (1, 2):
+        _fetch(ledger, piece)
+    ledger.want([_name(1)])
+    assert _fetch(ledger, 3)  # instead of 2, which is needed long after 1
+    assert [ledger.state(_name(piece)) for piece in (1, 2, 3)] == [Claim.HERE, None, Claim.HERE]
+    ledger.unwant([_name(1)])
+    assert _fetch(ledger, 4)
+    assert [ledger.state(_name(piece)) for piece in (1, 3, 4)] == [None, Claim.HERE, Claim.HERE]
+    ledger.close()

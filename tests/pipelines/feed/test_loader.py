@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from raystride.pipelines.prepare.prepare import prepare
 from raystride.pipelines.tasks import Task, build_task
 from tests.pipelines.feed.far import far_folder
 from tests.tiny import tiny, write_text
+from tests.waiting import wait_until
 
 CONTEXT = 16
 
@@ -168,3 +170,23 @@ def test_manifest_is_what_a_preparation_is_known_by(tmp_path: Path) -> None:
     Folder.at(str(tmp_path)).put_json("manifest.json", {"format": 99})
     with pytest.raises(ValueError, match="another format"):
         Manifest.load(Folder.at(str(tmp_path)))
+
+
+def test_reading_goes_on_when_one_step_is_left(prepared: tuple[Prepared, Task, bytes]) -> None:
+    """Four are ready and one waits: the thread that reads them sleeps until three of the four are taken."""
+    read: list[int] = []
+
+    class Noted(Windows):
+        def batch(self, samples: np.ndarray, epochs: np.ndarray | None = None) -> Any:
+            read.append(len(samples))
+            return super().batch(samples, epochs)
+
+    result, task, _ = prepared
+    loader = _loader(prepared, samples=Noted(task, _stream(result)), prefetch=4)
+    steps = loader.steps(0, 50)
+    next(steps)
+    wait_until(lambda: len(read) >= 6, "four steps that are ready, and one that waits")
+    for _ in range(3):
+        next(steps)
+    wait_until(lambda: len(read) > 6, "another step, while one is ready")
+    steps.close()  # type: ignore[attr-defined]

@@ -1,8 +1,141 @@
-"""Opening what a run is fed: sources have seeds of their own, and none of them another by accident."""
+"""Opening what a run is fed: its plan, what validates, and a mixture whose sources have seeds and ends of their own."""
 
-from raystride.pipelines.feed.opening import _seed
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raystride.pipelines.config import Config, Data, Train
+from raystride.pipelines.feed.opening import Feed, _reading, _seed, build_mixture, open_feed, open_manifest
+from raystride.pipelines.feed.order import Order
+from raystride.pipelines.feed.samples import Mixed
+from raystride.pipelines.feed.shuffling import Reading
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.generations import PLACE
+from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.tasks import build_task
+from tests.errors import refused
+from tests.pipelines.feed.far import far_folder, prepared_text
+from tests.tiny import tiny, write_text
 
 
 def test_a_sources_seed_follows_from_the_runs_and_its_name_alone_and_stays() -> None:
     """As sha256sum has it: a resumed run goes through its sources as it did."""
     assert [_seed(0, "web"), _seed(1, "web"), _seed(0, "code")] == [0x550ECDF065EDA3, 0xBAEDB2211FB298, 0x75AFE70CA15E2E]
+
+
+def config_of(sources: dict[str, Any], **data: Any) -> Config:
+    """A run of four samples a step on some sources."""
+    entries = {name: {"source": name} | content for name, content in sources.items()}
+    return Config(train=Train(slots=2, slot_size=2), data=Data(sources=entries, shuffle="full", **data))
+
+
+def test_a_mixtures_sources_have_their_orders_ends_and_weights() -> None:
+    mixture = build_mixture(config_of({"web": {"weight": 3, "epochs_at_most": 1.55}, "code": {}}), {"web": 10, "code": 7})
+    web, code = mixture.sources
+    assert (web.name, web.order, web.most) == ("web", Order(10, _seed(0, "web"), "full", *orders_rest()), 15)
+    assert (code.name, code.order.samples, code.order.seed, code.most) == ("code", 7, _seed(0, "code"), math.inf)
+    assert mixture.counts(16).tolist() == [12, 4]
+
+
+def orders_rest() -> tuple[int, int, int]:
+    """Blocks and windows as settings have them."""
+    data = Data()
+    return data.shuffle_block, data.shuffle_window, data.shuffle_first_window
+
+
+def test_weights_of_a_curriculum_hold_from_its_steps_first_sample() -> None:
+    curriculum = ({"from_step": 4, "weights": {"web": 0, "code": 1}},)
+    mixture = build_mixture(config_of({"web": {}, "code": {"weight": 0}}, curriculum=curriculum), {"web": 100, "code": 100})
+    assert [mixture.counts(position).tolist() for position in (16, 17, 20)] == [[16, 0], [16, 1], [16, 4]]
+
+
+def test_a_resumed_mixture_keeps_what_was_fed_and_refuses_another_source_under_a_name() -> None:
+    config, samples = config_of({"web": {}, "code": {}}), {"web": 100, "code": 100}
+    past = build_mixture(config, samples)
+    after = build_mixture(config_of({"web": {"weight": 0}, "code": {}}), samples, past, 10)
+    assert [after.counts(position).tolist() for position in (10, 14)] == [[5, 5], [5, 9]]
+    with refused("data.sources.web", 99) as raised:
+        build_mixture(config, samples | {"web": 99}, past, 10)
+    assert raised.value.allowed == 100
+    build_mixture(config_of({"web": {}, "code": {}, "more": {}}), samples | {"more": 5}, past, 10)
+
+
+def test_what_is_read_of_far_shards_is_all_of_them_by_the_largest_piece(tmp_path: Path) -> None:
+    folder, manifest, task = prepared_text(tmp_path, 30_000)
+    config = task.config
+    near, far = (open_feed(config, task, place) for place in (folder, far_folder(Path(str(folder.local)))))
+    assert _reading([near.train], near.cache) is None
+    shards = manifest.splits["train"]
+    found = _reading([near.train, far.train, far.train], far.cache)
+    (only,) = far.train.far
+    assert found == Reading(2 * only.size, 2 * far.train.count, only.largest, far.cache.most_bytes)
+    assert 2 * manifest.tokens("train") <= only.size <= sum(shard.bytes for shard in shards)
+    ahead = replace(config, data=replace(config.data, prefetch_mib=7 * only.largest / 2**20))
+    reading = far.ahead(ahead, 0, 1)
+    assert reading is not None
+    assert reading._most == 7
+    assert near.ahead(ahead, 0, 1) is None
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """Where data is prepared."""
+    return Folder.at(str(tmp_path_factory.mktemp("storage")))
+
+
+def opened(config: Config, storage: Folder, **changes: Any) -> Feed:
+    """Prepares the data and opens the feed of a run."""
+    folder = prepare(config, storage, build_task(config), on_ray=False, echo=lambda _: None).folder
+    task = build_task(config, open_manifest(config, folder).facts)
+    return open_feed(config, task, folder, **changes)
+
+
+def test_one_source_has_a_plan_of_its_samples_from_where_it_goes_on(tmp_path: Path, storage: Folder) -> None:
+    config = tiny(write_text(tmp_path), train=Train(steps=6, slots=4, slot_size=2, epochs=3))
+    feed = opened(config, storage, step=5, position=37)
+    plan = feed.plan
+    assert (plan.slots, plan.slot_size, plan.epochs, plan.first_step, plan.first_position) == (4, 2, 3, 5, 37)
+    assert plan.end == 3 * feed.train.count
+    assert (list(feed.held_out), feed.shares) == ([""], {"": 1.0})
+    assert feed.train.count > 5 * feed.held_out[""].count > 0, "a tenth validates"
+    start = opened(config, storage).plan
+    assert (start.first_step, start.first_position) == (0, 0)
+
+
+def test_a_mixture_has_what_validates_and_its_share_by_source(tmp_path: Path, storage: Folder) -> None:
+    (tmp_path / "b").mkdir()
+    sources = {"a": write_text(tmp_path), "b": write_text(tmp_path / "b", 5_000)}
+    data = Data(
+        sources={
+            name: {"source": str(path), "kind": "text", "weight": 1 + 2 * (name == "b")} for name, path in sources.items()
+        },
+        validation="tail",
+        validation_fraction=0.1,
+    )
+    config = replace(tiny(tmp_path / "text.txt"), data=data)
+    feed = opened(config, storage)
+    assert isinstance(feed.train, Mixed)
+    assert feed.shares == {"a": 0.25, "b": 0.75}
+    assert feed.held_out["a"].count > 2 * feed.held_out["b"].count > 0
+    assert feed.plan.order.length(1) == math.inf
+    again = opened(config, storage, past=feed.plan.order.to_json(), step=2, position=16)
+    assert (again.plan.first_step, again.plan.first_position) == (2, 16)
+
+
+def test_generations_are_read_if_a_run_began_with_them_or_is_to_begin(tmp_path: Path) -> None:
+    config = tiny(write_text(tmp_path))
+    folder = prepare(
+        config, Folder.at(str(tmp_path / "storage")), build_task(config), on_ray=False, echo=lambda _: None
+    ).folder
+    beside = replace(config, data=replace(config.data, start_after_mib=1.0))
+    whole = open_manifest(config, folder)
+    assert not whole.growing
+    assert not open_manifest(beside, folder).growing, "there is no generation, since it was prepared as a whole"
+    open_manifest(config, folder).save(folder / PLACE / "000000")
+    assert open_manifest(beside, folder).growing
+    assert not open_manifest(config, folder).growing
+    assert open_manifest(config, folder, {"generations": []}).growing
+    assert not open_manifest(beside, folder, {"shuffle": "full"}).growing

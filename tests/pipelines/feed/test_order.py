@@ -124,3 +124,7 @@ def test_draws_follow_from_seed_epoch_and_sample_alone(seed: int, count: int) ->
     assert np.array_equal(uniform(seed, some % 3, some, count), found[some])
     assert not np.intersect1d(uniform(seed, samples % 3 + 3, samples, count), found).size
     assert not np.intersect1d(uniform(seed ^ 1, samples % 3, samples, count), found).size
+
+
+def test_people_call_samples_by_their_numbers() -> None:
+    assert Order(10).names(np.array([3, 0, 12])) == ["3", "0", "12"]

@@ -61,3 +61,10 @@ def test_rows_stay_readable_after_their_shard_is_let_go(stream: TokenStream) -> 
     assert set(lengths.tolist()) == {LENGTH}
     with pytest.raises(IndexError, match="beyond"):
         stream.rows(np.array([SHARDS]))
+
+
+def test_the_shard_that_was_asked_for_the_longest_ago_is_let_go(stream: TokenStream) -> None:
+    stream.rows(np.arange(MOST_MAPPED + 1))
+    stream.rows(np.array([1, MOST_MAPPED + 1]))
+    mapped = stream._files._mapped  # type: ignore[attr-defined]
+    assert list(mapped) == [*range(3, MOST_MAPPED + 1), 1, MOST_MAPPED + 1]

@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 
 from raystride.pipelines.cluster.nodes import ClusterNode, Links, NoAnswer, ask_each_node, measure_network
+from raystride.pipelines.config import Data
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.hosts import HostSeen, HostsSeen, LookAtHost, look_at_hosts
 from raystride.pipelines.launch.preflight import failing
 from raystride.pipelines.plugins import Carried
+from raystride.pipelines.prepare.fingerprint import identity
+from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.tasks import build_task
 from tests.tiny import tiny, write_text
 
 ONE, TWO, THREE = (ClusterNode(f"10.0.0.{number}", f"h{number}") for number in (1, 2, 3))
@@ -104,3 +108,24 @@ def test_a_real_cluster_of_one_host_is_looked_at_and_nothing_is_left(tmp_path: P
 
 def _raises() -> str:
     raise ValueError("nothing is here")
+
+
+def test_sources_are_listed_unless_all_of_them_are_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, looks = Folder.at(str(tmp_path / "runs")), list[LookAtHost]()
+
+    def ask(look: LookAtHost, timeout_s: float) -> dict[ClusterNode, HostSeen]:
+        looks.append(look)
+        return {ONE: look()}
+
+    monkeypatch.setattr("raystride.pipelines.launch.hosts.ask_each_node", ask)
+    sources = {}
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        sources[name] = {"source": str(write_text(tmp_path / name)), "kind": "text"}
+    config = replace(tiny(tmp_path), data=Data(sources=sources, validation="tail", validation_fraction=0.1))
+    task = build_task(config)
+    prepare(config, storage, task, on_ray=False, echo=lambda _: None)
+    look_at_hosts(config, storage)
+    (storage / ".prepared" / identity(config, task).of("b")).remove("manifest.json")
+    look_at_hosts(config, storage)
+    assert [look.data is None for look in looks] == [True, False]

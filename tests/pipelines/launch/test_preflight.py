@@ -10,7 +10,7 @@ from raystride.pipelines.cluster.resources import Resources, Share
 from raystride.pipelines.config import Config, Scaling, SettingError, Train
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.preflight import Check, checks_of_settings, estimate_memory, failing, preflight
-from raystride.pipelines.memory.estimate import MemoryEstimate
+from raystride.pipelines.memory.estimate import FRAMEWORK_BYTES, MemoryEstimate
 from tests.tiny import tiny
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -145,3 +145,17 @@ def test_a_storage_that_cannot_be_written(tmp_path: Path) -> None:
     text = _only_failure(_checks(Folder(str(tmp_path / "file" / "runs"))))
     assert text.startswith("storage: NotADirectoryError")
     assert "--storage" in text
+
+
+def test_offloaded_states_and_pytorch_itself_must_fit_into_main_memory() -> None:
+    config = replace(CONFIG, scaling=Scaling(strategy="fsdp", offload=True))
+    share, found = Share(2, "cuda", 1), _need(config, Share(2, "cuda", 1))
+    assert found.host > 0
+    host = 2 * (found.host + FRAMEWORK_BYTES)
+    for memory, passed in ((host, True), (host - 1, False)):
+        there = Resources(4, 2, memory, 2**40)
+        check = checks_of_settings(config, share, there, 257)[-1]
+        assert check.passed is passed
+        assert ("scaling.offload false" in check.remedy) is not passed
+    spread = Resources(4, 2, host / 2, 2**40, nodes=2)
+    assert checks_of_settings(config, share, spread, 257)[-1].passed, "each node has one of the workers"

@@ -37,6 +37,9 @@ def test_the_line_shows_figures_or_else_the_phase() -> None:
     assert line.count("━") * 3 == line.count("╌")
     assert progress_line({"phase": "starting workers ..."}) == "starting workers ..."
     assert progress_line(state(steps=None, eta=None, val_loss=None)) == "step 250  loss 2.3457  tokens/s 12,346"
+    scores = {"accuracy": 0.87654, "accuracy/web": 0.5, "f1": 1}
+    assert "val_loss 2.5000  accuracy 0.8765  f1 1  tokens/s" in progress_line(state(scores=scores))
+    assert progress_line(state(scores={})) == line
     assert progress_line(state(step=1010)).count("╌") == 0
     assert "nan" in progress_line(state(loss=float("nan")))
 

@@ -336,3 +336,24 @@ def test_no_worker_ever_holds_the_whole_model(monkeypatch: pytest.MonkeyPatch) -
         assert torch.equal(part, whole[name][: len(part)])
     held = sum(each.untyped_storage().nbytes() for each in parts.values())
     assert held < 0.55 * sum(each.untyped_storage().nbytes() for each in whole.values())
+
+
+def _held(rank: int, world: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of what a worker of a pipeline holds of a network that was built, and nothing was done with yet."""
+    strategy = Meshed(Scaling(pipeline=2), Train(steps=1, slots=2), torch.device("cpu"), rank, world)
+    model = strategy.build(lambda: Decoder(Model(layers=2, heads=2, width=8, context=4, tied=False), 11))
+    assert strategy.spread.shapes == {name: tuple(each.shape) for name, each in whole_decoder().named_parameters()}
+    return {name: tuple(each.shape) for name, each in model.named_parameters()}
+
+
+def whole_decoder() -> Decoder:
+    """The network on one worker."""
+    return Decoder(Model(layers=2, heads=2, width=8, context=4, tied=False), 11)
+
+
+def test_a_stage_holds_nothing_of_the_others_and_they_together_all() -> None:
+    found = run_distributed(_held, 2)
+    for name, parameter in whole_decoder().named_parameters():
+        own = 1 if name.startswith(("blocks.1.", "norm.", "head.")) else 0
+        assert found[own][name] == tuple(parameter.shape)
+        assert found[1 - own][name][0] == 0, name

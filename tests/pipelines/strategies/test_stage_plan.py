@@ -1,12 +1,15 @@
 """How a decoder is cut into stages, and what their workers keep, beside PyTorch's own orders."""
 
-from itertools import accumulate
+from itertools import accumulate, combinations, pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from raystride.pipelines.strategies.stage_plan import Schedule, micro_batches_held, stage_workers
+from raystride.pipelines.config import Model
+from raystride.pipelines.strategies.stage_plan import Schedule, cut_stages, micro_batches_held, stage_workers
 
 ORDERS: dict[Schedule, tuple[str, int]] = {
     "interleaved": ("ScheduleInterleaved1F1B", 2),
@@ -50,6 +53,21 @@ def test_a_worker_keeps_what_pytorchs_order_leaves_open(schedule: Schedule, work
         assert sum(held) == max(accumulate(changes))
 
 
+@pytest.mark.parametrize(("workers", "count"), [(2, 4), (2, 8), (4, 8), (4, 12), (3, 6)])
+def test_interleaved_stages_have_what_was_forward_before_the_first_backward(workers: int, count: int) -> None:
+    from torch.distributed.pipelining import schedules
+
+    kind, stages = ORDERS["interleaved"]
+    for rank in range(workers):
+        forward: list[int] = []
+        for each in order_of(kind, workers, stages, count, rank):
+            if each.computation_type is not schedules._ComputationType.FORWARD:
+                break
+            forward.append(each.stage_index)
+        expected = [forward.count(stage) for stage in (rank, rank + workers)]
+        assert micro_batches_held("interleaved", rank, workers, count) == expected
+
+
 def test_1f1b_keeps_one_for_each_stage_from_its_own_on() -> None:
     assert [micro_batches_held("1f1b", worker, 4, 8) for worker in range(4)] == [[4], [3], [2], [1]]
 
@@ -58,3 +76,37 @@ def test_of_few_micro_batches_no_more_are_kept_than_there_are() -> None:
     assert micro_batches_held("1f1b", 0, 4, 2) == [2]
     assert micro_batches_held("interleaved", 0, 4, 2) == [2, 2]
     assert micro_batches_held("zbv", 0, 4, 2) == [2, 0]
+
+
+@given(
+    layers=st.integers(1, 9),
+    stages=st.integers(1, 4),
+    words=st.sampled_from([1, 300, 1000, 3000]),
+    context=st.integers(1, 500),
+)
+def test_the_costliest_stage_costs_as_little_as_can_be(layers: int, stages: int, words: int, context: int) -> None:
+    """Beside all ways to cut. A block of GPT-2 has 12 width^2 weights, 4 of attention and 8 of the feed-forward."""
+    model, width = Model(flavour="gpt2", layers=layers, heads=2, width=16, context=context), 16
+    if layers < stages:
+        with pytest.raises(ValueError, match=f"{layers} layers .* {stages} stages"):
+            cut_stages(model, words, stages)
+        return
+    block, head = 6 * 12 * width**2 + 12 * width * context, 6 * words * width
+    ways = [(0, *ends, layers) for ends in combinations(range(1, layers), stages - 1)]
+
+    def cost(way: tuple[int, ...]) -> float:
+        return max([(end - begin) * block for begin, end in pairwise(way[:-1])] + [(way[-1] - way[-2]) * block + head])
+
+    least = min(map(cost, ways))
+    cut = cut_stages(model, words, stages)
+    way = (0, *(stage.stop for stage in cut))
+    assert [(stage.start, stage.stop) for stage in cut] == list(pairwise(way))
+    assert way[-1] == layers
+    assert cost(way) == pytest.approx(least)
+    assert way[1] == max(other[1] for other in ways if cost(other) == pytest.approx(least)), "what leaves least"
+
+
+def test_stages_go_round_and_round_or_there_and_back() -> None:
+    assert stage_workers(4, 4, "1f1b") == (0, 1, 2, 3)
+    assert stage_workers(6, 3, "interleaved") == (0, 1, 2, 0, 1, 2)
+    assert stage_workers(6, 3, "zbv") == (0, 1, 2, 2, 1, 0)

@@ -9,10 +9,11 @@ import pytest
 from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.config.sweep import SweepConfig
 from raystride.pipelines.files import Folder
-from raystride.pipelines.sweep.driver import _known, candidates_of, run_sweep
-from raystride.pipelines.sweep.result import Result, keep_result
+from raystride.pipelines.launch.screen import Quiet
+from raystride.pipelines.sweep.driver import _known, candidates_of, run_sweep, run_trials
+from raystride.pipelines.sweep.result import Result, keep_result, results
 from raystride.pipelines.sweep.space import Candidate
-from tests.errors import refused
+from tests.errors import refused, unreadable
 from tests.pipelines.sweep.test_page import CLUSTER, sweep, trial
 
 
@@ -105,3 +106,27 @@ def test_a_share_that_is_none_is_refused(tmp_path: Path, share: str) -> None:
 def test_shares_are_of_a_grid(tmp_path: Path) -> None:
     with refused("sweep.share", "0/2", names=["sweep.search grid", "optuna"]):
         at(tmp_path, share="0/2", search="optuna")
+
+
+@pytest.mark.parametrize(
+    ("retry", "status", "forgotten"), [(True, "failed", True), (False, "failed", False), (True, "refused", False)]
+)
+def test_trials_that_failed_are_measured_again_if_that_is_asked_for(
+    tmp_path: Path, retry: bool, status: Any, forgotten: bool
+) -> None:
+    """The measurement ends before a cluster starts, since the data is not there."""
+    base = at(tmp_path, retry=retry)
+    base = replace(
+        base, data=replace(base.data, source=str(tmp_path / "lost.txt")), record=replace(base.record, mlflow=False)
+    )
+    folder, every = Folder(str(tmp_path)) / "s", candidates_of(base)
+    for candidate in every[1:]:
+        keep_result(folder, _measured(candidate))
+    failed = replace(_measured(every[0]), status=status, speeds=())
+    keep_result(folder, failed)
+    if forgotten:
+        with unreadable("lost.txt"):
+            run_trials(base, Folder(str(tmp_path)), Quiet())
+    else:
+        assert len(run_trials(base, Folder(str(tmp_path)), Quiet()).results) == len(every)
+    assert (failed.key in results(folder)) is not forgotten

@@ -17,6 +17,7 @@ from raystride.pipelines.sweep.result import (
     MeasuredWindow,
     forget,
     keep_result,
+    keys,
     mean_shares,
     relative_half_width,
     results,
@@ -106,3 +107,40 @@ def test_results_come_back_as_they_were_and_what_is_unknown_is_left_out(tmp_path
 
 def test_without_trials_there_are_no_results(tmp_path: Path) -> None:
     assert results(Folder(str(tmp_path))) == {}
+
+
+def test_a_result_of_which_little_is_known_has_no_figures_and_room_for_one_worker(tmp_path: Path) -> None:
+    """As it is written for settings that contradict each other, and as an earlier version wrote one."""
+    least = {"key": "k", "run": "s-k", "settings": {}, "label": "", "round": 0, "status": "refused"}
+    (tmp_path / "trials").mkdir()
+    (tmp_path / "trials" / "k.json").write_text(json.dumps(least))
+    (tmp_path / "trials" / "k.txt").write_text("no result")
+    assert keys(Folder(str(tmp_path))) == ["k"]
+    (found,) = results(Folder(str(tmp_path))).values()
+    assert (found.places_per_node, found.workers, found.threads, found.tokens_per_step) == (1, 0, 0, 0)
+    assert (found.speed, found.spread, found.final_loss, found.measured) == (0, math.inf, math.inf, False)
+    assert (found.cause, found.device, found.seconds, found.overhead_s) == ("", "", 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "measured"),
+    [({}, True), ({"status": "stopped_early"}, True), ({"status": "hung"}, False), ({"speeds": ()}, False)],
+)
+def test_a_measured_trial_has_a_window_and_ended_well(changes: dict[str, Any], measured: bool) -> None:
+    assert replace(trial(100), **changes).measured is measured
+
+
+@pytest.mark.parametrize(
+    ("training", "validation", "final"),
+    [(2.0, 1.5, 1.5), (2.0, None, 2.0), (None, 0.0, 0.0), (None, None, math.inf), (2.0, math.nan, math.inf)],
+)
+def test_the_final_loss_is_that_of_validation_if_it_is_known(
+    training: float | None, validation: float | None, final: float
+) -> None:
+    assert replace(trial(100), loss=training, val_loss=validation).final_loss == final
+
+
+def test_a_line_of_the_log_without_steps_is_no_window() -> None:
+    empty = measured("a1", 5, 100.0)
+    empty["values"]["step_seconds_mean"] = 0.0
+    assert [(one.begin, one.end) for one in windows_of([empty, measured("a1", 10, 100.0)])] == [(0, 10)]

@@ -1,18 +1,24 @@
 """A sweep over adapters' settings trains all its trials at once, over one base, and answers as any other."""
 
+import time
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from raystride.pipelines.config import Checkpoint, Config, Lora, Validation
+from raystride.pipelines.cluster.resources import Resources
+from raystride.pipelines.config import Checkpoint, Config, Launch, Lora, Validation
 from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.config.sweep import Sweep, SweepConfig
+from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.driver import train
 from raystride.pipelines.launch.screen import Quiet
 from raystride.pipelines.sweep.driver import candidates_of, located, run_trials
-from raystride.pipelines.sweep.result import results
+from raystride.pipelines.sweep.result import Result, results
+from raystride.pipelines.sweep.shared import measure_shared
+from raystride.pipelines.sweep.space import Candidate
+from raystride.pipelines.sweep.trial import SweepPlan
 from tests.bases import SHAPES, write_base
 from tests.errors import refused
 from tests.tiny import tiny, write_text
@@ -83,3 +89,24 @@ def test_more_trials_are_not_stopped_early_either(tmp_path: Path) -> None:
 def test_a_sweep_without_adapters_has_no_base_to_share(tmp_path: Path) -> None:
     with refused("sweep.share_base", True, names=["lora.rank"]):
         replace(_sweep(tmp_path, {"seed": [1, 2]}), lora=Lora())
+
+
+def test_what_trials_at_once_took_together_is_what_each_took(tmp_path: Path) -> None:
+    base = replace(_sweep(tmp_path, {"lora.rank": [2, 4]}), launch=Launch(mode="inline"))
+    candidates = candidates_of(base)
+    refused_one = Candidate(base, {"lora.rank": 2, "train.slots": 0})
+    plan = SweepPlan(base, Folder(base.storage), 0.0, Resources.of_this_machine(gpus=False))
+    done: list[Result] = []
+    began = time.monotonic()
+    measure_shared(plan, [refused_one, *candidates], [], 3, done.append)
+    took = time.monotonic() - began
+    assert [result.status for result in done] == ["refused", "measured", "measured"]
+    assert [result.key for result in done] == [refused_one.key, *(each.key for each in candidates)]
+    for result in done[1:]:
+        assert 0 < result.seconds <= took
+        assert result.seconds > result.overhead_s > 0
+        assert result.val_loss is not None
+    assert results(plan.folder).keys() == {result.key for result in done}
+    done.clear()
+    measure_shared(plan, [refused_one], [], 1, done.append)
+    assert [result.status for result in done] == ["refused"]

@@ -1,5 +1,6 @@
 """What Tune's words mean for a sweep, and what becomes of trials that Tune ends; real Tune trials, without a cluster."""
 
+import math
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from raystride.pipelines.cluster.resources import Resources
 from raystride.pipelines.config.sweep import SweepConfig
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record.journal import Journal
-from raystride.pipelines.sweep.result import Result, keep_result, results
+from raystride.pipelines.sweep.result import MeasuredWindow, Result, keep_result, results
 from raystride.pipelines.sweep.space import Candidate, grid
 from raystride.pipelines.sweep.trial import SweepPlan, ended
 from tests.pipelines.sweep.test_page import sweep, trial
@@ -224,3 +225,85 @@ def test_what_breaks_a_condition_is_refused_in_its_words() -> None:
     refused = tuning._breaks_a_condition(Candidate(base, bad))
     assert refused
     assert (refused.status, refused.cause) == ("refused", "it breaks a condition of sweep.where: train.slots < 3")
+
+
+def window(begin: int, speed: float, loss: float | None) -> MeasuredWindow:
+    """One of two steps."""
+    return MeasuredWindow(begin, begin + 2, speed, 1.0, {}, loss)
+
+
+@pytest.mark.parametrize(
+    ("settings", "price", "scores"),
+    [
+        ({}, 0.0, [1 / 100, 1 / 200]),
+        ({"objective": "energy"}, 0.0, [1 / 100, 1 / 200]),
+        ({"objective": "cost"}, 36.0, [2 * 0.01 / 100, 2 * 0.01 / 200]),
+        ({"objective": "loss", "space": {"optimizer.learning_rate": [0.1, 0.2]}}, 0.0, [3.0, math.nan]),
+        ({"objective": "time_to_loss", "target_loss": 1.0}, 0.0, [3.0, math.nan]),
+    ],
+)
+def test_the_scheduler_is_told_of_each_window_by_the_objective(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], price: float, scores: list[float]
+) -> None:
+    """It hears of the mean speed until then, or of each loss, and of nothing before the warm-up has ended."""
+    from raystride.pipelines.sweep import tuning
+
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(tuning.tune, "report", told.append)
+    price_setting = {"price_per_hour": price} if price else {}
+    base = sweep(warmup_steps=2, window_steps=2, windows=4, stop_bad="asha", **price_setting, **settings)
+    plan = SweepPlan(base, Folder(str(tmp_path)), price, THERE)
+    tell = tuning._Told(plan, Candidate(base, {"scaling.workers": 2}))
+    assert tell(window(1, 1.0, 9.0))
+    assert told == []
+    assert tell(window(2, 100.0, 3.0))
+    assert tell(window(4, 300.0, None))
+    assert [each[tuning.WINDOW] for each in told] == [1, 2]
+    assert [each[tuning.SCORE] for each in told] == pytest.approx(scores, nan_ok=True)
+
+
+def test_a_trial_goes_on_unless_tune_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from raystride.pipelines.sweep import tuning
+
+    def end(_: Any) -> None:
+        raise SystemExit(0)
+
+    monkeypatch.setattr(tuning.tune, "report", end)
+    for stop_bad, goes_on in (("none", True), ("asha", False)):
+        base = sweep(warmup_steps=2, window_steps=2, stop_bad=stop_bad)
+        tell = tuning._Told(SweepPlan(base, Folder(str(tmp_path)), 0.0, THERE), Candidate(base, SETTINGS))
+        assert tell(window(2, 1.0, 1.0)) is goes_on
+
+
+@pytest.mark.parametrize("given_candidates", [True, False])
+@pytest.mark.usefixtures("ray_cluster")
+def test_optuna_chooses_if_no_candidates_are_given(
+    plan: SweepPlan, monkeypatch: pytest.MonkeyPatch, given_candidates: bool
+) -> None:
+    """Candidates that are measured from another seed are given, in a search by Optuna, too."""
+    from raystride.pipelines.sweep import tuning
+
+    asked: dict[str, Any] = {}
+
+    class Tuner:
+        def __init__(self, _: Any, **arguments: Any) -> None:
+            asked.update(arguments)
+
+        def fit(self) -> None:
+            asked["fitted"] = True
+
+    monkeypatch.setattr(tuning.tune, "Tuner", Tuner)
+    base = optuna_base()
+    candidates = [Candidate(base, {"train.slots": 2}, 1), Candidate(base, {"train.slots": 3}, 1)] * given_candidates
+    tuning.measure(SweepPlan(base, plan.storage, 0.0, THERE), candidates, [], 5, lambda _: None)
+    assert asked["fitted"]
+    space, settings = asked["param_space"], asked["tune_config"]
+    if given_candidates:
+        trials = [{"settings": dict(each.settings), "round": 1} for each in candidates]
+        assert space == {tuning.TRIAL: {"grid_search": trials}}
+        assert (settings.num_samples, settings.search_alg) == (1, None)
+    else:
+        assert space.keys() == base.sweep.space.keys()
+        assert settings.num_samples == 5
+        assert settings.search_alg is not None
+    assert (settings.mode, settings.metric, settings.reuse_actors) == ("min", tuning.SCORE, True)

@@ -81,3 +81,19 @@ def test_operations_of_packed_documents_are_those_of_their_length() -> None:
     model = windows.build_model()
     assert packed.flops_per_token(model, CONTEXT) == windows.flops_per_token(model, 5)
     assert packed.flops_per_token(model, 5) == windows.flops_per_token(model, 5) - 12 * 2 * 32 * (CONTEXT - 5)
+
+
+def test_losses_of_samples_are_those_of_each_alone() -> None:
+    task = _task("translation")
+    torch.manual_seed(0)
+    model = task.build_model().eval()
+    rows = [np.array([LENGTH, *[3] * LENGTH, *range(1, LENGTH)], np.uint16), np.array([2, 5, 6, 7], np.uint16)]
+    inputs, targets = task.collate(rows, None)
+    inputs = task.unpack(inputs)
+    with torch.no_grad():
+        sums, counts = Task.losses(task, model, inputs, targets)
+        whole, counted = model(*inputs, targets)
+    assert (sums.shape, counts.tolist()) == ((2,), [int((row >= 0).sum()) for row in targets])
+    assert int(counts.sum()) == int(counted)
+    assert sums.sum().item() == pytest.approx(whole.item(), rel=1e-5)
+    assert sums[0].item() > sums[1].item() > 0

@@ -12,6 +12,10 @@ from raystride.pipelines.config import Config, Lora, Model, Optimizer, Sample, S
 from raystride.pipelines.config.parse import to_yaml
 from raystride.pipelines.evaluate.opening import open_run
 from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.manifest import Manifest
+from raystride.pipelines.tasks import build_task
+from raystride.pipelines.tokenizers import Tokenizers
+from raystride.pipelines.train.adapters import MakeAdapted, begin_adapters
 from raystride.pipelines.train.checkpoint import Checkpoints
 from raystride.pipelines.worker.job import WorkerInfo
 from raystride.pipelines.worker.worker import build_training
@@ -118,3 +122,22 @@ def test_a_network_without_such_a_layer_is_named(tmp_path: Path) -> None:
 def test_adapters_without_a_base_are_refused() -> None:
     with refused("lora.rank", 4, names=["model.init_from"]):
         Config(lora=Lora(rank=4), model=Model())
+
+
+@pytest.mark.parametrize(("init", "loaded"), [("pissa", True), ("olora", True), ("gaussian", False)])
+def test_a_run_that_goes_on_has_what_its_base_must_know_at_once(init: Any, loaded: bool, tmp_path: Path) -> None:
+    """Adapters that were begun with parts of the base, which are taken out of it before all else is read."""
+    config = _config(tmp_path, lora=Lora(rank=4, init=init))
+    job = make_job(config, tmp_path, "run")
+    training = build_training(job, WorkerInfo(), [], lambda: False, lambda _: None)
+    training.run()
+    checkpoints = Checkpoints(Folder(str(tmp_path / "run" / "checkpoints")), attempt="", keep=1)
+    saved = {name: each.detach().clone() for name, each in training.model.named_parameters() if each.requires_grad}
+    task = build_task(config, Manifest.load(job.prepared).facts, Tokenizers(job.prepared, ("tokenizer",)))
+    fresh: Any = MakeAdapted(task, config, job.prepared / "tokenizer", lambda _: None)()
+    begin_adapters(fresh, config, checkpoints.newest(), checkpoints)
+    own = {name: each.detach() for name, each in fresh.named_parameters() if each.requires_grad}
+    assert own.keys() == saved.keys() != set()
+    assert all(torch.equal(own[name], value) for name, value in saved.items()) is loaded
+    begin_adapters(fresh, config, None, checkpoints)
+    assert not all(torch.equal(own[name], value) for name, value in saved.items())

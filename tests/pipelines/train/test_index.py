@@ -1,5 +1,8 @@
 """Where pieces lie, written by many ranks: what is found fills what is wanted, and few files are read for it."""
 
+import gc
+import hashlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,17 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from raystride.pipelines.files import Folder
 from raystride.pipelines.train import index
-from raystride.pipelines.train.index import key_of, pieces_of, table_of
+from raystride.pipelines.train.index import (
+    AT_ONCE,
+    Boxes,
+    _uncollected,
+    _waves,
+    as_metadata,
+    index_name,
+    key_of,
+    pieces_of,
+    table_of,
+)
 from tests.some import some
 
 SIZES = st.lists(st.integers(1, 12), max_size=3).map(tuple)
@@ -125,3 +138,73 @@ def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
         files |= {f"d/rank-{rank}.json": None, f"d/rank-{rank}.bin": None}
     assert pieces_of(Folder(str(tmp_path)), manifest | {"files": files}, "d", 1, wanted) == found
     assert [piece["file"] for piece in found["t"]] == ["d/rank-1.bin", "d/rank-2.bin"]
+
+
+def test_a_name_has_the_first_64_bits_of_its_hash() -> None:
+    digest = hashlib.blake2b(b"blocks.0.norm1.weight", digest_size=8).digest()
+    assert key_of("blocks.0.norm1.weight") == np.frombuffer(digest, "<i8")[0]
+    assert index_name("d", 12) == "d/rank-12.npy"
+
+
+def test_a_table_has_a_row_a_piece_filled_up_for_those_with_fewer_dimensions() -> None:
+    content = table_of([([7, 8, 9], (1, 2), (3, 4)), ([4, 5, 6], (), ()), ([1, 2, 3], (5,), (6,))])
+    found = np.load(io.BytesIO(content))
+    assert found.tolist() == [[7, 8, 9, 1, 2, 3, 4], [4, 5, 6, 0, 0, 1, 1], [1, 2, 3, 5, 0, 6, 1]]
+    assert np.load(io.BytesIO(table_of([]))).shape == (0, 3)
+
+
+def test_likely_files_come_first_and_then_the_nearest_ever_more_at_once() -> None:
+    ranks = list(range(0, 1000, 2))
+    first, *others = _waves({3, 4, 10}, 400, ranks)
+    assert first == [4, 10]
+    assert [len(wave) for wave in others] == [AT_ONCE, 2 * AT_ONCE, 4 * AT_ONCE, 498 - 7 * AT_ONCE]
+    distances = [abs(rank - 400) for wave in others for rank in wave]
+    assert distances == sorted(distances)
+    assert sorted([*first, *(rank for wave in others for rank in wave)]) == ranks
+    assert list(_waves(set(), 0, [])) == [[]]
+
+
+@given(rows=st.integers(1, 40), world=st.integers(1, 9), readers=st.integers(1, 9), data=st.data())
+def test_likely_ranks_are_those_that_have_the_rows_if_they_are_cut_evenly(
+    rows: int, world: int, readers: int, data: st.DataObject
+) -> None:
+    rank = data.draw(st.integers(0, readers - 1))
+    own = rows_of(rows, rank, readers)
+    if not own:
+        return
+    boxes = Boxes({"t": {"size": [rows, 2], "dtype": "float32"}}, {"t": Part.of((rows, 2), own)})
+    assert boxes.numbers == 2 * len(own)
+    having = {writer for writer in range(world) if set(rows_of(rows, writer, world)) & set(own)}
+    assert boxes.likely(world, rank) == having | {rank}
+
+
+def test_nothing_but_scalars_is_likely_in_the_ranks_own_file() -> None:
+    boxes = Boxes({"s": {"size": [], "dtype": "float32"}}, {"s": torch.zeros(())})
+    assert (boxes.numbers, boxes.likely(8, 5)) == (1, {5})
+    assert Boxes({}, {"t": torch.zeros(2)}).likely(8, 3) == {3}, "what the checkpoint does not have is not looked for"
+
+
+def test_pieces_of_a_manifest_need_no_file(tmp_path: Path) -> None:
+    chunks = [{"offsets": [0], "sizes": [2], "file": "d/rank-0.bin", "offset": 0, "bytes": 8}]
+    manifest = {"tensors": {"t": {"size": [2], "dtype": "float32", "chunks": chunks}}, "files": {"d/rank-0.bin": None}}
+    assert pieces_of(Folder(str(tmp_path)), manifest, "d", 0, {"t": torch.zeros(2)}) == {"t": chunks}
+
+
+def test_metadata_is_as_pytorch_has_it() -> None:
+    pieces = {"t": [{"offsets": [0, 0], "sizes": [2, 3]}, {"offsets": [2, 0], "sizes": [1, 3]}]}
+    found = as_metadata({"t": {"size": [3, 3], "dtype": "bfloat16"}}, pieces).state_dict_metadata["t"]
+    assert (found.size, found.properties.dtype) == (torch.Size((3, 3)), torch.bfloat16)  # type: ignore[union-attr]
+    chunks = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in found.chunks]  # type: ignore[union-attr]
+    assert chunks == [((0, 0), (2, 3)), ((2, 0), (1, 3))]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_collected_afterwards_if_it_was_before(enabled: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with _uncollected():
+            assert not gc.isenabled()
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()

@@ -1,0 +1,117 @@
+"""Tokens of a micro-batch over the workers of a group: together all of them, each with its position, target and dropout."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raystride.model.transformer import Decoder
+from raystride.pipelines.config import Model
+from raystride.pipelines.strategies import feeding
+from raystride.pipelines.strategies.feeding import Dealt, Feeding
+
+
+@dataclass
+class Place:
+    """A worker's place in a group, as PyTorch's groups tell it."""
+
+    number: int
+    workers: int
+
+    def rank(self) -> int:
+        return self.number
+
+    def size(self) -> int:
+        return self.workers
+
+
+def fed_to(workers: int, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor) -> list[Any]:
+    """Returns the tokens of each worker of a group."""
+    return [Feeding(Place(rank, workers))(inputs, targets) for rank in range(workers)]  # type: ignore[arg-type]
+
+
+def test_a_worker_alone_has_all_as_it_is() -> None:
+    ids, targets = torch.arange(6).view(2, 3), torch.arange(6).view(2, 3) + 1
+    whole = Feeding()((ids,), targets)
+    assert (whole.ids is ids, whole.targets is targets, whole.positions, whole.documents) == (True, True, None, None)
+    documents = torch.tensor([0, 2, 6])
+    packed = Feeding()((ids, documents), targets)
+    assert packed.documents is documents
+    assert packed.positions is not None
+    assert packed.positions.tolist() == [[0, 1, 0], [1, 2, 3]]
+
+
+@given(
+    workers=st.integers(1, 4),
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    rows=st.integers(1, 3),
+    packed=st.booleans(),
+)
+def test_workers_have_all_tokens_together_as_many_each(workers: int, lengths: list[int], rows: int, packed: bool) -> None:
+    if packed:
+        lengths[-1] += -sum(lengths) % (2 * workers)
+        tokens, shape = sum(lengths), (1, sum(lengths))
+    else:
+        length = 2 * workers * lengths[0]
+        lengths, tokens, shape = [length] * rows, rows * length, (rows, length)
+    ids, targets = torch.arange(tokens).view(shape) + 100, torch.arange(tokens).view(shape) + 1000
+    offsets = torch.tensor([sum(lengths[:number]) for number in range(len(lengths) + 1)])
+    place = [position for length in lengths for position in range(length)]
+    parts = fed_to(workers, (ids, offsets) if packed else (ids,), targets)
+    assert sorted(token for part in parts for token in part.ids[0].tolist()) == list(range(100, 100 + tokens))
+    for rank, part in enumerate(parts):
+        assert part.ids.shape == part.targets.shape == part.positions.shape == (1, tokens // workers)
+        assert (part.targets - part.ids).unique().tolist() == [900]
+        assert part.positions[0].tolist() == [place[token - 100] for token in part.ids[0].tolist()]
+        assert isinstance(part.documents, Dealt)
+        assert part.documents.plan.offsets == tuple(offsets.tolist())
+        assert part.documents.plan.rows[rank].tolist() == [token - 100 for token in part.ids[0].tolist()]
+
+
+def decoder(dropout: float = 0.5) -> Decoder:
+    """A small one."""
+    return Decoder(Model(layers=1, heads=2, width=4, context=4, dropout=dropout), 5)
+
+
+def test_a_decoder_is_entered_if_there_is_a_group() -> None:
+    alone, together = decoder(), decoder()
+    plain = alone.blocks[0].attention.packed
+    Feeding().enter(alone)
+    assert alone.blocks[0].attention.packed is plain
+    assert alone.dropout.part is None
+    spread = Feeding(Place(0, 2))  # type: ignore[arg-type]
+    spread.enter(together)
+    assert together.blocks[0].attention.packed == spread._attend
+    assert together.dropout.part is not None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_dropout_sees_this_workers_tokens_of_the_whole_mask(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    monkeypatch.setattr(feeding.dist, "get_rank", lambda group: group.number)
+    spread, model = Feeding(Place(rank, 2)), decoder()  # type: ignore[arg-type]
+    spread.enter(model)
+    part = spread((torch.arange(8).view(1, 8),), torch.zeros(1, 8))
+    assert model.dropout.part is not None
+    shape, cut = model.dropout.part((1, 4, 3), part.documents)
+    assert shape == (1, 8, 3)
+    mask = torch.arange(24).view(1, 8, 3)
+    assert torch.equal(cut(mask), mask[:, part.ids[0]])
+    shape, cut = model.dropout.part((2, 4, 3), None)
+    assert shape == (2, 4, 3)
+    assert torch.equal(cut(mask), mask), "who writes text has all of its tokens"
+
+
+def test_a_part_of_a_dropouts_part_is_cut_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeding.dist, "get_rank", lambda group: group.number)
+    spread, model = Feeding(Place(1, 2)), decoder()  # type: ignore[arg-type]
+    model.dropout.part = lambda shape, _: ((shape[0], 2 * shape[1], shape[2]), lambda mask: mask[:, ::2])
+    spread.enter(model)
+    part = spread((torch.arange(8).view(1, 8),), torch.zeros(1, 8))
+    shape, cut = model.dropout.part((1, 2, 3), part.documents)
+    assert shape == (1, 8, 3)
+    mask = torch.arange(24).view(1, 8, 3)
+    # The worker's tokens first, and every other one of these.
+    assert torch.equal(cut(mask), mask[:, part.ids[0]][:, ::2])
