@@ -107,7 +107,8 @@ class Config(Section):
             raise self.optimizer.error(
                 "decay_steps", "must be given for a schedule that falls when only train.hours ends the run"
             )
-        if self.run is not None and (fault := _name_fault(self.run)):
+        ending = f"-{self.lora.adapters - 1}" if self.lora.adapters > 1 else ""
+        if self.run is not None and (fault := name_fault(self.run, ending)):
             raise self.error("run", fault)
 
     @property
@@ -148,14 +149,17 @@ class Config(Section):
         return f"{preset}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def _name_fault(name: str) -> str | None:
-    """Returns what a run's name, which is its folder's, must be and is not; None if it can be used."""
+def name_fault(name: str, ending: str = "") -> str | None:
+    """Returns what a run's name, which is its folder's, must be and is not; None if it can be used.
+
+    `ending`: what the names of runs that it starts have in addition.
+    """
     if not name.strip() or set(name) & set("/\\") or name[0] == ".":
         return "must be a folder's name without slashes that does not begin with a dot"
     if any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in name):
         return "must not hold control characters or line breaks"
-    if (size := len(name.encode("utf-8", "replace"))) > MAX_NAME_BYTES:
-        return f"must be at most {MAX_NAME_BYTES} bytes long and has {size}"
+    if (size := len(name.encode("utf-8", "replace"))) > (most := MAX_NAME_BYTES - len(ending)):
+        return f"must be at most {most} bytes long and has {size}"
     if name.startswith(STORAGE_FILES):
         return f"must not begin with {' or '.join(STORAGE_FILES)}, which the storage itself uses"
     return None

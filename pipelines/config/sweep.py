@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 from raystride.pipelines.config.condition import Condition
-from raystride.pipelines.config.config import Config
+from raystride.pipelines.config.config import Config, name_fault
 from raystride.pipelines.config.lora import is_shared, refuse_sharing
 from raystride.pipelines.config.section import Section, setting
 from raystride.pipelines.credentials import masked_all
@@ -203,6 +203,8 @@ class SweepConfig(Config):
     def __post_init__(self) -> None:
         """Raises SettingError where `sweep.space` or `sweep.where` names no setting of a training, or a trial's own."""
         super().__post_init__()
+        if self.run is not None and (fault := name_fault(self.run, "-" + 8 * "0")):  # as a trial's name ends
+            raise self.error("run", fault)
         known = self.training().flat()
         for key in self.sweep.space:
             if key not in known:

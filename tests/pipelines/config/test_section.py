@@ -23,8 +23,10 @@ from raystride.pipelines.config import (
     Train,
     setting,
 )
+from raystride.pipelines.config.lora import Lora
 from raystride.pipelines.config.parse import parse
 from raystride.pipelines.config.section import ALIASES, BESIDE
+from raystride.pipelines.config.sweep import SweepConfig
 from tests.errors import refused
 
 SECTIONS = [item.type for item in fields(Config) if isinstance(item.type, type) and issubclass(item.type, Section)]
@@ -146,3 +148,41 @@ def test_an_error_has_in_fields_what_its_sentence_says_also_in_another_process()
     assert SettingError(setting="data.source", value="s3://user:secret@bucket/x").value == "s3://***@bucket/x"
     again = pickle.loads(pickle.dumps(negative.value))
     assert (str(again), vars(again)) == (str(negative.value), vars(negative.value))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        " ",
+        "a/b",
+        "a\\b",
+        ".hidden",
+        "x" * 201,
+        "é" * 101,
+        "two\nlines",
+        "bell\a",
+        "\ud800",
+        "mlflow.db",
+        "mlartifacts",
+        "mlflow.db-wal",
+    ],
+)
+def test_a_name_that_is_no_folder_s_is_refused(name: str) -> None:
+    with refused("run", name):
+        Config(run=name)
+
+
+@pytest.mark.parametrize("name", ["x", "x" * 200, "é" * 100, "数据", 'my run\'s "best"', "-dash", "mlflow", "a.b"])
+def test_every_other_name_will_do(name: str) -> None:
+    assert Config(run=name).run == name
+
+
+def test_names_leave_room_for_those_of_the_runs_that_they_start() -> None:
+    assert SweepConfig(run="x" * 191).run
+    with refused("run", "x" * 192, names=["191"]):
+        SweepConfig(run="x" * 192)
+    many = Lora(rank=2, adapters=11, each={"optimizer.learning_rate": [1e-3] * 11})
+    assert Config(run="x" * 197, lora=many, model=Model(init_from="base")).run
+    with refused("run", "x" * 198, names=["197"]):
+        Config(run="x" * 198, lora=many, model=Model(init_from="base"))
