@@ -12,3 +12,7 @@ if __name__ == "__main__":  # started as a script, from any folder
     from raystride.command import run
 
     sys.exit(run(["runs", *sys.argv[1:]]))
+
+from raystride.pipelines.launch.runs import main
+
+__all__ = ["main"]

@@ -10,7 +10,7 @@ import torch
 
 from raystride.pipelines.config import Answering, Config, Data, Model, Tokenizer
 from raystride.pipelines.evaluate import parts as module
-from raystride.pipelines.evaluate.answering import Answerer, Example
+from raystride.pipelines.evaluate.answering import Answerer
 from raystride.pipelines.evaluate.opening import Chosen, Opened
 from raystride.pipelines.evaluate.parts import (
     FAULTS_NAMED,
@@ -18,7 +18,6 @@ from raystride.pipelines.evaluate.parts import (
     AnswerWork,
     answer_part,
     named_probabilities,
-    predictions,
     records,
 )
 from raystride.pipelines.files import Folder
@@ -150,25 +149,6 @@ def test_a_record_counts_while_its_file_is_as_it_was_written(tmp_path: Path) -> 
     (folder / RECORDS).put_json("00005.json", {"part": 5})
     (folder / RECORDS).put_json("00006.json", {"part": 6, "file": None, "bytes": 0, "rows": 0})
     assert sorted(records(folder)) == [1, 6]
-
-
-@pytest.mark.parametrize(
-    ("row", "fields", "answer", "expected"),
-    [
-        ({}, {"text": "t"}, {"label": "a"}, {"text": "t", "prediction": "a"}),
-        ({"prediction": 1}, {"text": "t"}, {"label": "a"}, {"prediction": 1, "text": "t", "prediction_given": "a"}),
-        ({"label": "b", "x": 1}, {"text": "t"}, {"label": "a"}, {"label": "b", "x": 1, "text": "t", "prediction": "a"}),
-        ({"text": "long", "x": 1}, {"text": "t"}, {"probability": 1}, {"text": "t", "x": 1, "probability": 1}),
-        ({"score": 1}, {}, {"score": 2, "translation": "u"}, {"score": 1, "score_given": 2, "prediction": "u"}),
-        ({}, {"text": "t"}, {"continuation": "c"}, {"text": "t", "prediction": "c"}),
-    ],
-)
-def test_an_answer_has_a_name_that_no_column_has(
-    row: dict[str, Any], fields: dict[str, Any], answer: dict[str, Any], expected: dict[str, Any]
-) -> None:
-    example: Any = Example(fields, None, row=row)  # type: ignore[arg-type]
-    (found,) = predictions(task_of(config_of(Path("x"))), [(example, answer)])
-    assert list(found.items()) == list(expected.items())
 
 
 def test_probabilities_have_the_labels_names_in_a_task_with_labels() -> None:

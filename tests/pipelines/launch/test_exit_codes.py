@@ -16,14 +16,11 @@ from raystride.pipelines.launch.exit_codes import (
     DISK_REFUSES,
     DONE,
     FAILED,
-    INTERRUPTED,
-    TERMINATED,
     WRONG_SETTINGS,
-    Terminated,
     guarded,
-    interruption,
 )
 from raystride.pipelines.launch.failure import TrainingFailed
+from raystride.pipelines.signals import HUNG_UP, INTERRUPTED, TERMINATED, HungUp, Terminated, interruption
 from raystride.pipelines.sources.faults import DataError
 
 
@@ -44,7 +41,7 @@ def failed_by(cause: BaseException) -> TrainingFailed:
 
 
 def test_codes_are_those_that_shells_know() -> None:
-    assert (DONE, FAILED, WRONG_SETTINGS, CANNOT_RUN, INTERRUPTED, TERMINATED) == (0, 1, 2, 3, 130, 143)
+    assert (DONE, FAILED, WRONG_SETTINGS, CANNOT_RUN, HUNG_UP, INTERRUPTED, TERMINATED) == (0, 1, 2, 3, 129, 130, 143)
     assert guarded(lambda: 7) == 7
 
 
@@ -56,6 +53,7 @@ def test_codes_are_those_that_shells_know() -> None:
         (MissingSecret("a secret"), WRONG_SETTINGS, "error: a secret\n"),
         (CannotRun("no GPU"), CANNOT_RUN, "error: no GPU\n"),
         (KeyboardInterrupt(), INTERRUPTED, "interrupted by Ctrl-C; the same command goes on from what is done\n"),
+        (HungUp(), HUNG_UP, "interrupted by SIGHUP; the same command goes on from what is done\n"),
         (Terminated(), TERMINATED, "interrupted by SIGTERM; the same command goes on from what is done\n"),
         (failed_by(ValueError()), FAILED, ""),
         (failed_by(KeyboardInterrupt()), INTERRUPTED, ""),
