@@ -247,7 +247,9 @@ def _proved(config: Config, storage: Folder, screen: Screen, kept: Kept = NOTHIN
 def _data(prepared: Prepared, earlier: Earlier | None) -> DataOfRun:
     """What `environment.json` says of the data: what another attempt is compared with, sources that have ended with it."""
     known, stages = prepared.identity, kept_stages(prepared.folder)
-    found = DataOfRun(data=known.data, content={**(earlier.content if earlier else {}), **_hash_content(prepared)})
+    found = DataOfRun(data=known.data)
+    if content := {**(earlier.content if earlier else {}), **_hash_content(prepared)}:
+        found["content"] = content
     if stages:
         found["prepared_at"] = speeds(stages)
     if not known.sources:
@@ -257,7 +259,8 @@ def _data(prepared: Prepared, earlier: Earlier | None) -> DataOfRun:
 
 def _hash_content(prepared: Prepared) -> dict[str, str]:
     """Hashes of the raw files by source, as far as their preparations have noted them."""
-    folders = {name: folder for name, (folder, _) in prepared.manifest.by_source(prepared.folder).items()}
+    sources = prepared.manifest.sources
+    folders = {name: prepared.folder.parent / one for name, one in sources.items()} or {"": prepared.folder}
     return {name: hash_raw_files(files) for name, folder in folders.items() if (files := read_raw_files(folder))}
 
 

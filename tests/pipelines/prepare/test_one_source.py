@@ -205,7 +205,15 @@ def test_a_preparation_leaves_what_is_needed_and_finds_it_again(tmp_path: Path) 
     storage, task = Folder.at(str(tmp_path / "storage")), build_task(config)
     first = prepare_source(config, storage, task, on_ray=False, echo=lines.append)
     assert first.folder == storage / ".prepared" / first.manifest.fingerprint
-    assert first.folder.names() == [PLACE, "manifest.json", "stages.json", "tokenizer", "train", "validation"]
+    assert first.folder.names() == [
+        "files.parquet",
+        PLACE,
+        "manifest.json",
+        "stages.json",
+        "tokenizer",
+        "train",
+        "validation",
+    ]
     again = prepare_source(config, storage, task, on_ray=False, echo=lines.append)
     assert (first.reused, again.reused, again.manifest) == (False, True, first.manifest)
     assert len([line for line in lines if "prepared before" in line]) == 1
