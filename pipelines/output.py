@@ -97,7 +97,7 @@ class ProtectedStream(io.TextIOBase):
 
 @contextmanager
 def protected_output() -> Iterator[None]:
-    """Has standard output and error never raise in the block, also where one of them does not exist."""
+    """Keeps standard output and error from raising in the block, also if one of them does not exist."""
     if sys.stdout is None or sys.stderr is None:
         _fill_descriptors()
     before = sys.stdout, sys.stderr

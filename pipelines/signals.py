@@ -57,7 +57,7 @@ def signals_to_heed() -> list[signal.Signals]:
 
 @contextmanager
 def signals_raise() -> Iterator[None]:
-    """Has SIGTERM and SIGHUP pass through the block as exceptions, as Ctrl-C does. In the main thread alone."""
+    """Raises exceptions in the block for SIGTERM and SIGHUP, as Python does for Ctrl-C. In the main thread alone."""
 
     def handle(number: int, frame: object) -> None:
         raise interruption(number)

@@ -26,7 +26,7 @@ from raystride.pipelines.config.train import Checkpoint, Guard, Objective, Optim
 from raystride.pipelines.credentials import masked_all, stripped
 
 MAX_NAME_BYTES = 200
-"""Of a run's name: files and folders of most systems have at most 255, and trials and temporary files add endings."""
+"""Longest name of a run: most file systems take 255 bytes, and trials and temporary files add endings."""
 STORAGE_FILES = ("mlflow.db", "mlartifacts")
 """Beginnings of names that a storage uses beside its runs."""
 

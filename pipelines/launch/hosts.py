@@ -237,13 +237,10 @@ def look_at_hosts(config: Config, storage: Folder, kept: Kept = NOTHING_KEPT) ->
     carried = Carried.here()
     carried.register()
     known = identity(config, build_task(config), kept)
-    unprepared = any(finished(storage / ".prepared" / known.of(name)) is None for name in config.by_source())
-    sources = _sources(config) if unprepared else {}
+    missing = [name for name in config.by_source() if finished(storage / ".prepared" / known.of(name)) is None]
+    sources = _sources(config) if missing else {}
     # What lies on a hub each host would have to fetch before it could say anything.
-    needed = any(
-        opened[0].kind != "huggingface" and finished(storage / ".prepared" / known.of(name)) is None
-        for name, opened in sources.items()
-    )
+    needed = any(sources[name][0].kind != "huggingface" for name in missing)
     probe = storage / f".probe-{uuid.uuid4().hex[:8]}"
     probe.put("driver", "here")
     try:

@@ -53,7 +53,7 @@ class RawFile:
 
 def list_raw_files(source: Source, validation: Source | None) -> list[RawFile]:
     """Returns the raw files of a source and of the one that validates, with hashes of their content."""
-    found = list(_listed(source, validation))
+    found = list(_iterate_files(source, validation))
     step = -(-len(found) // MAX_HASHED) or 1
     hashed = _hash_files([file for _, file in found[::step]])
     return [
@@ -97,7 +97,10 @@ def find_changed_files(
     before = read_raw_files(folder)
     if before is None:
         return None
-    known, now = {file.key: file for file in before}, {(role, file.name): file for role, file in _listed(source, validation)}
+    known, now = (
+        {file.key: file for file in before},
+        {(role, file.name): file for role, file in _iterate_files(source, validation)},
+    )
     changes = [f"{name}: gone" for _, name in known.keys() - now.keys()]
     changes += [f"{name}: new" for _, name in now.keys() - known.keys()]
     suspects = []
@@ -134,7 +137,7 @@ def describe_changes(changes: Sequence[str], shown: int = 3) -> str:
     return "; ".join(changes[:shown]) + (f"; and {more:,} more" if more > 0 else "")
 
 
-def _listed(source: Source, validation: Source | None) -> Iterator[tuple[str, File]]:
+def _iterate_files(source: Source, validation: Source | None) -> Iterator[tuple[str, File]]:
     for role, opened in (("train", source), ("validation", validation)):
         if opened:
             yield from ((role, file) for file in opened.files)

@@ -326,7 +326,7 @@ def artifact_place(uri: str) -> str | None:
 
 
 def relocate_artifacts(uri: str) -> None:
-    """Has the rows of a storage's own database name the artifacts beside it, if it was copied or moved with them.
+    """Updates the places of artifacts in a storage's own database, if it was copied or moved with them.
 
     MLflow keeps absolute places of artifacts in experiments, runs and logged models. Call it under `schema_lock`.
     """
@@ -356,7 +356,7 @@ def _is_same_folder(first: str, second: str) -> bool:
 
 
 def _forget_artifact_place(run_id: str) -> None:
-    """Has MLflow look up the place of the run's artifacts again: this process may know that of another copy."""
+    """Drops the place of the run's artifacts that MLflow keeps for this process: it may be that of another copy."""
     from mlflow.tracking._tracking_service import utils
 
     getattr(utils, "_artifact_repos_cache", {}).pop(run_id, None)
