@@ -1,6 +1,5 @@
 """Tokens of a micro-batch over the workers of a group: together all of them, each with its position, target and dropout."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,25 +11,12 @@ from raystride.model.transformer import Decoder
 from raystride.pipelines.config import Model
 from raystride.pipelines.strategies import feeding
 from raystride.pipelines.strategies.feeding import Dealt, Feeding
-
-
-@dataclass
-class Place:
-    """A worker's place in a group, as PyTorch's groups tell it."""
-
-    number: int
-    workers: int
-
-    def rank(self) -> int:
-        return self.number
-
-    def size(self) -> int:
-        return self.workers
+from tests.forwards import GroupPlace
 
 
 def fed_to(workers: int, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor) -> list[Any]:
     """Returns the tokens of each worker of a group."""
-    return [Feeding(Place(rank, workers))(inputs, targets) for rank in range(workers)]  # type: ignore[arg-type]
+    return [Feeding(GroupPlace(rank, workers))(inputs, targets) for rank in range(workers)]  # type: ignore[arg-type]
 
 
 def test_a_worker_alone_has_all_as_it_is() -> None:
@@ -82,7 +68,7 @@ def test_a_decoder_is_entered_if_there_is_a_group() -> None:
     Feeding().enter(alone)
     assert alone.blocks[0].attention.packed is plain
     assert alone.dropout.part is None
-    spread = Feeding(Place(0, 2))  # type: ignore[arg-type]
+    spread = Feeding(GroupPlace(0, 2))  # type: ignore[arg-type]
     spread.enter(together)
     assert together.blocks[0].attention.packed == spread._attend
     assert together.dropout.part is not None
@@ -91,7 +77,7 @@ def test_a_decoder_is_entered_if_there_is_a_group() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_dropout_sees_this_workers_tokens_of_the_whole_mask(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     monkeypatch.setattr(feeding.dist, "get_rank", lambda group: group.number)
-    spread, model = Feeding(Place(rank, 2)), decoder()  # type: ignore[arg-type]
+    spread, model = Feeding(GroupPlace(rank, 2)), decoder()  # type: ignore[arg-type]
     spread.enter(model)
     part = spread((torch.arange(8).view(1, 8),), torch.zeros(1, 8))
     assert model.dropout.part is not None
@@ -106,7 +92,7 @@ def test_a_dropout_sees_this_workers_tokens_of_the_whole_mask(monkeypatch: pytes
 
 def test_a_part_of_a_dropouts_part_is_cut_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeding.dist, "get_rank", lambda group: group.number)
-    spread, model = Feeding(Place(1, 2)), decoder()  # type: ignore[arg-type]
+    spread, model = Feeding(GroupPlace(1, 2)), decoder()  # type: ignore[arg-type]
     model.dropout.part = lambda shape, _: ((shape[0], 2 * shape[1], shape[2]), lambda mask: mask[:, ::2])
     spread.enter(model)
     part = spread((torch.arange(8).view(1, 8),), torch.zeros(1, 8))

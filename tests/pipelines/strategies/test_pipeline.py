@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,43 +16,18 @@ from raystride.pipelines.strategies.feeding import Fed, Feeding
 from raystride.pipelines.strategies.pipeline import Pipeline, _StepData
 from raystride.pipelines.strategies.stages import DecoderStage
 from tests.distributed import run_distributed
+from tests.forwards import MicroBatch, RecordingForward
 
 WORDS, TOKENS, COUNT = 11, 6, 4
 
 
-@dataclass
-class Batch:
-    """A slot's ids and targets."""
-
-    slot: int
-    inputs: tuple[torch.Tensor, ...]
-    targets: torch.Tensor
-
-
-class Counting:
-    """Adds up the loss and the targets, and notes which micro-batches are computed inside."""
-
-    def __init__(self) -> None:
-        self.measured = torch.tensor([100.0, 1000.0])
-        self.slots: list[int] = []
-
-    @contextmanager
-    def inside(self, batch: Any) -> Iterator[None]:
-        self.slots.append(batch.slot)
-        yield
-
-    def loss(self, loss_sum: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-        self.measured += torch.stack((loss_sum.detach(), counted.float()))
-        return loss_sum / 10
-
-
-def batches_of(count: int = COUNT) -> list[Batch]:
+def batches_of(count: int = COUNT) -> list[MicroBatch]:
     """Slots 10, 11, ..., of which each has one target less than the one before."""
     random, found = torch.Generator().manual_seed(1), []
     for number in range(count):
         ids, targets = (torch.randint(WORDS, (1, TOKENS), generator=random) for _ in range(2))
         targets[0, :number] = -100
-        found.append(Batch(10 + number, (ids,), targets))
+        found.append(MicroBatch(10 + number, (ids,), targets))
     return found
 
 
@@ -65,7 +39,7 @@ def decoder() -> Decoder:
 
 def _run(rank: int, world: int, schedule: Any) -> dict[str, Any]:
     """Two steps of all micro-batches, and forwards alone."""
-    model, called, forward = decoder(), list[tuple[int, int, bool]](), Counting()
+    model, called, forward = decoder(), list[tuple[int, int, bool]](), RecordingForward(0.1, (100.0, 1000.0))
     ranges = [range(4)] if schedule == "1f1b" else [range(3), range(3, 4)]
     stages = {n: DecoderStage(model, own, first=own.start == 0, last=own.stop == 4) for n, own in enumerate(ranges)}
 
@@ -152,13 +126,13 @@ def test_a_micro_batch_is_cut_once_a_step_and_its_length_is_told_each_time() -> 
 
     step = _StepData(feeding, shards)  # type: ignore[arg-type]
     lengths = (3, 5)
-    batches = [Batch(n, (torch.full((1, length), n),), torch.zeros(1, length)) for n, length in enumerate(lengths)]
-    step.begin(batches, Counting())
+    batches = [MicroBatch(n, (torch.full((1, length), n),), torch.zeros(1, length)) for n, length in enumerate(lengths)]
+    step.begin(batches, RecordingForward())
     for number in (1, 0, 1):
         assert step.fed(number).ids is batches[number].inputs[0]
         assert shards.tokens == lengths[number]
     assert cut == [1, 0]
-    step.begin(batches, Counting())
+    step.begin(batches, RecordingForward())
     step.fed(1)
     assert cut == [1, 0, 1]
 

@@ -1,6 +1,5 @@
 """Tensor parallelism: who has which heads, units, words and tokens, and what goes between two workers, beside plain sums."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -30,27 +29,14 @@ from raystride.pipelines.strategies.tensor_parallel import (
     own_range,
 )
 from tests.distributed import run_distributed
+from tests.forwards import GroupPlace
 
 TOKENS, WORDS = 5, 7
 
 
-@dataclass
-class Place:
-    """A worker's place in a group, as PyTorch's groups tell it."""
-
-    number: int
-    workers: int
-
-    def rank(self) -> int:
-        return self.number
-
-    def size(self) -> int:
-        return self.workers
-
-
 def shards_of(rank: int, workers: int = 2) -> TokenShards:
     """The stream of a worker that sends nothing."""
-    return TokenShards(Place(rank, workers))  # type: ignore[arg-type]
+    return TokenShards(GroupPlace(rank, workers))  # type: ignore[arg-type]
 
 
 def ranges_of(parameter: torch.Tensor) -> tuple[int, list[list[int]]]:
@@ -152,8 +138,8 @@ def test_each_part_of_a_stream_has_its_style() -> None:
 
 def test_a_network_without_a_plan_is_refused() -> None:
     class Mesh:
-        def get_group(self) -> Place:
-            return Place(0, 2)
+        def get_group(self) -> GroupPlace:
+            return GroupPlace(0, 2)
 
     with pytest.raises(ValueError, match=r"Linear cannot .* scaling\.tensor 1"):
         tensor_parallel.parallelize(nn.Linear(2, 2), Mesh())  # type: ignore[arg-type]

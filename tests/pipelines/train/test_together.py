@@ -1,9 +1,8 @@
 """Trainings that share a base meet in every step: each has the gradients that it has alone."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,35 +16,10 @@ from raystride.pipelines.tokenizers.alphabets import ByteEncoder
 from raystride.pipelines.train.adapters import MakeAdapted
 from raystride.pipelines.train.together import Member, Together
 from tests.bases import SHAPES, write_base
+from tests.forwards import MicroBatch, RecordingForward
 from tests.tiny import tiny
 
 LIMIT_S = 60.0
-
-
-@dataclass
-class Batch:
-    """Ids and targets of a slot."""
-
-    slot: int
-    inputs: tuple[torch.Tensor, ...]
-    targets: torch.Tensor
-
-
-class Counting:
-    """Adds up losses and targets, and notes the slots that are computed inside."""
-
-    def __init__(self, scale: float = 1.0) -> None:
-        self.measured, self.scale = torch.zeros(2), scale
-        self.inside_of: list[int] = []
-
-    @contextmanager
-    def inside(self, batch: Any) -> Iterator[None]:
-        self.inside_of.append(batch.slot)
-        yield
-
-    def loss(self, loss_sum: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-        self.measured += torch.stack((loss_sum.detach(), counted.float()))
-        return loss_sum * self.scale
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +35,13 @@ def maker(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], MakeAdapted]
     return lambda: MakeAdapted(task, config, Folder(str(folder / "tokenizer")), lambda _: None)
 
 
-def batches_of(number: int, count: int) -> list[Batch]:
+def batches_of(number: int, count: int) -> list[MicroBatch]:
     """Slots of a training, of which no two trainings have the same."""
     random, found = torch.Generator().manual_seed(number), []
     for slot in range(count):
         ids, targets = (torch.randint(200, (1, 6), generator=random) for _ in range(2))
         targets[0, : slot + number] = -100
-        found.append(Batch(10 * number + slot, (ids,), targets))
+        found.append(MicroBatch(10 * number + slot, (ids,), targets))
     return found
 
 
@@ -107,7 +81,7 @@ def in_threads(bodies: Sequence[Callable[[], None]]) -> list[BaseException | Non
 def test_each_has_the_gradients_that_it_has_alone_also_with_other_numbers_of_slots(maker: Callable[[], MakeAdapted]) -> None:
     counts, together = [2, 1, 3], Together(3)
     networks: dict[int, Any] = {}
-    forwards = [Counting(0.5), Counting(2.0), Counting(1.0)]
+    forwards = [RecordingForward(0.5), RecordingForward(2.0), RecordingForward(1.0)]
     ready = threading.Barrier(3)
 
     def body(number: int) -> Callable[[], None]:
@@ -138,7 +112,7 @@ def test_each_has_the_gradients_that_it_has_alone_also_with_other_numbers_of_slo
         for name, gradient in alone.items():
             torch.testing.assert_close(found[number][name], gradient, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(forwards[number].measured, total, rtol=1e-5, atol=1e-5)
-    slots = [slot for forward in forwards for slot in forward.inside_of]
+    slots = [slot for forward in forwards for slot in forward.slots]
     assert len(slots) == 3, "one turn, one surrounding"
 
 
@@ -152,7 +126,7 @@ def member_of(together: Together, number: int, maker: Callable[[], MakeAdapted])
 def test_one_that_ends_or_fails_leaves_the_others_to_theirs(maker: Callable[[], MakeAdapted]) -> None:
     together = Together(4)
     members = [member_of(together, number, maker) for number in range(3)]
-    forwards = [Counting() for _ in range(3)]
+    forwards = [RecordingForward() for _ in range(3)]
 
     def goes_on() -> None:
         with members[0].taking_part():
@@ -178,12 +152,12 @@ def test_one_that_ends_or_fails_leaves_the_others_to_theirs(maker: Callable[[], 
 def test_an_error_in_what_is_computed_for_all_ends_all(maker: Callable[[], MakeAdapted]) -> None:
     together = Together(2)
     members = [member_of(together, number, maker) for number in range(2)]
-    bad = [Batch(0, (torch.tensor([[10**6]]),), torch.tensor([[1]]))]  # an id that no embedding has
+    bad = [MicroBatch(0, (torch.tensor([[10**6]]),), torch.tensor([[1]]))]  # an id that no embedding has
 
-    def body(number: int, batches: list[Batch]) -> Callable[[], None]:
+    def body(number: int, batches: list[MicroBatch]) -> Callable[[], None]:
         def train() -> None:
             with members[number].taking_part():
-                members[number].run(torch.nn.Module(), batches, Counting())
+                members[number].run(torch.nn.Module(), batches, RecordingForward())
 
         return train
 
