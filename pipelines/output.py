@@ -23,7 +23,7 @@ MAX_UNSHOWN = 2000
 PLAIN = str.maketrans({"━": "=", "╌": "-", "─": "-", "…": "...", "→": "->", "×": "x", "·": ".", "•": "*", "±": "+-"})
 """Characters of ours, and how they are written if the encoding lacks them."""
 GONE = (EPIPE, EIO)
-"""Errors of a stream whose reader has gone away, which is no fault worth a warning."""
+"""Errors of a stream whose reader has gone away, which is no fault worth a warning; nor is a stream that was closed."""
 
 _unshown: deque[str] = deque(maxlen=MAX_UNSHOWN)
 
@@ -87,7 +87,7 @@ class ProtectedStream(io.TextIOBase):
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())
             os.close(null)
-        if not (isinstance(error, OSError) and error.errno in GONE) and sys.stderr is not self:
+        if isinstance(error, OSError) and error.errno not in GONE and sys.stderr is not self:
             name = "standard output" if sys.stdout is self else "a stream"
             print(f"warning: {name} cannot be written ({error}); what follows is not shown", file=sys.stderr)
 

@@ -68,6 +68,14 @@ def test_after_the_first_error_a_stream_is_quiet_and_keeps_the_rest(failure: Exc
     assert take_unshown() == []
 
 
+@pytest.mark.parametrize(("failure", "warned"), [(OSError(errno.ENOSPC, "full"), True), (ValueError("closed"), False)])
+def test_a_warning_says_that_a_stream_fails_but_not_that_it_was_closed(
+    failure: Exception, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ProtectedStream(Failing(failure, 0)).write("text")
+    assert ("cannot be written" in capsys.readouterr().err) == warned
+
+
 def test_without_a_stream_everything_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     with protected_output():
