@@ -75,19 +75,37 @@ class Answerer:
             return [Example(fields, self.task.question(piece.document), row=piece.row)]
         ids, mask = self.task.encode(piece.document)
         if self.task.window:
-            return list(self._windows(piece, ids))
-        if self.graded and isinstance(self.model, Decoder):
-            fields[self.task.given("bytes")] = self.task.answer_bytes(piece.document)
-        return [Example(fields, ids.astype(self._type, copy=False), mask, piece.row)]
+            return list(self._windows(piece.document, ids if piece.ends else ids[:-1], begins=piece.begins))
+        return [self._example(fields, piece.document, ids, mask, piece.row)]
 
-    def _windows(self, piece: Piece, ids: np.ndarray) -> Iterator[Example]:
+    def prepared_examples(self, ids: np.ndarray, mask: np.ndarray | None, *, begins: bool, place: str) -> list[Example]:
+        """Returns the samples of a prepared example; `begins` says whether a document begins with it."""
+        document = self.task.decode(ids, mask)
+        if self.task.window:
+            return list(self._windows(document, ids, begins=begins))
+        values = zip(self._columns, document, strict=True)
+        fields = {column.name: place if column.kind == "image" else value for column, value in values}
+        return [self._example(fields, document, ids, mask)]
+
+    def _example(
+        self,
+        fields: dict[str, Any],
+        document: Document,
+        ids: np.ndarray,
+        mask: np.ndarray | None,
+        row: Mapping[str, Any] | None = None,
+    ) -> Example:
+        if self.graded and isinstance(self.model, Decoder):
+            fields[self.task.given("bytes")] = self.task.answer_bytes(document)
+        return Example(fields, ids.astype(self._type, copy=False), mask, row)
+
+    def _windows(self, document: Document, ids: np.ndarray, *, begins: bool) -> Iterator[Example]:
         """A document by itself: each of its tokens is predicted once, from those before it in its window."""
         window, encoder = self.task.window, self.task.encoders["tokenizer"]
         assert window
-        ids = ids if piece.ends else ids[:-1]
         # A document begins after the end token of another one, as in training.
-        stream = np.concatenate(([encoder.end_id] if piece.begins else [], ids)).astype(np.int64)
-        last, size = len(stream) - 1, len(piece.document[0].encode())
+        stream = np.concatenate(([encoder.end_id] if begins else [], ids)).astype(np.int64)
+        last, size = len(stream) - 1, len(document[0].encode())
         for first in range(0, last, window.stride):
             found = stream[first : first + window.length]
             filled = np.full(window.length, encoder.end_id)

@@ -8,7 +8,7 @@ Everything lies under `evaluate/<split>/` in the run's folder; what was killed g
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -30,19 +30,22 @@ from raystride.pipelines.evaluate.prediction import (
     made_of,
     with_small_parts,
 )
+from raystride.pipelines.evaluate.prepared import PreparedSplit, find_prepared
 from raystride.pipelines.evaluate.rows import to_json
 from raystride.pipelines.files import Folder
-from raystride.pipelines.prepare.fingerprint import open_sources
+from raystride.pipelines.prepare.cleaning import cleaning_of
+from raystride.pipelines.prepare.fingerprint import fingerprint_of, open_sources
 from raystride.pipelines.prepare.parts import divide, parts_of
 from raystride.pipelines.prepare.raw_files import describe_changes, find_changed_files
 from raystride.pipelines.sources.checking import check_source
 from raystride.pipelines.sources.faults import DataError, NoFiles
-from raystride.pipelines.sources.pieces import Part
+from raystride.pipelines.sources.pieces import Part, Reader
 from raystride.pipelines.sources.source import Source, open_source
 from raystride.pipelines.tasks import Task
 from raystride.pipelines.tasks.labels import Labelling
 
-Split = Literal["train", "validation", "test"]
+PreparedName = Literal["train", "validation"]
+Split = PreparedName | Literal["test"]
 PREDICTIONS, WORST, METRICS = "predictions.parquet", "worst.jsonl", "metrics.json"
 WORST_SHOWN = 20
 LEAST_WINDOWED = 64 << 10
@@ -72,25 +75,21 @@ def evaluate(
 ) -> Scored:
     """Answers the split's documents and scores them. Raises DataError, SettingError."""
     folder = run / "evaluate" / split
-    sources, parts = _parts(chosen, split, settings)
-    if split != "test" and (changes := _changes(run, sources["train"], sources["validation"])):
-        echo(
-            f"data: raw files have changed since this run prepared them ({describe_changes(changes)}): "
-            f"what is scored is --split {split} of the data as it is now"
-        )
-    for line in dict.fromkeys(line for source in sources.values() for line in source.describe()):
+    data = _open_test(chosen, settings) if split == "test" else _open_split(chosen, split, settings, run)
+    for line in dict.fromkeys(data.lines):
         echo(f"data: {line}")
     work = AnswerWork(
         chosen=chosen,
         settings=settings,
         folder=folder / "answers",
-        readers={part: source.reader for part, source in sources.items()},
+        readers=data.readers,
         split=None if split == "test" else split,
+        prepared=data.prepared,
         graded=True,
     )
-    origin = {"input": digest_of([source.identity for source in sources.values()]), **made_of(work)}
+    origin = {"input": digest_of(data.identity), **made_of(work)}
     _forget_others(work.folder, origin)
-    answered = answer_all(work, parts, origin, run_parts, echo)
+    answered = answer_all(work, data.parts, origin, run_parts, echo)
     if not answered.rows:
         raise DataError(f"--split {split}: {answered.skipped} documents were skipped and none is left; name other data")
     _join(work.folder, answered.files, folder)
@@ -149,21 +148,42 @@ def read_table(folder: Folder) -> dict[str, Any]:
     return found
 
 
-def _parts(chosen: Chosen, split: Split, settings: Answering) -> tuple[dict[str, Source], list[Part]]:
-    """The sources by the split of the parts that they are read for, and the parts that hold the split."""
+@dataclass(frozen=True, kw_only=True)
+class _SplitData:
+    """The data of a split, as it is scored."""
+
+    parts: list[Part]
+    identity: Any
+    """Changes with the data; as JSON."""
+    lines: list[str]
+    """Said to the user about the data."""
+    readers: dict[str, Reader] = field(default_factory=dict)
+    """Readers of raw data by the split of the parts that they read."""
+    prepared: PreparedSplit | None = None
+    """The prepared examples, if these are scored in place of the raw data."""
+
+
+def _open_test(chosen: Chosen, settings: Answering) -> _SplitData:
+    """Returns the test set. Raises DataError, SettingError."""
+    data, task = replace(chosen.config.data, on_error=settings.on_error), chosen.task
+    if not data.test_source:
+        raise SettingError(
+            "data.test_source is None: it must name the data to score the model on (--data.test_source)",
+            setting="data.test_source",
+        )
+    source = open_source(data, data.test_source, task.columns, whole=task.window is None)
+    if data.on_error == "raise":
+        check_source(source)
+    parts = list(parts_of(source, with_small_parts(data, source, _min_part_bytes(task))))
+    return _SplitData(parts=parts, identity=[source.identity], lines=list(source.describe()), readers={"": source.reader})
+
+
+def _open_split(chosen: Chosen, split: PreparedName, settings: Answering, run: Folder) -> _SplitData:
+    """Returns the split that the run has trained or validated on: its raw data if that is still the same, else as prepared.
+
+    Raises DataError, SettingError.
+    """
     config, task = chosen.config, chosen.task
-    least = LEAST_WINDOWED if task.window else LEAST
-    data = replace(config.data, on_error=settings.on_error)
-    if split == "test":
-        if not data.test_source:
-            raise SettingError(
-                "data.test_source is None: it must name the data to score the model on (--data.test_source)",
-                setting="data.test_source",
-            )
-        test = open_source(data, data.test_source, task.columns, whole=task.window is None)
-        if data.on_error == "raise":
-            check_source(test)
-        return {"": test}, list(parts_of(test, with_small_parts(data, test, least)))
     if config.data.sources:
         raise SettingError(
             f"--split {split}: this run's data is a mixture, whose sources are scored one by one: take --split test with "
@@ -171,28 +191,61 @@ def _parts(chosen: Chosen, split: Split, settings: Answering) -> tuple[dict[str,
             setting="split",
             value=split,
         )
+    prepared = find_prepared(chosen, run, split)
     try:
         source, other = open_sources(config, task)
     except NoFiles as error:
+        if prepared:
+            return _as_prepared(prepared, f"the raw data is gone ({error})")
         raise DataError(
             f"--split {split} reads the raw data that the run was prepared from, and {error}. Put it back, or score other "
             "data: --split test --data.test_source PLACE",
             file=error.file,
             settings=error.settings,
         ) from None
-    sources = {"": source, "train": source, "validation": other or source}
-    parts = divide(source, other, with_small_parts(data, source, least))
-    return sources, [part for part in parts if part.split in (None, split)]
+    changes = _find_changes(chosen, run, source, other)
+    if prepared and (changes or cleaning_of(config, task)):
+        return _as_prepared(prepared, f"raw files have changed since ({describe_changes(changes)})" if changes else "")
+    data = replace(config.data, on_error=settings.on_error)
+    parts = divide(source, other, with_small_parts(data, source, _min_part_bytes(task)))
+    readers = {"": source.reader, "train": source.reader, "validation": (other or source).reader}
+    lines = [*source.describe(), *(other.describe() if other else ())]
+    if changes:
+        lines.insert(
+            0,
+            f"raw files have changed since this run prepared them ({describe_changes(changes)}), and what was prepared "
+            f"cannot be scored: what is scored is --split {split} of the data as it is now",
+        )
+    identity = [each.identity for each in (source, source, other or source)]
+    return _SplitData(
+        parts=[part for part in parts if part.split in (None, split)], identity=identity, lines=lines, readers=readers
+    )
 
 
-def _changes(run: Folder, source: Source, validation: Source) -> list[str]:
-    """How the raw files differ from those that the run was prepared from, as far as its preparation is there to tell."""
+def _as_prepared(prepared: PreparedSplit, reason: str) -> _SplitData:
+    line = f"what is scored is --split {prepared.split} as this run has prepared it"
+    return _SplitData(
+        parts=prepared.parts(_min_part_bytes(prepared.chosen.task)),
+        identity=[prepared.fingerprint, prepared.split],
+        lines=[f"{reason}: {line}" if reason else line],
+        prepared=prepared,
+    )
+
+
+def _min_part_bytes(task: Task) -> int:
+    return LEAST_WINDOWED if task.window else LEAST
+
+
+def _find_changes(chosen: Chosen, run: Folder, source: Source, other: Source | None) -> list[str]:
+    """Returns how the raw files differ from those that the run was prepared from, as far as that is known."""
     try:
         fingerprint = str(run.read_json("environment.json")["data"])
     except (FileNotFoundError, ValueError, KeyError):
         return []
-    other = validation if validation is not source else None
-    return find_changed_files(run.parent / ".prepared" / fingerprint, source, other) or []
+    changes = find_changed_files(run.parent / ".prepared" / fingerprint, source, other)
+    if changes is None and fingerprint != fingerprint_of(chosen.config, chosen.task, source, other):
+        return ["other time stamps or sizes"]  # an earlier version noted no content
+    return changes or []
 
 
 def _forget_others(answers: Folder, origin: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from raystride.pipelines.config import Answering, Sample
 from raystride.pipelines.evaluate.answering import Answerer, Example
 from raystride.pipelines.evaluate.opening import Chosen
+from raystride.pipelines.evaluate.prepared import PreparedSplit
 from raystride.pipelines.evaluate.rows import (
     Form,
     Row,
@@ -59,6 +60,8 @@ class AnswerWork:
     form: Form = "parquet"
     split: Literal["train", "validation"] | None = None
     """Of parts that a hash divides, the documents that are wanted; None: all."""
+    prepared: PreparedSplit | None = None
+    """The prepared examples that parts are stretches of, in place of raw data."""
     graded: bool = False
     """Whether documents are whole and get a loss."""
     schema: Any = None
@@ -167,6 +170,9 @@ def records(folder: Folder, place: str = RECORDS) -> dict[int, dict[str, Any]]:
 def _examples(
     work: AnswerWork, answerer: Answerer, part: Part, faults: list[dict[str, str]], counts: dict[str, int]
 ) -> Iterator[Example]:
+    if work.prepared:
+        yield from work.prepared.examples(answerer, part)
+        return
     for item in _items(work, part):
         found = _asked(answerer, item)
         if isinstance(found, Fault):

@@ -51,6 +51,10 @@ class Classification(Labelling):
         ids = self.encoders["tokenizer"].encode(document[0])[: self.config.model.context]
         return np.concatenate(([np.uint32(label)], ids)), None
 
+    def decode(self, ids: np.ndarray, mask: np.ndarray | None) -> Document:
+        """Returns the text, as much of it as the context holds, and its label."""
+        return self.encoders["tokenizer"].decode(ids[1:].tolist()), self.labels[int(ids[0])]
+
     def collate(self, rows: Rows, masks: Rows | None) -> "tuple[Inputs, torch.Tensor]":
         """Padded ids (B, T) and lengths (B), or of bytes all of them, where each text begins and T positions; labels (B)."""
         import torch

@@ -16,7 +16,7 @@ import numpy as np
 
 from raystride.pipelines.tasks.chats import encode_chat, read_conversation
 from raystride.pipelines.tasks.language_model import LanguageModel
-from raystride.pipelines.tasks.messages import texts_of, unpack_messages
+from raystride.pipelines.tasks.messages import pack_messages, texts_of, unpack_messages
 from raystride.pipelines.tasks.padding import pad
 from raystride.pipelines.tasks.row_losses import row_losses
 from raystride.pipelines.tasks.task import IGNORED, ChatTemplate, Column, Document, Encoded, Inputs, Rows
@@ -97,6 +97,20 @@ class Completion(LanguageModel):
         prompt = prompt[-max(1, room - len(answer)) :]
         answer = answer[: room - len(prompt)]
         return Encoded(np.concatenate((prompt, answer)), np.arange(len(prompt) + len(answer)) >= len(prompt), cut)
+
+    def decode(self, ids: np.ndarray, mask: np.ndarray | None) -> Document:
+        """Returns the prompt and the completion, or messages: each of the assistant's and all that stands between two.
+
+        With a chat template they have the template's words around them.
+        """
+        counted = np.ones(len(ids), bool) if mask is None else mask
+        borders = np.flatnonzero(np.diff(counted)) + 1
+        texts = [self.encoders["tokenizer"].decode(some.tolist()) for some in np.split(ids, borders)]
+        if not self.chats:
+            return ("", texts[0]) if counted[0] else (texts[0], "".join(texts[1:]))
+        roles = ("assistant", "user") if counted[0] else ("user", "assistant")
+        messages = [{"role": roles[number % 2], "content": text} for number, text in enumerate(texts)]
+        return (pack_messages(messages), "[]")[: len(self.columns)]
 
     @property
     def _template(self) -> ChatTemplate:

@@ -98,6 +98,10 @@ class Images(Labelling):
         pixels = np.asarray(picture).reshape(picture.height, picture.width, channels).transpose(2, 0, 1)
         return np.concatenate(([np.uint32(label)], with_size(pixels) if shorter else pixels.reshape(-1))), None
 
+    def decode(self, ids: np.ndarray, mask: np.ndarray | None) -> Document:
+        """Returns no image, whose file is not kept, and the label."""
+        return "", self.labels[int(ids[0])]
+
     def collate(self, rows: Rows, masks: Rows | None) -> "tuple[Inputs, torch.Tensor]":
         """Images (B, channels, height, width) uint8, labels (B)."""
         import torch

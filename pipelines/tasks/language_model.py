@@ -46,6 +46,10 @@ class LanguageModel(Task):
         encoder = self.encoders["tokenizer"]
         return np.append(encoder.encode(document[0]), np.uint32(encoder.end_id)), None
 
+    def decode(self, ids: np.ndarray, mask: np.ndarray | None) -> Document:
+        """Returns the document's text."""
+        return (self.encoders["tokenizer"].decode(ids.tolist()),)
+
     def collate(self, rows: Rows, masks: Rows | None) -> "tuple[Inputs, torch.Tensor]":
         """Inputs (B, T), all but the last token of windows (B, T + 1), and targets (B, T), all but the first; both int64.
 

@@ -111,6 +111,13 @@ class Preference(Completion):
         head = (max(len(chosen), len(rejected)), len(chosen), len(asked), whole > room)
         return np.concatenate((np.array(head, np.uint32), chosen, rejected, np.zeros(self._tail, np.uint32))), None
 
+    def decode(self, ids: np.ndarray, mask: np.ndarray | None) -> Document:
+        """Returns the prompt, if it has a column of its own, and both answers."""
+        middle, asked = HEAD + int(ids[1]), int(ids[2])
+        parts = ids[HEAD : HEAD + asked], ids[HEAD + asked : middle], ids[middle + asked : len(ids) - self._tail]
+        texts = tuple(self.encoders["tokenizer"].decode(part.tolist()) for part in parts)
+        return texts[3 - len(self.columns) :]
+
     def example(self, document: Document) -> Encoded:
         """The pair of `encode`, and whether something was cut off. Raises as `encode` does."""
         return Task.example(self, document)

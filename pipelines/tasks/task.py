@@ -195,6 +195,13 @@ class Task:
         ids, mask = self.encode(document)
         return Encoded(ids, mask, len(ids) > 0 and self.is_cut(ids))
 
+    def decode(self, ids: np.ndarray, mask: np.ndarray | None) -> Document:
+        """Returns the document of an example of `encode`, as far as the example still has it; an image has no file any more.
+
+        Raises NotImplementedError if a task has no such method: its prepared data can only be scored from the raw data.
+        """
+        raise NotImplementedError
+
     def complete(self, examples: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
         """The examples of `encode` with what is found of many at once; preparation and evaluation give it some of them.
 

@@ -82,6 +82,12 @@ class Translation(Task):
         target = last.encode(document[1])[:most] if len(document) > 1 else np.empty(0, np.uint32)
         return np.concatenate(([np.uint32(len(source) + 1)], source, [np.uint32(first.end_id)], target)), None
 
+    def decode(self, ids: np.ndarray, mask: np.ndarray | None) -> Document:
+        """Returns both sides, as much of them as the context holds."""
+        middle = int(ids[0]) + 1
+        target = self.encoders[self.tokenizers[-1]].decode(ids[middle:].tolist())
+        return self.encoders["tokenizer"].decode(ids[1:middle].tolist()), target
+
     def sizes(self, firsts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Lengths of source and target of each example, (n, 2), each with its end token."""
         return np.stack((firsts, lengths - firsts), 1)

@@ -43,8 +43,8 @@ MpiDefault=none
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 WAIT_S = 400
-"""Seconds until a wait fails. Slurm forgets no job (`MinJobAge`): after its own 300 s, or a jump of a paused machine's clock, it
-would know nothing of an element of an array that ended before the others."""
+"""Seconds until a wait fails. Slurm forgets no job (`MinJobAge`): after its own 300 s, or if the clock jumps, it would know
+nothing of an element of an array that ended before the others."""
 
 
 def no_slurm() -> str:

@@ -1,6 +1,9 @@
 """An evaluation scores each document of its split once, and its figures are those of its predictions, with intervals."""
 
 import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +13,12 @@ from pyarrow import parquet
 
 from raystride.pipelines.config import Answering, Config, Data, Record
 from raystride.pipelines.evaluate.evaluation import Scored, Split, bootstrap, evaluate, read_table, worst
-from raystride.pipelines.evaluate.opening import choose
+from raystride.pipelines.evaluate.opening import Chosen, choose
 from raystride.pipelines.evaluate.parts import AnswerWork
 from raystride.pipelines.evaluate.prediction import answer_here
 from raystride.pipelines.evaluate.recording import keep_scores
 from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.fingerprint import fingerprint
 from raystride.pipelines.prepare.manifest import Manifest
 from raystride.pipelines.record import read_entries
 from raystride.pipelines.sources.pieces import Part
@@ -23,11 +27,13 @@ from tests.errors import refused
 from tests.pipelines.evaluate.conftest import texts
 
 
-def _evaluate(trained: Folder, run: str, split: Split, **data: object) -> Scored:
+def _evaluate(
+    trained: Folder, run: str, split: Split, *, echo: Callable[[str], None] = lambda _: None, **data: object
+) -> Scored:
     chosen = choose(trained, run, "last")
     changed: Data = replace(chosen.config.data, **data)  # type: ignore[arg-type]
     chosen = replace(chosen, config=replace(chosen.config, data=changed))
-    return evaluate(chosen, Answering(run=run, batch=16), split, trained / run, answer_here, echo=lambda _: None)
+    return evaluate(chosen, Answering(run=run, batch=16), split, trained / run, answer_here, echo=echo)
 
 
 def test_a_classifier_is_scored_with_intervals_pictures_and_its_worst(trained: Folder) -> None:
@@ -61,6 +67,55 @@ def test_a_tail_that_validates_is_the_tail(trained: Folder) -> None:
     found = read_table(scored.folder)["text"]
     assert 30 < len(found) < 70
     assert found == [row["text"] for row in texts()][-len(found) :]
+
+
+@pytest.fixture
+def source(trained: Folder) -> Iterator[Path]:
+    """The raw data of the runs, which is put back with its time stamp."""
+    path = Path(choose(trained, "labels", "last").config.data.source)
+    content, stamps = path.read_bytes(), path.stat()
+    yield path
+    path.write_bytes(content)
+    os.utime(path, ns=(stamps.st_atime_ns, stamps.st_mtime_ns))
+
+
+def _name_preparation(storage: Folder, run: str) -> Chosen:
+    """Writes of a run what the driver writes: which preparation it began with."""
+    chosen = choose(storage, run, "last")
+    storage.put_json(f"{run}/environment.json", {"data": fingerprint(chosen.config, chosen.task)})
+    return chosen
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+@pytest.mark.parametrize("run", ["labels", "translates", "writes", "completes", "packs"])
+def test_what_was_prepared_is_scored_if_the_raw_data_is_gone_or_another_one(
+    trained: Folder, source: Path, run: str, split: Split, tmp_path: Path
+) -> None:
+    shutil.copytree(str(trained), tmp_path / "copy")
+    storage, lines = Folder(str(tmp_path / "copy")), []  # type: ignore[var-annotated]
+    _name_preparation(storage, run)
+    expected = read_table(_evaluate(storage, run, split).folder)
+    for change, told in ((source.unlink, "gone"), (lambda: source.write_text('{"text": "new"}\n'), "bytes before")):
+        change()
+        found = read_table(_evaluate(storage, run, split, echo=lines.append).folder)
+        assert found.keys() == expected.keys()
+        for name, values in found.items():
+            if isinstance(values[0], float):
+                assert values == pytest.approx(expected[name], abs=1e-5), name
+            elif isinstance(values[0], str) and run != "writes":  # what does not fit into the context is not kept
+                assert all(kept in whole for kept, whole in zip(values, expected[name], strict=True)), name
+            elif not isinstance(values[0], list):
+                assert values == expected[name], name
+        assert told in lines[-1]
+        assert f"--split {split} as this run has prepared it" in lines[-1]
+
+
+def test_raw_data_that_was_copied_is_the_same(trained: Folder, source: Path) -> None:
+    lines: list[str] = []
+    _name_preparation(trained, "labels")
+    os.utime(source)
+    _evaluate(trained, "labels", "validation", echo=lines.append)
+    assert not any("prepared" in line for line in lines)
 
 
 def test_translations_have_bleu_with_its_signature(trained: Folder) -> None:
