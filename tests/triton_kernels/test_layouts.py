@@ -38,8 +38,8 @@ from tests.triton_kernels.guard import guarded
 from tests.triton_kernels.layouts import ANY_LAYOUT, LAYOUTS, laid, packed_again
 
 EXPANDED_ROW = 2**-23 * 4 / 1e-5**0.5
-"""A row of equal numbers, four at most, has no variance: a rounding of its mean is divided by the root of epsilon. A sum of two
-such rows has numbers twice as large."""
+"""A row of equal numbers, four at most, has no variance: a rounding of its mean is divided by the root of epsilon. A sum of
+two such rows has numbers twice as large."""
 
 
 class Operation(NamedTuple):
