@@ -4,11 +4,15 @@ place = configured(Place, "deploy/places/slurm_two_nodes_of_eight.yaml").setting
 request = Deploy(nodes=2, gpus_per_node=8, place="slurm_two_nodes_of_eight")
 """
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
 from raystride.pipelines.config.run import Finished
 from raystride.pipelines.config.section import Section, setting
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+"""Characters that no line of a script or a YAML file may hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +65,26 @@ class DeployServe(Finished):
             raise self.error("least_replicas", f"must be at most most_replicas, {self.most_replicas}")
 
 
+class _PlaceSection(Section):
+    """Settings of a place, which become lines of scripts and of YAML files: texts of one line each."""
+
+    def __post_init__(self) -> None:
+        """Raises SettingError as sections do, and for a text with a line break or another control character."""
+        super().__post_init__()
+        for item in fields(self):
+            value = getattr(self, item.name)
+            for text in (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ():
+                if CONTROL.search(text):
+                    raise self.error(item.name, "must be one line, without control characters")
+
+    def _check_pattern(self, key: str, pattern: str, rule: str) -> None:
+        """Raises SettingError if a field is not empty and does not match a regular expression."""
+        if (value := getattr(self, key)) and not re.fullmatch(pattern, value):
+            raise self.error(key, rule)
+
+
 @dataclass(frozen=True, kw_only=True)
-class SlurmPlace(Section):
+class SlurmPlace(_PlaceSection):
     """What Slurm wants to know."""
 
     name: ClassVar[str] = "slurm"
@@ -86,9 +108,17 @@ class SlurmPlace(Section):
     tls: bool = setting(False)
     """Have Ray's processes on all nodes talk by TLS alone, with certificates that each start of the job makes for itself."""
 
+    def __post_init__(self) -> None:
+        """Raises SettingError for what would be several words in a line of the batch script."""
+        super().__post_init__()
+        for key in ("partition", "account", "qos"):
+            self._check_pattern(key, r"[^\s#'\"]+", "must be a name without spaces and quotes")
+        if faulty := [option for option in self.extra if not option.startswith("-")]:
+            raise self.error("extra", f"must be options of sbatch, which begin with `-`, not {faulty[0]!r}")
+
 
 @dataclass(frozen=True, kw_only=True)
-class KubernetesPlace(Section):
+class KubernetesPlace(_PlaceSection):
     """What Kubernetes wants to know."""
 
     name: ClassVar[str] = "kubernetes"
@@ -115,10 +145,19 @@ class KubernetesPlace(Section):
     """Times that a failed job starts again, on a new Ray cluster, and goes on by the run's name."""
     database_image: str = setting("docker.io/library/postgres:17")
     """PostgreSQL for MLflow, where `mlflow_uri` names no server."""
+    operator_namespace: str = setting("default")
+    """Namespace in which KubeRay's operator is installed: it submits the job, and pods of other namespaces are kept away."""
+
+    def __post_init__(self) -> None:
+        """Raises SettingError for a namespace that Kubernetes would not take."""
+        super().__post_init__()
+        for key in ("namespace", "operator_namespace"):
+            rule = "must be at most 63 of a-z, 0-9 and -, and begin and end with a letter or a digit"
+            self._check_pattern(key, r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", rule)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CloudPlace(Section):
+class CloudPlace(_PlaceSection):
     """What Ray's cluster launcher and SkyPilot want to know."""
 
     name: ClassVar[str] = "cloud"
@@ -154,7 +193,7 @@ class CloudPlace(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place(Section):
+class Place(_PlaceSection):
     """Somewhere to run: what there is, where runs lie, and what its scheduler wants to know."""
 
     name: ClassVar[str] = ""
@@ -189,3 +228,8 @@ class Place(Section):
     """For `raystride deploy kuberay`."""
     cloud: CloudPlace = CloudPlace()
     """For `raystride deploy launcher` and `sky`."""
+
+    def __post_init__(self) -> None:
+        """Raises SettingError for an image whose name is none."""
+        super().__post_init__()
+        self._check_pattern("image", r"[^\s${}'\"]+", "must be the name of an image, such as registry/raystride:latest")

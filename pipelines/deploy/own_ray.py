@@ -9,6 +9,7 @@ its environment by which it is found. What a batch system does to all processes 
 and SIGUSR1 are blocked, so that Ray still stands while the training saves.
 """
 
+import argparse
 import ctypes
 import os
 import shutil
@@ -196,3 +197,16 @@ def address_towards(other: str) -> str:
 def last_lines(text: str, count: int = 20) -> str:
     """The end of what a program printed, indented."""
     return "\n".join(f"  {line}" for line in text.strip().splitlines()[-count:])
+
+
+def main() -> None:
+    """Ends the Ray whose processes carry the mark of a folder, and removes the folder: for scripts that have started it."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("folder", type=Path, help=f"value of ${MARK} in its processes")
+    folder = parser.parse_args().folder
+    end_all(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

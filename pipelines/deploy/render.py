@@ -3,12 +3,13 @@
 written = write(deployment, Path("deploy-mine"), overwrite=False)    # {"job.sbatch": ..., "settings.yaml": ...}
 """
 
-import json
+import math
 import re
 import shlex
 from importlib.metadata import version
 from pathlib import Path
 
+import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 import raystride
@@ -34,7 +35,7 @@ def rendered(deployment: Deployment) -> dict[str, str]:
         keep_trailing_newline=True,
         autoescape=False,  # noqa: S701 - YAML and shell, not HTML: see the filters
     )
-    environment.filters |= {"sh": _for_shell, "yaml": json.dumps}
+    environment.filters |= {"sh": _for_shell, "yaml": _for_yaml}
     values = {name: getattr(deployment, name) for name in dir(deployment) if not name.startswith("_")}
     values |= {"version": raystride.__version__, "ray_version": version("ray")}
     files = {SETTINGS.get(deployment.kind, "settings.yaml"): deployment.settings}
@@ -51,6 +52,11 @@ def rendered(deployment: Deployment) -> dict[str, str]:
 
 def _for_shell(value: object) -> str:
     return shlex.quote(str(value))
+
+
+def _for_yaml(value: object) -> str:
+    """Returns a text, or a list of texts, as YAML on one line, in quotes: bare, `on`, `1e3` and `null` are no texts."""
+    return yaml.safe_dump(value, default_style='"', default_flow_style=True, allow_unicode=True, width=math.inf).rstrip("\n")
 
 
 def write(files: dict[str, str], folder: Path, *, overwrite: bool) -> None:

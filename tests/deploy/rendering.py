@@ -12,20 +12,24 @@ from raystride.pipelines.config import Config
 from raystride.pipelines.config.deploy import Deploy
 from raystride.pipelines.config.parse import configured
 from raystride.pipelines.deploy.overlays import Document, built
-from raystride.pipelines.deploy.plan import Kind, find_place, plan
+from raystride.pipelines.deploy.plan import Deployment, Kind, find_place, plan
 from raystride.pipelines.deploy.render import rendered
 
 
-def rendered_for(
+def rendered_for(kind: Kind, place: str, **changes: Any) -> dict[str, str]:
+    """Every file by its path, of what `plan_for` plans."""
+    return rendered(plan_for(kind, place, **changes))
+
+
+def plan_for(
     kind: Kind, place: str, nodes: int = 2, gpus: int = 0, preset: Any = "lm_124m", run: str = "mine", **changes: Any
-) -> dict[str, str]:
-    """Every file by its path; `preset` may be settings; changes are of the place, those of its sections as mappings."""
+) -> Deployment:
+    """Returns a plan; `preset` may be settings; changes are of the place, those of its sections as mappings."""
     described = find_place(place)
     for name, value in changes.items():
         value = replace(getattr(described, name), **value) if isinstance(value, dict) else value
         described = replace(described, **{name: value})
-    deployment = plan(kind, Deploy(nodes=nodes, gpus_per_node=gpus), described, configured(Config, preset, {"run": run}))
-    return rendered(deployment)
+    return plan(kind, Deploy(nodes=nodes, gpus_per_node=gpus), described, configured(Config, preset, {"run": run}))
 
 
 def ray_object(files: dict[str, str], folder: str) -> Document:

@@ -1,5 +1,7 @@
 """What `raystride deploy launcher` and `sky` write is what Ray's launcher and SkyPilot know, whatever the place."""
 
+import re
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from raystride.pipelines.deploy.validate import look_at_files
 from raystride.ray_jobs import deploy
 from tests.deploy.rendering import rendered_for
 from tests.errors import rejected
+from tests.waiting import wait_until
 
 SSH: dict[str, Any] = {"place": "machines_by_ssh", "cloud": {"hosts": ("10.0.0.1", "10.0.0.2", "10.0.0.3")}}
 LAUNCHED: dict[str, dict[str, Any]] = {
@@ -91,7 +94,7 @@ def test_nodes_of_a_task_start_the_head_or_join_it(tmp_path: Path) -> None:
     (tmp_path / "node.sh").write_text(files["node.sh"])
     programs = tmp_path / "raystride-venv" / "bin"
     programs.mkdir(parents=True)
-    for name in ("ray", "python", "raystride", "pkill"):
+    for name in ("ray", "python", "raystride"):
         (programs / name).write_text(f'#!/bin/sh\necho "{name} $*"\n[ "$1" != health-check ]\n')
         (programs / name).chmod(0o755)
     said = []
@@ -100,11 +103,34 @@ def test_nodes_of_a_task_start_the_head_or_join_it(tmp_path: Path) -> None:
         variables |= {"HOME": str(tmp_path), "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
         done = subprocess.run(["bash", "node.sh"], cwd=tmp_path, env=variables, capture_output=True, text=True, check=True)
         said.append(done.stdout)
-    assert "ray start --head --port=6479" in said[0]
+    (port,) = re.findall(r"ray start --head --port=(\d+)", said[0])
+    assert 20000 <= int(port) < 32768  # below what systems give away
     assert "--node-ip-address=10.0.0.1" in said[0]
     assert "raystride train --config settings.yaml" in said[0]
-    assert "ray start --address=10.0.0.1:6479 --node-ip-address=10.0.0.2" in said[1]
+    assert f"ray start --address=10.0.0.1:{port} --node-ip-address=10.0.0.2" in said[1]
     assert "raystride train" not in said[1]
+    folders = [re.findall(r"--temp-dir=(\S+)", text) for text in said]
+    assert all(f"own_ray {folder}" in text for text, (folder,) in zip(said, folders, strict=True))
+    assert folders[0] != folders[1]
+
+
+def test_a_stop_request_reaches_the_job_of_a_task(tmp_path: Path) -> None:
+    """The script in the background of a shell, as SkyPilot starts it: there bash has what it starts ignore SIGINT."""
+    (tmp_path / "node.sh").write_text(rendered_for("sky", **SKY["gpu"])["node.sh"])
+    programs = tmp_path / "raystride-venv" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("ray", "python"):
+        (programs / name).write_text("#!/bin/sh\n")
+    (programs / "raystride").write_text(
+        "#!/bin/bash\ntrap 'exit 143' TERM\necho begun > begun\nwhile :; do sleep 0.1; done\n"
+    )
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    variables = {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "10.0.0.1", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    node = subprocess.Popen(["bash", "node.sh"], cwd=tmp_path, env=variables)
+    wait_until((tmp_path / "begun").exists, "the job")
+    node.send_signal(signal.SIGTERM)
+    assert node.wait() == 143
 
 
 def test_too_few_machines_by_ssh_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

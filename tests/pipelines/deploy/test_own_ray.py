@@ -6,7 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -32,20 +34,32 @@ def _environment(process: psutil.Process) -> dict[str, str]:
         return {}
 
 
+@pytest.fixture
+def folders(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The temporary folders that are made during the test."""
+    made: list[Path] = []
+    make = tempfile.mkdtemp
+
+    def make_and_note(*args: Any, **options: Any) -> str:
+        made.append(Path(make(*args, **options)))
+        return str(made[-1])
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_and_note)
+    return made
+
+
 @pytest.mark.long
-def test_a_start_that_fails_says_why_in_rays_words_and_leaves_nothing() -> None:
-    before = set(Path("/tmp").glob("rs-*"))
+def test_a_start_that_fails_says_why_in_rays_words_and_leaves_nothing(folders: list[Path]) -> None:
     with (
         pytest.raises(CannotRun, match=r"(?s)exit code 1 .*must be nonnegative") as raised,
         OwnRay.head(address_towards("127.0.0.1"), cpus=-5, environment=TOKEN),
     ):
         pass
     assert raised.value.host == socket.gethostname() in str(raised.value)
-    assert set(Path("/tmp").glob("rs-*")) <= before
+    assert [folder.exists() for folder in folders] == [False]
 
 
-def test_a_certificate_that_cannot_be_written_is_told_in_one_line_and_leaves_nothing() -> None:
-    before = set(Path("/tmp").glob("rs-*"))
+def test_a_certificate_that_cannot_be_written_is_told_in_one_line_and_leaves_nothing(folders: list[Path]) -> None:
     too_long = TOKEN | {AUTHORITY_VARIABLE: json.dumps({"x" * 300: ""})}
     with (
         pytest.raises(CannotRun, match=r"certificate .*File name too long") as raised,
@@ -53,7 +67,7 @@ def test_a_certificate_that_cannot_be_written_is_told_in_one_line_and_leaves_not
     ):
         pass
     assert raised.value.host == socket.gethostname() in str(raised.value)
-    assert set(Path("/tmp").glob("rs-*")) <= before
+    assert [folder.exists() for folder in folders] == [False]
 
 
 @pytest.mark.long
@@ -94,3 +108,16 @@ def test_nothing_is_ended_that_has_another_mark(tmp_path: Path) -> None:
 @given(st.integers(1, 20))
 def test_free_ports_are_different_ones(count: int) -> None:
     assert len(set(free_ports(count))) == count
+
+
+def test_a_script_ends_what_carries_its_mark_and_nothing_else(tmp_path: Path) -> None:
+    own = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: str(tmp_path)})
+    other = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: f"{tmp_path}-other"})
+    try:
+        subprocess.run([sys.executable, "-m", "raystride.pipelines.deploy.own_ray", str(tmp_path)], check=True)
+        assert own.wait() == -signal.SIGKILL
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+    assert not tmp_path.exists()
