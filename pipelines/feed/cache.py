@@ -13,7 +13,6 @@ import errno
 import os
 import queue
 import shutil
-import socket
 import threading
 import time
 import weakref
@@ -274,17 +273,12 @@ def node_cache(config: Config, clock: str = "", said: Callable[[str], None] = la
 
 
 def cache_folder() -> Path:
-    """Where this node's cache lies: in `$RAYSTRIDE_CACHE` below its host's name, since nodes may share that disk.
-
-    Each would else take the others' pieces for those from before a start of the machine. What hosts left there that have
-    not come again for long goes.
-    """
-    if not os.environ.get(PLACE):
-        return node_folder()
-    shared, host = node_folder(), socket.gethostname()
-    for database in shared.glob(f"*/{DATABASE}"):
-        with suppress(OSError):
-            newest = max(each.stat().st_mtime for each in database.parent.glob(f"{DATABASE}*"))
-            if database.parent.name != host and time.time() - newest > GONE_S:
-                shutil.rmtree(database.parent, ignore_errors=True)
-    return shared / host
+    """Returns where this node's cache lies. On a disk that nodes share, what others have not used for long is removed."""
+    own = node_folder()
+    if os.environ.get(PLACE):
+        for database in own.parent.glob(f"*/{DATABASE}"):
+            with suppress(OSError):
+                newest = max(each.stat().st_mtime for each in database.parent.glob(f"{DATABASE}*"))
+                if database.parent != own and time.time() - newest > GONE_S:
+                    shutil.rmtree(database.parent, ignore_errors=True)
+    return own

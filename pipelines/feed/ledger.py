@@ -29,6 +29,8 @@ from raystride.pipelines.feed.victims import Victim, Victims
 from raystride.pipelines.locks import locked
 
 DATABASE, PIECES, READERS = "ledger-1.sqlite", "pieces", "readers"
+MARKER = "raystride-cache"
+"""A file that says whose folder this is."""
 BUSY_S = 60.0
 """Seconds that a transaction waits for another process's."""
 RESERVE = 512 << 20
@@ -69,6 +71,7 @@ class Ledger:
         self._root, self._most, self._lock = root, most_bytes, threading.Lock()
         self._pieces = str(root / PIECES)
         self._came: deque[tuple[bytes, int, float]] = deque()
+        _vouch_for(root)
         (root / READERS).mkdir(parents=True, exist_ok=True)
         # SQLite waits for nobody while a database is made, and this does.
         with locked(root / f"{DATABASE}.lock", BUSY_S):
@@ -333,6 +336,17 @@ def _forget(db: sqlite3.Connection, reader: int) -> None:
     db.execute("DELETE FROM files WHERE fetcher = ?", (reader,))
     db.execute("DELETE FROM readers WHERE id = ?", (reader,))
     db.execute("DELETE FROM clocks WHERE name NOT IN (SELECT clock FROM readers)")
+
+
+def _vouch_for(root: Path) -> None:
+    """Marks a folder as a cache's, whose files may be removed. Raises OSError if it holds somebody's files."""
+    marker = root / MARKER
+    if marker.exists():
+        return
+    if root.exists() and not (root / DATABASE).exists() and any(path.name != MARKER for path in root.iterdir()):
+        raise OSError(f"{root} holds files that are no cache's: name another place by $RAYSTRIDE_CACHE")
+    root.mkdir(parents=True, exist_ok=True)
+    marker.touch()
 
 
 def _free(place: Path) -> bool:

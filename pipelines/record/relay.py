@@ -11,20 +11,27 @@ go by themselves for a while. What the recorder gets twice by that it knows by i
 import atexit
 import copy
 import fcntl
+import math
 import os
 import pickle
 import queue
 import shutil
+import socket
+import struct
+import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from hashlib import blake2b
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from raystride.pipelines.node_folder import node_folder, open_private
+from raystride.pipelines.config import SettingError
+from raystride.pipelines.node_folder import open_private
 
 MOST_DIRECT = 64
 """Workers up to which each calls the recorder by itself."""
@@ -34,8 +41,8 @@ ANSWER_S = 25.0
 """How long an answer may take beyond that: longer than two calls of which each meets the recorder's limit."""
 ALONE_S = 60.0
 """How long a worker goes by itself when its leader has stood still."""
-LONGEST_PATH = 100
-"""Bytes of a socket's path that Linux takes."""
+MAX_FOLDER = 40
+"""Bytes of a temporary folder's path in which sockets may lie: Linux takes 107 of a socket's whole path."""
 TRIES = 20
 """Looks, a twentieth of a second apart, for a leader that is just beginning."""
 
@@ -59,7 +66,7 @@ class Relay:
 
     def __init__(self, tell: Callable[[list[Call]], list[Any]], token: str, world: int) -> None:
         self._tell, self._world = tell, world
-        self._folder = node_folder("-relays") / token
+        self._folder = _relays_folder() / blake2b(f"{token} {socket.gethostname()}".encode(), digest_size=8).hexdigest()
         self._place = str(self._folder / "socket")
         self._leads: queue.SimpleQueue[tuple[Call, int, Future[Any]]] | None = None
         self._lock = threading.Lock()
@@ -68,7 +75,7 @@ class Relay:
     def call(self, method: str, *arguments: Any) -> Any:
         """Has the recorder told, and gives its answer. Raises what the call raised, directly where no leader is found."""
         what: Call = (method, arguments)
-        if len(self._place.encode()) > LONGEST_PATH or time.monotonic() < self._alone_until:
+        if time.monotonic() < self._alone_until:
             return self._tell([what])[0]
         for _ in range(TRIES):
             if self._leads is not None:
@@ -76,7 +83,13 @@ class Relay:
             try:
                 return self._follow(what)
             except (FileNotFoundError, ConnectionRefusedError):
-                if not self._begin_to_lead():
+                try:
+                    began = self._begin_to_lead()
+                except (OSError, SettingError) as error:
+                    self._alone_until = math.inf
+                    warnings.warn(f"each of this node's workers calls the recorder by itself: {error}", stacklevel=2)
+                    break
+                if not began:
                     time.sleep(0.05)
             except LeaderStandsStill:
                 self._alone_until = time.monotonic() + ALONE_S
@@ -88,6 +101,8 @@ class Relay:
     def _follow(self, what: Call) -> Any:
         """Says it through the leader. Raises what it was answered, and OSError, LeaderStandsStill or LeaderDied."""
         with Client(self._place, "AF_UNIX") as connection:
+            if not _is_own(connection):
+                raise LeaderDied
             try:
                 connection.send((what, os.getpid()))
                 if not connection.poll(ANSWER_S + self._world / CALLS_A_SECOND):
@@ -146,6 +161,8 @@ class Relay:
     def _serve(self, connection: Connection) -> None:
         """Takes a call of another worker, and answers it."""
         with suppress(OSError, EOFError), connection:
+            if not _is_own(connection):  # before anything that it sends is unpickled
+                return
             what, process = connection.recv()
             try:
                 answer = self._lead(what, process).result(), False
@@ -171,6 +188,19 @@ class Relay:
                 continue
             for (_, _, future), answer in zip(batch, answers, strict=True):
                 future.set_result(answer)
+
+
+def _relays_folder() -> Path:
+    """Returns where this user's sockets lie: not in `$RAYSTRIDE_CACHE`, which may be long, or a disk of the network."""
+    temporary = tempfile.gettempdir()
+    return Path(temporary if len(os.fsencode(temporary)) <= MAX_FOLDER else "/tmp") / f"raystride-{os.getuid()}-relays"  # noqa: S108
+
+
+def _is_own(connection: Connection) -> bool:
+    """Whether a process of the same user is at the other end."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as peer:
+        _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return bool(user == os.getuid())
 
 
 def _clear(own: Path) -> None:

@@ -157,6 +157,16 @@ def test_the_default_place_is_the_node_s_and_the_user_s_alone(
     assert node_cache(Config()).root.parent == Path("~/elsewhere").expanduser()
 
 
+def test_a_folder_with_somebody_s_files_becomes_no_cache(far: Path, tmp_path: Path) -> None:
+    folder, kept = tmp_path / "folder", {"pieces/puzzle.jpg", "deadbeef"}
+    (folder / "pieces").mkdir(parents=True)
+    for name in kept:
+        (folder / name).write_text("mine")
+    with pytest.raises(OSError, match="no cache's: name another place by"):
+        _read(NodeCache(folder, 5 * SIZE), _piece(far, 1))
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == kept
+
+
 def test_hosts_that_share_a_disk_have_a_folder_each(far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYSTRIDE_CACHE", str(tmp_path))
     own: dict[str, NodeCache] = {}
@@ -164,7 +174,7 @@ def test_hosts_that_share_a_disk_have_a_folder_each(far: Path, tmp_path: Path, m
         monkeypatch.setattr("socket.gethostname", lambda name=host: name)
         own[host] = node_cache(Config())
         _read(own[host], _piece(far, 1))
-    for path in (tmp_path / "gone").glob(f"{DATABASE}*"):
+    for path in own["gone"].root.glob(f"{DATABASE}*"):
         os.utime(path, (1e9, 1e9))
     monkeypatch.setattr("socket.gethostname", lambda: "node2")
     assert node_cache(Config()).root == own["node2"].root

@@ -5,6 +5,7 @@ import signal
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,11 +61,11 @@ def _count(place: Path, name: str) -> int:
 
 
 @pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A short place, since a socket's path has room for a hundred bytes."""
+def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for the test's sockets, with a short name: a socket's path has room for a hundred bytes."""
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as place:
-        monkeypatch.setenv("RAYSTRIDE_CACHE", f"{place}/c")
-        yield f"{place}/c"
+        monkeypatch.setattr(relay, "_relays_folder", lambda: Path(place) / "relays")
+        yield Path(place) / "relays"
 
 
 @pytest.fixture
@@ -77,12 +78,14 @@ def recorder(storage: Folder, folder: Folder) -> Any:
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_all_is_recorded_once_and_in_order(killed: bool, recorder: Any, folder: Folder, tmp_path: Path, cache: str) -> None:
+def test_all_is_recorded_once_and_in_order(
+    killed: bool, recorder: Any, folder: Folder, tmp_path: Path, sockets: Path
+) -> None:
     token, place = uuid4().hex[:8], tmp_path
     processes = []
     for rank in range(WORKERS):
         arguments = rank, recorder, token, place, killed
-        processes.append(CONTEXT.Process(target=_start, args=(cache, *arguments)))
+        processes.append(CONTEXT.Process(target=_start, args=(sockets, *arguments)))
         processes[-1].start()
         if not rank:  # the first one leads
             wait_until(lambda: _count(place, "answered") == 1, "the leader")
@@ -107,8 +110,8 @@ def test_all_is_recorded_once_and_in_order(killed: bool, recorder: Any, folder: 
         assert calls[1:] == [0, 0, 0]
 
 
-def _start(cache: str, *arguments: Any) -> None:
-    os.environ["RAYSTRIDE_CACHE"] = cache
+def _start(sockets: Path, *arguments: Any) -> None:
+    relay._relays_folder = lambda: sockets
     _worker(*arguments)
 
 
@@ -142,8 +145,8 @@ def test_a_leader_that_stands_still_holds_nobody_up(monkeypatch: pytest.MonkeyPa
     goes_on.set()
 
 
-def test_what_a_killed_leader_left_is_cleared_by_the_next(cache: str) -> None:
-    left, young = (Path(f"{cache}-relays/{name}") for name in ("left", "young"))
+def test_what_a_killed_leader_left_is_cleared_by_the_next(sockets: Path) -> None:
+    left, young = (sockets / name for name in ("left", "young"))
     for folder in (left, young):
         folder.mkdir(parents=True)
         (folder / "lock").touch()
@@ -152,6 +155,29 @@ def test_what_a_killed_leader_left_is_cleared_by_the_next(cache: str) -> None:
     assert (left.exists(), young.exists()) == (False, True)
 
 
-def test_where_no_socket_can_be_each_goes_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAYSTRIDE_CACHE", "/tmp/" + "long" * 30)
-    assert Relay(lambda batch: [each for _, each in batch], "token", 80).call("heartbeat", 7) == (7,)
+@pytest.mark.parametrize("temporary", ["/tmp", "/scratch/" + "long" * 30])
+def test_sockets_lie_in_a_place_with_a_short_name(temporary: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(tempfile, "tempdir", temporary)
+    monkeypatch.setattr("socket.gethostname", lambda: "a-pod-with-the-longest-name-" + "0" * 35)
+    monkeypatch.setenv("RAYSTRIDE_CACHE", "/nowhere/" + "long" * 30)
+    assert len(Relay(lambda batch: [], f"{uuid4()}", 80)._place) < 100
+
+
+def test_where_no_socket_can_be_each_goes_by_itself_and_says_so_once(sockets: Path) -> None:
+    sockets.symlink_to("/tmp")
+    own = Relay(lambda batch: [each for _, each in batch], "token", 80)
+    with pytest.warns(UserWarning, match="by itself: .* is a link"):
+        assert own.call("heartbeat", 7) == (7,)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert own.call("heartbeat", 8) == (8,)
+
+
+def test_another_user_s_process_is_neither_heard_nor_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each side believes that the other one is somebody else's: the kernel says whose it is."""
+    leader, follower = (Relay(lambda batch, who=who: [who] * len(batch), "same", 80) for who in ("leader", "follower"))
+    assert leader.call("heartbeat", 0) == "leader"
+    other = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: other)
+    assert follower.call("heartbeat", 0) == "follower"
