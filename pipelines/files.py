@@ -13,7 +13,7 @@ import json
 import math
 import os
 import shutil
-import uuid
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 from raystride.pipelines.credentials import masked, note
 from raystride.pipelines.ranged_file import RangedFile
 from raystride.pipelines.retries import retried
-from raystride.pipelines.stores import Spill, address_below, client, split, whole_object
+from raystride.pipelines.stores import Spill, address_below, client, is_temporary, split, temporary_name, whole_object
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileInfo, FileSystem
@@ -230,7 +230,7 @@ class Folder:
         else:
             found = [info.base_name for info in self._listed(recursive=False)]
         # What is still being written, or was when its writer was killed, is not there yet.
-        return sorted(name for name in found if ".tmp-" not in name)
+        return sorted(name for name in found if not is_temporary(name))
 
     def sizes(self, *, temporary: bool = False) -> dict[str, int]:
         """Bytes of every file here and below, by path inside this folder, in one listing.
@@ -246,7 +246,7 @@ class Folder:
             inside = len(self._remote()[1]) + 1
             infos = self._listed(recursive=True)
             found = {info.path[inside:]: info.size or 0 for info in infos if info.type == FileType.File}
-        return {name: size for name, size in sorted(found.items()) if temporary or ".tmp-" not in name}
+        return {name: size for name, size in sorted(found.items()) if temporary or not is_temporary(name)}
 
     def _listed(self, *, recursive: bool) -> "list[FileInfo]":
         from pyarrow.fs import FileSelector
@@ -255,14 +255,14 @@ class Folder:
         return retried(lambda: system.get_file_info(FileSelector(path, allow_not_found=True, recursive=recursive)))
 
     def remove(self, name: str = "") -> None:
-        """Removes a file, or a folder with all it holds (this one, where no name is given), if there is one."""
+        """Removes a file, or a folder with all it holds (this one if no name is given), if there is one. Raises OSError."""
         retried(lambda: self._remove(name))
 
     def _remove(self, name: str) -> None:
         if self.local:
             target = self.local / name
             if target.is_dir() and not target.is_symlink():
-                shutil.rmtree(target, ignore_errors=True)
+                _remove_tree(target)
             else:
                 target.unlink(missing_ok=True)
             return
@@ -285,12 +285,12 @@ class Folder:
         if self.local:
             for path in self.local.rglob("*.tmp-*"):
                 with suppress(FileNotFoundError):
-                    if path.stat().st_mtime < before:
+                    if is_temporary(path.name) and path.stat().st_mtime < before:
                         path.unlink()
             return
         system, _ = self._remote()
         for info in self._listed(recursive=True):
-            if ".tmp-" in info.base_name and info.mtime_ns is not None and info.mtime_ns < before * 1e9:
+            if is_temporary(info.base_name) and info.mtime_ns is not None and info.mtime_ns < before * 1e9:
                 with suppress(FileNotFoundError):
                     system.delete_file(info.path)
 
@@ -337,7 +337,7 @@ def _local_sizes(folder: Path) -> dict[str, int]:
 @contextmanager
 def _local_writer(target: Path) -> Iterator[IO[bytes]]:
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f"{target.name}.tmp-{uuid.uuid4().hex[:8]}")
+    temporary = target.with_name(temporary_name(target.name))
     try:
         with temporary.open("wb") as stream:
             yield stream
@@ -358,3 +358,15 @@ def _fsync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _remove_tree(folder: Path) -> None:
+    """Removes a folder with all it holds. What is gone already, as another process may have removed it, is no error."""
+
+    def pass_over(function: object, path: str, raised: Any) -> None:
+        error = raised if isinstance(raised, BaseException) else raised[1]
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+    named: Any = {"onexc" if sys.version_info >= (3, 12) else "onerror": pass_over}
+    shutil.rmtree(folder, **named)

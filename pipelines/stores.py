@@ -35,8 +35,20 @@ _ENVIRONMENT = (
 )
 """What a client of S3 reads when it is made: with other values it is another client."""
 
+_TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{8}$")
+
 _kept: "dict[tuple[object, ...], tuple[FileSystem, str]]" = {}
 _making = threading.Lock()
+
+
+def temporary_name(name: str) -> str:
+    """Returns another name beside a file's, for what is still being written."""
+    return f"{name}.tmp-{secrets.token_hex(4)}"
+
+
+def is_temporary(name: str) -> bool:
+    """Whether `temporary_name` may have made a name."""
+    return _TEMPORARY.search(name) is not None
 
 
 def split(address: str) -> tuple[str, str]:
@@ -137,7 +149,7 @@ def whole_object(system: "FileSystem", path: str) -> "Iterator[IO[bytes]]":
         return
     with suppress(NotImplementedError):
         system.create_dir(os.path.dirname(path), recursive=True)
-    temporary = f"{path}.tmp-{secrets.token_hex(4)}"
+    temporary = temporary_name(path)
     try:
         with system.open_output_stream(temporary) as stream:
             yield stream

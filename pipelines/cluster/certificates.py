@@ -12,7 +12,7 @@ import ipaddress
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from shlex import quote
@@ -57,9 +57,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(f"results  {given.output}: folders for hosts, and {AUTHORITY_KEY}, which stays with you")
     for folder in made:
-        print(f"copy     scp -pr {quote(str(folder))} {quote(folder.name)}:{quote(given.at)}")
+        print(f"copy     {copy_command(folder, given.at)}")
     print(f"next     on each host: . {quote(f'{given.at}/{VARIABLES}')} && ray start ...")
     return 0
+
+
+def copy_command(folder: Path, at: str) -> str:
+    """Returns a shell command that copies what is in a host's folder to that host, over what an earlier time has left."""
+    host = folder.name
+    target = f"[{host}]" if ":" in host else host  # scp would take the colons of IPv6 for its own
+    return f"ssh {host} mkdir -p {quote(quote(at))} && scp -p {quote(str(folder))}/* {quote(f'{target}:{at}/')}"
+
+
+def days_left(environment: Mapping[str, str] = os.environ) -> float | None:
+    """Returns days until the certificate of this host's Ray ends; None if it has none, or it cannot be read."""
+    file = environment.get("RAY_TLS_SERVER_CERT")
+    if not file or environment.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+        return None
+    try:
+        found = x509.load_pem_x509_certificate(Path(file).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return (found.not_valid_after_utc - datetime.now(UTC)) / timedelta(days=1)
 
 
 def make_certificates(place: Path, hosts: Sequence[str], at: str, days: int) -> list[Path]:
@@ -149,8 +168,11 @@ def _make_host(
         .add_extension(x509.SubjectAlternativeName(known), critical=False)
         .sign(signer, hashes.SHA256())
     )
-    _write_key(folder / KEY, key)
-    (folder / CERTIFICATE).write_bytes(_pem(made))
+    # Both under their names at once, as far as files can: one without the other fits nothing.
+    _write_key(folder / f"{KEY}.new", key)
+    (folder / f"{CERTIFICATE}.new").write_bytes(_pem(made))
+    for name in (KEY, CERTIFICATE):
+        (folder / f"{name}.new").replace(folder / name)
     (folder / AUTHORITY).write_bytes(_pem(authority))
     lines = (f"export {name}={quote(value)}\n" for name, value in ray_variables(at).items())
     (folder / VARIABLES).write_text("".join(lines))

@@ -7,15 +7,23 @@ its name, from its newest checkpoint, when the lost driver's lease has run out (
 may live.
 """
 
+import logging
 import re
 import signal
 import threading
 import time
-from contextlib import suppress
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 NAMESPACE = "raystride"
 LOOK_S = 2.0
+MAX_REFUSALS = 3
+"""Answers in a row that the job is unknown, or that this actor may not ask, after which it asks no more."""
+MAX_SILENCE_S = 24 * 3600.0
+"""Seconds without any answer after which nobody will give one."""
+REFUSED = re.compile(r"status code (401|403|404)\b")
+"""In an error of Ray's client: an answer, where a head that starts again gives none, or one about itself."""
 AGAIN = re.compile(r"(?P<first>.*)-again-(?P<number>\d+)", re.DOTALL)
 LOST = ("JOB_SUPERVISOR_ACTOR_DIED", "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE")
 """What Ray says of a job whose supervisor, which runs beside the driver, is gone; nothing where both were on a lost head."""
@@ -75,12 +83,22 @@ class Resubmission:
     def _run(self) -> None:
         import ray
 
-        while True:
+        self._watch()
+        ray.kill(ray.get_runtime_context().current_actor)
+
+    def _watch(self) -> None:
+        """Looks at the job until there is nothing left to look at: it has ended, was deleted, or nobody answers for long."""
+        refusals, heard = 0, time.monotonic()
+        while refusals < MAX_REFUSALS and time.monotonic() - heard < MAX_SILENCE_S:
             time.sleep(LOOK_S)
-            with suppress(Exception):  # the head may be starting again: the next look will do
+            try:
                 if self._look():
-                    ray.kill(ray.get_runtime_context().current_actor)
                     return
+            except Exception as error:  # the head may be starting again, or the job be gone
+                refusals = refusals + 1 if REFUSED.search(str(error)) else 0
+                log.warning("job %s cannot be looked at: %s", self._submission, error)
+            else:
+                refusals, heard = 0, time.monotonic()
 
     def _look(self) -> bool:
         """Submits the job again where it was lost; whether there is nothing left to look at."""

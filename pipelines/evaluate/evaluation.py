@@ -94,8 +94,11 @@ def evaluate(
         raise DataError(f"--split {split}: {answered.skipped} documents were skipped and none is left; name other data")
     _join(work.folder, answered.files, folder)
     scored = _score(chosen, answered, read_table(folder), folder)
-    # Only now: until the scores are written, a killed evaluation goes on from the parts that were answered.
-    work.folder.remove()
+    try:
+        # Only now: until the scores are written, a killed evaluation goes on from the parts that were answered.
+        work.folder.remove()
+    except OSError as error:
+        echo(f"warning: {work.folder} is not needed any more, and could not be removed: {error}")
     return scored
 
 

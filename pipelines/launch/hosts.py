@@ -15,6 +15,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -35,6 +36,7 @@ LEAST_FREE_GIB = 1.0
 """Of the disk on which a host keeps copies of shards."""
 CLOCK_S = 5.0
 """A clock may be off by so much: leases are renewed far more rarely."""
+MIN_CERTIFICATE_DAYS = 30
 LOOKUP_S = 2.0
 """To look up an address may take so long: a server that does not answer is waited for 10 s, by every worker at its start."""
 
@@ -55,6 +57,8 @@ class HostSeen:
     """What its clock shows, in seconds since 1970."""
     versions: str = ""
     """Of Python, Ray, PyTorch and Raystride."""
+    certificate_days: float | None = None
+    """Days until the certificate ends by which its Ray talks TLS; None: it talks without, or the file cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,8 @@ class LookAtHost:
     carried: Carried
 
     def __call__(self) -> HostSeen:
+        from raystride.pipelines.cluster.certificates import days_left  # and what it is read with, which takes a while
+
         mark = uuid.uuid4().hex
         return HostSeen(
             storage=self._storage(mark),
@@ -77,6 +83,7 @@ class LookAtHost:
             free_gib=_free_gib(),
             now=time.time(),
             versions=_versions(),
+            certificate_days=days_left(),
         )
 
     def _storage(self, mark: str) -> str:
@@ -190,6 +197,8 @@ class HostsSeen:
         full = {node: f"{gib:.2f} GiB free" for node, gib in free.items() if gib < LEAST_FREE_GIB}
         apart = {node: found.why for node, found in links.items() if isinstance(found, NoAnswer)}
         apart |= {node: "; ".join(each.unreachable) for node, each in links.items() if isinstance(each, Links)}
+        ends = {node: found.certificate_days for node, found in self.answered.items() if found.certificate_days is not None}
+        soon = {node: f"ends in {max(days, 0):.0f} days" for node, days in ends.items() if days < MIN_CERTIFICATE_DAYS}
         slow = {node: each.lookup_s for node, each in links.items() if isinstance(each, Links) and each.lookup_s > LOOKUP_S}
         return [
             _check("clocks", wrong, f"none is off by {CLOCK_S:g} s", "have the hosts keep time, by chrony for instance"),
@@ -205,6 +214,12 @@ class HostsSeen:
                 "each reaches each other" if links else "one host",
                 "open the ports between the hosts; where an interface is not the one that they share, set "
                 "GLOO_SOCKET_IFNAME to that one's name before `ray start`",
+            ),
+            _check(
+                "certificates",
+                soon,
+                f"{min(ends.values()):.0f} days left at least" if ends else "none is used",
+                "run `raystride certificates` for these hosts again, copy what it says, and start Ray again there",
             ),
             _check(
                 "names",
@@ -249,7 +264,8 @@ def look_at_hosts(config: Config, storage: Folder, kept: Kept = NOTHING_KEPT) ->
         seen = ask_each_node(look, config.launch.timeout_s)
         asked, left = (began, time.time()), set(probe.names())
     finally:
-        probe.remove()
+        with suppress(OSError):  # where hosts write as other users their files may stay
+            probe.remove()
     wrote = {node: found.mark for node, found in seen.items() if isinstance(found, HostSeen) and not found.storage}
     return HostsSeen(storage, seen, frozenset(node for node, mark in wrote.items() if mark not in left), asked)
 

@@ -102,11 +102,12 @@ def prepare_source(
     folder.put_json(SPEED_FILE, summed(record.get("stages", {}) for record in records))
     manifest.save(folder)
     # Only an interrupted preparation needs what goes here, and the manifest ends that.
-    folder.remove("parts")
-    folder.remove(FACTS)
-    folder.remove(SIGNATURES)
-    folder.remove(FOUND)
-    folder.remove_temporary(before=started)
+    try:
+        for name in ("parts", FACTS, SIGNATURES, FOUND):
+            folder.remove(name)
+        folder.remove_temporary(before=started)
+    except OSError as error:
+        echo(f"warning: what an interrupted preparation would need is left in {folder}: {error}")
     _report(manifest, task, records, folder, time.monotonic() - began, echo)
     return Prepared(folder, manifest, reused=False)
 

@@ -1,11 +1,14 @@
 """The file-system layer: atomic, the same calls on a disk, on a remote store that fsspec reaches, and on a server of S3."""
 
 import csv
+import errno
 import io
 import json
 import math
 import os
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,9 +45,9 @@ def test_what_is_put_is_there(folder: Folder) -> None:
 def test_one_listing_has_all_sizes(folder: Folder) -> None:
     folder.put("a/b/c.txt", "hello")
     folder.put("a.txt", "x")
-    folder.put("d/.tmp-1", "x")
+    folder.put("d/e.tmp-0123abcd", "x")
     assert folder.sizes() == {"a.txt": 1, "a/b/c.txt": 5}
-    assert folder.sizes(temporary=True) == {"a.txt": 1, "a/b/c.txt": 5, "d/.tmp-1": 1}
+    assert folder.sizes(temporary=True) == {"a.txt": 1, "a/b/c.txt": 5, "d/e.tmp-0123abcd": 1}
     assert (folder / "a").sizes() == {"b/c.txt": 5}
     assert (folder / "none").sizes() == {}
 
@@ -63,6 +66,35 @@ def test_removing_takes_files_and_folders(folder: Folder) -> None:
     folder.remove("a")
     folder.remove("a")
     assert not folder.exists("a")
+
+
+def test_a_name_that_only_looks_temporary_is_listed_and_kept(folder: Folder) -> None:
+    folder.put("lr.tmp-1e-3/config.yaml", "x")
+    folder.put("left.tmp-0123abcd", "x")
+    assert folder.names() == ["lr.tmp-1e-3"]
+    assert folder.sizes() == {"lr.tmp-1e-3/config.yaml": 1}
+    folder.remove_temporary(before=time.time() + 60)
+    assert "lr.tmp-1e-3/config.yaml" in folder.sizes(temporary=True)
+
+
+def test_a_folder_that_cannot_be_removed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Folder(str(tmp_path))
+    own.put("a/b/c.txt", "x")
+
+    def refuse(path: str, **_: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    def leave_to_another(path: str, **options: Any) -> None:
+        unlink(path, **options)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+    unlink = os.unlink
+    monkeypatch.setattr(os, "unlink", refuse)
+    with pytest.raises(PermissionError):
+        own.remove("a")
+    monkeypatch.setattr(os, "unlink", leave_to_another)
+    own.remove("a")
+    assert not own.exists("a")
 
 
 @pytest.mark.parametrize("size", [4, PIECE + 1])

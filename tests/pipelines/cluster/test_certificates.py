@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from raystride.pipelines.cluster.certificates import BadCertificates, main, make_certificates
+from raystride.pipelines.cluster.certificates import (
+    BadCertificates,
+    copy_command,
+    days_left,
+    main,
+    make_certificates,
+    ray_variables,
+)
 
 
 def _server(folder: Path) -> ssl.SSLContext:
@@ -63,7 +70,7 @@ def test_hosts_of_one_authority_talk_and_others_do_not(tmp_path: Path) -> None:
 def test_a_hosts_folder_is_what_ray_asks_for_and_nobody_elses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = tmp_path / "new" / "tls"
     assert main(["10.0.0.1", "10.0.0.2", "--output", str(place), "--at", str(place / "10.0.0.2")]) == 0
-    assert "/10.0.0.1 10.0.0.1:" in capsys.readouterr().out
+    assert f"scp -p {place}/10.0.0.1/* 10.0.0.1:{place}/10.0.0.2/" in capsys.readouterr().out
     script = f". {place}/10.0.0.2/ray.env; env | grep -E '^RAY_(USE_)?TLS'"
     told = dict(line.split("=", 1) for line in subprocess.check_output(["sh", "-c", script], text=True).splitlines())
     assert told.pop("RAY_USE_TLS") == "1"
@@ -109,3 +116,34 @@ def test_an_authority_that_is_not_whole_is_not_replaced(tmp_path: Path) -> None:
         make_certificates(tmp_path, ["10.0.0.1"], "/etc/tls", 30)
     assert (raised.value.flag, raised.value.value) == ("output", tmp_path)
     assert not (tmp_path / "ca.key").exists()
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "fd00::1"])
+def test_the_copy_that_is_printed_replaces_what_is_there(host: str, tmp_path: Path) -> None:
+    """Run for real, with an ssh that runs its words here and an scp that copies to the path behind the host's colon."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "ssh").write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
+    strip = "${target#\\[*\\]:}" if ":" in host else "${target#*:}"
+    (programs / "scp").write_text(
+        f'#!/bin/bash\nargs=("$@")\ntarget="${{args[-1]}}"\nunset "args[-1]"\ncp "${{args[@]}}" "{strip}"\n'
+    )
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    there = tmp_path / "etc" / "it's here"
+    for _ in range(2):
+        (folder,) = make_certificates(tmp_path / "my tls", [host], str(there), 30)
+        command = copy_command(folder, str(there))
+        subprocess.run(["bash", "-c", command], env={"PATH": f"{programs}:/usr/bin:/bin"}, check=True)
+        assert (there / "host.pem").read_bytes() == (folder / "host.pem").read_bytes()
+        assert sorted(path.name for path in there.iterdir()) == ["ca.pem", "host.key", "host.pem", "ray.env"]
+
+
+def test_the_days_that_a_certificate_has_left_are_known_where_ray_talks_tls(tmp_path: Path) -> None:
+    (folder,) = make_certificates(tmp_path, ["10.0.0.1"], str(tmp_path / "10.0.0.1"), 20)
+    variables = ray_variables(str(folder))
+    assert days_left(variables) == pytest.approx(20, abs=0.1)
+    assert days_left(variables | {"RAY_USE_TLS": "0"}) is None
+    (folder / "host.pem").write_text("nothing")
+    assert days_left(variables) is None
+    assert days_left({}) is None

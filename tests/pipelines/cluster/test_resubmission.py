@@ -1,10 +1,18 @@
 """Which jobs are submitted again, and under which name; tests/cluster has real ones."""
 
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import version
+from typing import ClassVar
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystride.pipelines.cluster.resubmission import next_name, number_of, was_lost
+from raystride.pipelines.cluster import resubmission
+from raystride.pipelines.cluster.resubmission import Resubmission, next_name, number_of, was_lost
+from tests.ports import hold_port
 
 
 @given(st.text(max_size=20), st.integers(1, 20))
@@ -31,3 +39,48 @@ def test_names_tell_how_often_it_was(name: str, times: int) -> None:
 )
 def test_a_job_that_could_say_how_it_ended_was_not_lost(error_type: str | None, exit_code: int | None, lost: bool) -> None:
     assert was_lost(error_type, exit_code) is lost
+
+
+class Dashboard(BaseHTTPRequestHandler):
+    """Answers questions for a job with the statuses of a list, the last of them for ever."""
+
+    statuses: ClassVar[list[int]] = []
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        """Answers as Ray's dashboard does, as far as its client needs it."""
+        about = {"version": "4", "ray_version": version("ray"), "ray_commit": ""}
+        self.asked.append(self.path)
+        is_job = self.path.startswith("/api/jobs/")
+        status = (self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]) if is_job else 200
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps({} if is_job else about).encode())
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+
+@pytest.mark.parametrize(("statuses", "looks"), [([404], 3), ([401], 3), ([404, 500, 404, 404, 503, 404], 8)])
+def test_a_job_that_was_deleted_is_not_looked_at_for_ever(
+    statuses: list[int], looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resubmission, "LOOK_S", 0.0)
+    monkeypatch.setattr(Dashboard, "statuses", list(statuses))
+    monkeypatch.setattr(Dashboard, "asked", [])
+    with ThreadingHTTPServer(("127.0.0.1", 0), Dashboard) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        watch = object.__new__(Resubmission)
+        watch._dashboard, watch._submission = f"http://127.0.0.1:{server.server_port}", "raysubmit_gone"
+        watch._watch()
+        server.shutdown()
+    assert len([path for path in Dashboard.asked if path.startswith("/api/jobs/")]) == looks
+
+
+def test_a_head_that_never_answers_is_not_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resubmission, "LOOK_S", 0.0)
+    monkeypatch.setattr(resubmission, "MAX_SILENCE_S", 0.5)
+    watch = object.__new__(Resubmission)
+    with hold_port() as port:
+        watch._dashboard, watch._submission = f"http://127.0.0.1:{port}", "raysubmit_gone"
+        watch._watch()

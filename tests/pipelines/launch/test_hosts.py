@@ -52,9 +52,10 @@ def test_a_clock_that_is_wrong_is_told_by_how_much_at_least(ahead: float, words:
 
 
 def test_a_full_disk_a_closed_way_and_a_silent_name_server_are_told() -> None:
-    hosts = _found(replace(FINE, free_gib=0.25), FINE)
+    hosts = _found(replace(FINE, free_gib=0.25, certificate_days=300.0), replace(FINE, certificate_days=29.4))
     links = {ONE: Links("docker0", ("h2: 10.0.0.2 timed out",)), TWO: Links("eth0", (), "h1", 11.0, lookup_s=10.01)}
-    disk, network, names = failing(hosts.more_checks(links))
+    disk, network, certificate, names = failing(hosts.more_checks(links))
+    assert "h2 (10.0.0.2): ends in 29 days" in certificate
     assert "h1 (10.0.0.1): 0.25 GiB free" in disk
     assert "h1 (10.0.0.1): h2: 10.0.0.2 timed out" in network
     assert "GLOO_SOCKET_IFNAME" in network
