@@ -22,8 +22,6 @@ MAX_REFUSALS = 3
 """Answers in a row that the job is unknown, or that this actor may not ask, after which it asks no more."""
 MAX_SILENCE_S = 24 * 3600.0
 """Seconds without any answer after which nobody will give one."""
-REFUSED = re.compile(r"status code (401|403|404)\b")
-"""In an error of Ray's client: an answer, where a head that starts again gives none, or one about itself."""
 AGAIN = re.compile(r"(?P<first>.*)-again-(?P<number>\d+)", re.DOTALL)
 LOST = ("JOB_SUPERVISOR_ACTOR_DIED", "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE")
 """What Ray says of a job whose supervisor, which runs beside the driver, is gone; nothing where both were on a lost head."""
@@ -95,7 +93,7 @@ class Resubmission:
                 if self._look():
                     return
             except Exception as error:  # the head may be starting again, or the job be gone
-                refusals = refusals + 1 if REFUSED.search(str(error)) else 0
+                refusals = refusals + 1 if _is_refusal(error) else 0
                 log.warning("job %s cannot be looked at: %s", self._submission, error)
             else:
                 refusals, heard = 0, time.monotonic()
@@ -118,6 +116,13 @@ class Resubmission:
             runtime_env, metadata = _given(job.runtime_env or {}), _given(job.metadata or {})
             client.submit_job(entrypoint=job.entrypoint, submission_id=again, runtime_env=runtime_env, metadata=metadata)
         return True
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether Ray's client was told that there is no such job, or that it may not ask, as no head does that starts again."""
+    from ray.exceptions import AuthenticationError
+
+    return isinstance(error, AuthenticationError) or "status code 404" in str(error)
 
 
 def _is_there(node_id: str | None) -> bool:
