@@ -98,6 +98,7 @@ def test_they_train_together_although_each_is_called_loopback(cluster: RayHosts)
     assert found["parameters_sha256"] == _summary(cluster, "alone")["parameters_sha256"]
 
 
+@pytest.mark.weekly
 def test_a_job_is_stopped_and_goes_on_with_its_record_on_a_server_elsewhere(cluster: RayHosts) -> None:
     user, storage = _user(cluster), cluster.folder / "runs"
     server = user.start(
@@ -198,6 +199,7 @@ def test_a_run_leaves_a_host_that_is_about_to_be_taken_away_and_loses_no_step(cl
     cluster.restart(next(number for number, host in enumerate(cluster.hosts.all) if host.address == taken))
 
 
+@pytest.mark.weekly
 def test_an_interface_that_hosts_do_not_share_is_named_at_once(cluster: RayHosts) -> None:
     """docker0 has an address that is reached from nowhere, and a user, or an image, has named it."""
     other = cluster.hosts[1]
@@ -258,6 +260,7 @@ def test_workers_that_wait_for_data_are_stopped_and_go_on_as_more_of_them(cluste
     assert found["parameters_sha256"] == _summary(cluster, "grown")["parameters_sha256"]
 
 
+@pytest.mark.weekly
 def test_a_preparation_outlives_a_host_and_makes_the_same_shards(cluster: RayHosts) -> None:
     """The last but one of this file: the host stays away."""
     flags, gate = _gated(cluster, "shards")

@@ -218,6 +218,7 @@ def _wait_for(file: Path, job: subprocess.Popen[str]) -> None:
     raise AssertionError(f"{file} did not come")
 
 
+@pytest.mark.weekly
 @_for_real
 def test_a_run_in_containers_survives_the_loss_of_one(engine: Engine, image: str, cluster: Cluster, tmp_path: Path) -> None:
     alone = tmp_path / "alone"

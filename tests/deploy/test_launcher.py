@@ -64,6 +64,7 @@ def _ray(machines: SshHosts, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.weekly
 def test_two_machines_train_together_and_are_left_as_they_were(machines: SshHosts) -> None:
     before = {*Path("/tmp").glob("ray_ssh_*/*")}
     _written(machines)

@@ -130,6 +130,7 @@ def test_two_jobs_on_the_same_nodes_do_not_meet_and_a_cancelled_one_saves(slurm:
         assert "rs-" not in host.run("ls", "/tmp").stdout
 
 
+@pytest.mark.weekly
 def test_a_start_that_fails_names_node_and_cause_and_is_no_success(slurm: Slurm) -> None:
     broken, written = slurm.hosts[2], _written(slurm, "broken", 10)
     broken.run("mount", "-o", "remount,ro", "/tmp")
@@ -143,6 +144,7 @@ def test_a_start_that_fails_names_node_and_cause_and_is_no_success(slurm: Slurm)
     assert "Read-only file system" in _log(written)
 
 
+@pytest.mark.weekly
 def test_the_jobs_of_an_array_measure_one_sweep_between_them(slurm: Slurm) -> None:
     text = slurm.folder / "text.txt" if (slurm.folder / "text.txt").exists() else write_text(slurm.folder)
     sweep = {"space": {"train.slot_size": [2, 4]}, "warmup_steps": 2, "window_steps": 2, "windows": 2, "least_windows": 1}

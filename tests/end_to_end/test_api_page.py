@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.weekly
 @pytest.mark.long
 def test_the_page_runs(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "api.md").read_text()

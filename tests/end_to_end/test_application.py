@@ -95,7 +95,7 @@ if __name__ == "__main__":
     [
         pytest.param("inline", ALONE, id="inline"),
         pytest.param("ray", ALONE, id="ray", marks=pytest.mark.weekly),
-        pytest.param("ray", JOINED, id="joined"),
+        pytest.param("ray", JOINED, id="joined", marks=pytest.mark.weekly),
     ],
 )
 def test_in_its_threads_and_beside_its_handlers(tmp_path: Path, mode: str, program: str) -> None:

@@ -74,6 +74,7 @@ def _shell(script: str, place: Path, variables: dict[str, str]) -> Iterator[subp
         process.communicate()
 
 
+@pytest.mark.weekly
 @pytest.mark.long
 def test_the_walk_leads_to_a_served_model(tmp_path: Path) -> None:
     pytest.importorskip("openai")

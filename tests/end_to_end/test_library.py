@@ -54,6 +54,7 @@ def test_by_api(site: Path, project: Path, mode: str, workers: int) -> None:
     assert said == ""  # a library does not print
 
 
+@pytest.mark.weekly
 def test_by_command_with_a_file_as_plug_in(site: Path, project: Path) -> None:
     (project / "settings.yaml").write_text("plugins: [my_project/extras.py]\n" + SETTINGS)
     job = ["-m", "raystride"]

@@ -255,6 +255,7 @@ def test_a_wrong_password_is_named_costs_nothing_and_is_made_good_once(
         assert not _holding(word, tmp_path, server.folder)
 
 
+@pytest.mark.weekly
 def test_a_training_on_ray_writes_once_and_its_workers_hold_no_login(
     config: Config, server: Server, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

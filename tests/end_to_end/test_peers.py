@@ -90,6 +90,7 @@ def test_figures_of_a_training_come_from_its_events() -> None:
     assert done.last_loss() == 1.9
 
 
+@pytest.mark.weekly
 @pytest.mark.long
 def test_a_training_is_watched_and_a_peer_that_cannot_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text, file = tmp_path / "text.txt", tmp_path / "results.json"

@@ -159,6 +159,7 @@ def test_a_stopped_job_is_saved_and_resumed_by_its_name(head: Head, config: Conf
     assert [line.split()[0] for line in said.rstrip().splitlines()[-3:]] == ["results", "mlflow", "next"]
 
 
+@pytest.mark.weekly
 def test_a_driver_joins_only_the_cluster_that_it_is_told_of(head: Head, config: Config) -> None:
     joined = run_well("check", config, "--launch.address", head.gcs, env=head.env)
     assert f"CPU: 2 asked, {CPUS} there" in joined.out

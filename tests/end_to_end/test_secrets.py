@@ -177,6 +177,7 @@ def test_an_inline_run_and_what_is_made_of_it_hold_no_secret(
     assert not _leaks(tmp_path, tracking[1])
 
 
+@pytest.mark.weekly
 @pytest.mark.long
 def test_a_run_that_fails_says_none(config: Config, tmp_path: Path, tracking: tuple[str, Path]) -> None:
     away = replace(config, record=replace(config.record, mlflow_uri=f"http://me:{PASSWORD}@127.0.0.1:9"))

@@ -106,6 +106,7 @@ def test_a_killed_driver_takes_its_mlflow_process_along(calm: tuple[Config, dict
     process.wait(60)
 
 
+@pytest.mark.weekly
 @pytest.mark.long
 def test_a_killed_mlflow_process_costs_nothing(calm: tuple[Config, dict[str, Any]]) -> None:
     config, whole = calm

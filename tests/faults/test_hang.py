@@ -100,6 +100,7 @@ def test_a_stopped_worker_is_found_out_with_one_restart_and_without(tmp_path: Pa
     assert audit(folder / "checkpoints").samples == calm["samples_seen"]
 
 
+@pytest.mark.long
 def test_an_inline_training_that_hangs_is_left(tmp_path: Path) -> None:
     config = tiny(
         write_text(tmp_path),

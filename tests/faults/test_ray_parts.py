@@ -66,6 +66,7 @@ def test_a_killed_recorder_costs_nothing(calm: tuple[Config, dict[str, Any]]) ->
     assert [entry["step"] for entry in measured if "train_loss" in entry["values"]] == list(range(20, STEPS + 1, 20))
 
 
+@pytest.mark.weekly
 def test_a_killed_controller_and_then_a_killed_driver(calm: tuple[Config, dict[str, Any]]) -> None:
     config, whole = calm
     driver = _start(config, "headless")

@@ -76,8 +76,8 @@ def _latin(config: Config) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("run", "unshown"),
     [
-        (_reader_leaves, True),
-        pytest.param(_device_is_full, True, marks=pytest.mark.long),
+        pytest.param(_reader_leaves, True, marks=pytest.mark.long),
+        pytest.param(_device_is_full, True, marks=[pytest.mark.long, pytest.mark.weekly]),
         pytest.param(_both_are_closed, True, marks=pytest.mark.long),
         pytest.param(_latin, False, marks=pytest.mark.long),
     ],
@@ -95,6 +95,7 @@ def test_a_screen_that_fails_ends_no_training(
     assert ("results  " in log.partition(UNSHOWN)[2]) == unshown
 
 
+@pytest.mark.long
 def test_a_terminal_that_goes_away_saves_the_run(config: Config) -> None:
     """Its processes get a SIGHUP, and what they write fails with EIO, as in a pseudo-terminal whose master is closed."""
     master, slave = os.openpty()
@@ -121,6 +122,7 @@ def _read_until_step(master: int) -> None:
     wait_until(has_begun, lambda: f"a step: {seen[-2000:]!r}")
 
 
+@pytest.mark.weekly
 @pytest.mark.long
 def test_a_sighup_that_nohup_has_ignored_ends_nothing(config: Config) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)

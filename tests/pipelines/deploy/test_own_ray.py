@@ -70,6 +70,7 @@ def test_a_certificate_that_cannot_be_written_is_told_in_one_line_and_leaves_not
     assert [folder.exists() for folder in folders] == [False]
 
 
+@pytest.mark.weekly
 @pytest.mark.long
 def test_two_of_them_do_not_meet_and_survive_what_a_batch_system_sends_to_all() -> None:
     host = address_towards("127.0.0.1")

@@ -126,6 +126,7 @@ def test_a_training_that_is_faster_waits_and_says_so(source: Path, tmp_path: Pat
     assert training.same(undisturbed)
 
 
+@pytest.mark.long
 def test_a_stop_that_all_processes_hear_is_heeded_by_the_training(source: Path, tmp_path: Path) -> None:
     """As a terminal sends ^C, and Ray and batch systems SIGTERM."""
     training = Training(source, tmp_path)
@@ -139,6 +140,7 @@ def test_a_stop_that_all_processes_hear_is_heeded_by_the_training(source: Path, 
     assert not preparing.is_running()
 
 
+@pytest.mark.long
 def test_a_training_whose_time_is_over_while_it_waits_ends(source: Path, tmp_path: Path) -> None:
     """On a clock that stands at its beginning plus a day once it waits."""
     late, plugin = tmp_path / "late", tmp_path / "clock.py"
@@ -157,7 +159,7 @@ def test_a_training_whose_time_is_over_while_it_waits_ends(source: Path, tmp_pat
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("victim", ["preparation", "training"])
+@pytest.mark.parametrize("victim", [pytest.param("preparation", marks=pytest.mark.weekly), "training"])
 def test_what_is_killed_goes_on_to_the_same_bits(
     source: Path, tmp_path: Path, undisturbed: dict[str, Any], victim: str
 ) -> None:

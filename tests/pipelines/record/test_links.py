@@ -52,6 +52,7 @@ def test_a_comparison_needs_two_runs_on_one_server() -> None:
     assert comparison_link([mark("a"), mark("b", "https://other.example")]) is None
 
 
+@pytest.mark.weekly
 @pytest.mark.long
 def test_mlflow_has_the_table_and_a_description_that_a_person_may_replace(
     storage: Folder, capsys: pytest.CaptureFixture[str]

@@ -36,6 +36,7 @@ def _policies(process: int) -> set[int]:
     return {os.sched_getscheduler(int(thread)) for thread in os.listdir(f"/proc/{process}/task")}
 
 
+@pytest.mark.long
 def test_what_it_logs_is_in_mlflow_also_after_its_death(log: MlflowProcess, storage: Folder, folder: Folder) -> None:
     log.connect()
     assert log.log([new_entry("metrics", {"train_loss": 0.5}, step=3, time=1e9)]) == []

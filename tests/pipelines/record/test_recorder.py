@@ -170,6 +170,7 @@ def test_the_journal_has_no_secret_that_this_process_knows(
     assert "hunter22x" not in written
 
 
+@pytest.mark.long
 def test_mlflow_gets_points_with_their_own_times_and_shows_what_broke(
     record: MakeRecorder, folder: Folder, storage: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
