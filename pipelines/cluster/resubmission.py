@@ -2,17 +2,20 @@
 
     if watch_over_job("http://head:8265", "raysubmit_x", times=3): ...   # in the driver of a submitted job
 
-The job's own end, however it came, is no loss: only that nobody is left who could say so, or a SIGKILL. The run goes on by
-its name, from its newest checkpoint, when the lost driver's lease has run out (`launch.owner`): where its network was cut it
-may live.
+The job's own end, however it came, is no loss: only that nobody is left who could say so, a SIGKILL, or that its driver was
+cut off from the cluster. The run goes on by its name, from its newest checkpoint, once the former driver has given it up
+(`cluster.isolation`) or its lease has run out (`launch.owner`).
 """
 
 import logging
+import os
 import re
 import signal
 import threading
 import time
 from typing import Any
+
+from raystride.pipelines.cluster.internals import submission_id
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +26,8 @@ MAX_REFUSALS = 3
 MAX_SILENCE_S = 24 * 3600.0
 """Seconds without any answer after which nobody will give one."""
 AGAIN = re.compile(r"(?P<first>.*)-again-(?P<number>\d+)", re.DOTALL)
+ISOLATED = os.EX_TEMPFAIL
+"""Exit code of a driver that was cut off from its cluster, and gave its run up."""
 LOST = ("JOB_SUPERVISOR_ACTOR_DIED", "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE")
 """What Ray says of a job whose supervisor, which runs beside the driver, is gone; nothing where both were on a lost head."""
 
@@ -62,9 +67,14 @@ def next_name(submission: str) -> str:
     return f"{found['first'] if found else submission}-again-{number_of(submission) + 1}"
 
 
+def was_submitted_again() -> bool:
+    """Whether this process is a job that was submitted again, whose former driver may live yet."""
+    return number_of(submission_id() or "") > 0
+
+
 def was_lost(error_type: str | None, exit_code: int | None) -> bool:
-    """Whether a job that failed did so without a word of its own."""
-    return error_type in LOST or exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL)
+    """Whether a job that failed did so without a word of its own, or since its driver was cut off."""
+    return error_type in LOST or exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL, ISOLATED)
 
 
 class Resubmission:

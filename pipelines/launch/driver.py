@@ -21,7 +21,7 @@ from raystride.pipelines.cluster.cluster import ask_a_node, cluster, several_nod
 from raystride.pipelines.cluster.internals import submission_id
 from raystride.pipelines.cluster.places import PlacesWatch
 from raystride.pipelines.cluster.resources import Resources, Share
-from raystride.pipelines.cluster.resubmission import watch_over_job
+from raystride.pipelines.cluster.resubmission import was_submitted_again, watch_over_job
 from raystride.pipelines.commands import of_storage, pasted, program
 from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.combinations import DECODERS
@@ -134,7 +134,7 @@ def train(
     check_data(config, storage, build_task(config), kept)
     attempt, told = new_attempt(), metadata_of(str(config.run), str(storage), config.record.mlflow)
     with (
-        Ownership.take(folder, attempt, screen.line) as mine,
+        Ownership.take(folder, attempt, screen.line, wait=was_submitted_again()) as mine,
         cluster(config.launch, told) as dashboard,
         JobPage(told, folder) as page,
         ExitStack() as until_end,
@@ -152,6 +152,7 @@ def train(
             config=config,
             run=str(config.run),
             attempt=attempt,
+            term=mine.owner.term,
             folder=folder,
             prepared=prepared.folder,
             device=share.device,
@@ -166,7 +167,9 @@ def train(
         write_settings(folder, attempt, settled(config), environment)
         all_tags = _tags(environment, config, share) | _ray_tags(dashboard) | dict(tags or {})
         _show_pages(folder, all_tags, screen)
-        page.end(summary := _conduct(job, share, storage, all_tags, Beside(screen, watcher or page, mine.check)))
+        page.end(
+            summary := _conduct(job, share, storage, all_tags, Beside(screen, watcher or page, mine.check, mine.give_up))
+        )
         return summary
 
 
@@ -338,6 +341,7 @@ def _conduct(job: Job, share: Share, storage: Folder, tags: dict[str, str], besi
     if job.config.launch.mode == "inline":
         inline = InlineRecorder(**arguments)
         return conduct(job, inline, partial(train_inline, job, inline), beside)
+    from raystride.pipelines.cluster.isolation import IsolationWatch
     from raystride.pipelines.cluster.recorder_handle import RecorderHandle
     from raystride.pipelines.cluster.trainer import train_on_ray
 
@@ -345,7 +349,9 @@ def _conduct(job: Job, share: Share, storage: Folder, tags: dict[str, str], besi
     # An elastic run needs the parts of Ray Train that the fast start leaves out.
     fast_start = job.config.launch.lean and not share.least
     run = partial(train_on_ray, job, share, recorder, fast_start=fast_start)
-    return conduct(job, recorder, run, replace(beside, waits_for=PlacesWatch(share, job.config.launch.wait_s).look))
+    beside = replace(beside, waits_for=PlacesWatch(share, job.config.launch.wait_s).look)
+    with IsolationWatch(recorder.heartbeats, recorder.node_id, beside.give_up):
+        return conduct(job, recorder, run, beside)
 
 
 def _total_steps(job: Job) -> int | None:

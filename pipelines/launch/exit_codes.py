@@ -9,9 +9,11 @@ import sys
 from collections.abc import Callable
 
 from raystride.pipelines.cluster.cluster import CannotRun
+from raystride.pipelines.cluster.resubmission import ISOLATED
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.credentials import MissingSecret, conceal
 from raystride.pipelines.launch.failure import TrainingFailed, remedies
+from raystride.pipelines.launch.owner import Isolated
 from raystride.pipelines.output import protected_output
 from raystride.pipelines.signals import code_of, report_interruption, sigint_is_ignored, signals_raise
 from raystride.pipelines.sources.faults import DataError
@@ -47,6 +49,9 @@ def _guarded(job: Callable[[], int], own_handlers: bool) -> int:
     except (SettingError, DataError, MissingSecret) as error:
         print(f"error: {error}", file=sys.stderr)
         return WRONG_SETTINGS
+    except Isolated as error:  # which counts as a loss, after which the job is submitted again
+        print(f"error: {error}", file=sys.stderr)
+        return ISOLATED
     except CannotRun as error:
         print(f"error: {error}", file=sys.stderr)
         return CANNOT_RUN

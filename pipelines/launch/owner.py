@@ -4,9 +4,11 @@
         mine.check()                                          # raises Owned once another driver has taken it over
 
 Whether an owner on another machine lives is seen by its file, which it writes anew every few seconds: a driver that wants
-its run watches it for a minute by its own clock. What the two machines take for the time is never compared.
+its run watches it for a minute by its own clock. What the two machines take for the time is never compared. Each owner has a
+higher term than the one before it, so a file that a driver wrote late, after it was given up, takes nothing back.
 """
 
+import math
 import os
 import secrets
 import socket
@@ -14,13 +16,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Self
 
+from raystride.pipelines.cluster.cluster import CannotRun
 from raystride.pipelines.config import SettingError
 from raystride.pipelines.files import Folder
 from raystride.pipelines.hang.process import start_ticks, this_machine
 from raystride.pipelines.locks import locked
+from raystride.pipelines.train.fence import read_claim
 
 FILE = "owner.json"
 RENEW_S = 15.0
@@ -30,6 +34,8 @@ LOOK_S = 2.0
 """Between two looks at its file."""
 LOCK_S = 120.0
 """Seconds that another driver may hold the lock of a run's folder; it needs milliseconds."""
+SAY_S = 30.0
+"""Between two lines of a driver that waits for another one."""
 Echo = Callable[[str], None]
 
 
@@ -49,6 +55,10 @@ class Owned(SettingError):
         self.owner = owner
 
 
+class Isolated(CannotRun):
+    """This driver reaches its cluster no more, and has given its run up, so that another one may go on with it."""
+
+
 @dataclass(frozen=True)
 class Owner:
     """The process that trains a run, as the run's folder names it."""
@@ -63,12 +73,14 @@ class Owner:
     """As `this_machine` tells it; empty in files of earlier versions."""
     ticks: int = 0
     """When the process began, by `start_ticks`: process numbers are used again."""
+    term: int = 0
+    """One more than that of the owner before: the fence of late writes. 0 in files of earlier versions."""
 
     @classmethod
-    def this_process(cls, attempt: str) -> "Owner":
+    def this_process(cls, attempt: str, term: int = 0) -> "Owner":
         """This process as the owner from now on, for an attempt."""
         pid = os.getpid()
-        return cls(socket.gethostname(), pid, attempt, time.time(), this_machine(), start_ticks(pid) or 0)
+        return cls(socket.gethostname(), pid, attempt, time.time(), this_machine(), start_ticks(pid) or 0, term)
 
     @property
     def here(self) -> bool:
@@ -84,13 +96,31 @@ class Owner:
 
 
 def read_owner(folder: Folder) -> Owner | None:
-    """The owner that the run's folder names, dead or alive."""
+    """Returns the owner that the run's folder names, dead or alive; None if it was released, or nobody ever had it."""
+    return _read(folder).owner
+
+
+@dataclass(frozen=True)
+class _Lease:
+    """What a run's file says."""
+
+    owner: Owner | None = None
+    """None if it was released, or if there is no such file."""
+    term: int = 0
+    found: bool = True
+    """Whether there is such a file, and it can be read."""
+
+
+def _read(folder: Folder) -> _Lease:
     try:
         content = folder.read_json(FILE)
+        if content.get("released"):
+            return _Lease(term=int(content["term"]))
         known = {field.name for field in fields(Owner)}
-        return Owner(**{name: value for name, value in content.items() if name in known})
-    except (FileNotFoundError, ValueError, TypeError, AttributeError):
-        return None
+        owner = Owner(**{name: value for name, value in content.items() if name in known})
+        return _Lease(owner, owner.term)
+    except (FileNotFoundError, ValueError, TypeError, AttributeError, KeyError):
+        return _Lease(found=False)
 
 
 class Ownership:
@@ -99,55 +129,72 @@ class Ownership:
     def __init__(self, folder: Folder, attempt: str) -> None:
         self.folder, self.owner = folder, Owner.this_process(attempt)
         self._released = threading.Event()
-        self._lost_to: Owner | None = None
+        self._writing = threading.Lock()
+        self._lost: Owned | Isolated | None = None
         self._thread = threading.Thread(target=self._renew, name="owner", daemon=True)
 
     @classmethod
-    def take(cls, folder: Folder, attempt: str, echo: Echo | None = None) -> "Ownership":
-        """Makes this process the owner; `echo` is told where that takes a while. Raises Owned while another one lives."""
-        mine, still = cls(folder, attempt), None
+    def take(cls, folder: Folder, attempt: str, echo: Echo | None = None, *, wait: bool = False) -> "Ownership":
+        """Makes this process the owner; `echo` is told if that takes a while.
+
+        Raises Owned while another one lives, unless this one is to `wait` for its end.
+        """
+        mine = cls(folder, attempt)
+        still: Owner | None = None
+        absent, said_at = False, -math.inf
         while True:
             with _alone(folder):
-                other = read_owner(folder)
-                if other is None or other == still or (other.here and not other.alive):
+                lease = _read(folder)
+                other = lease.owner
+                if _is_known(folder, lease, absent) and (
+                    other is None or other == still or (other.here and not other.alive)
+                ):
+                    claim = read_claim(folder / "checkpoints")  # whose term is known also if the file was removed by hand
+                    mine.owner = replace(mine.owner, term=max(lease.term, claim.term if claim else 0) + 1)
                     mine._write()
                     break
-            if other.here or not _stays_still(folder, other, echo):
-                raise Owned(
-                    f"run {folder.name} is being trained by process {other.pid} on {other.host} (attempt "
-                    f"{other.attempt}): wait for it, stop it, or give this one another name with --run",
-                    run=folder.name,
-                    owner=other,
-                )
+            if other is None:
+                absent = True
+                time.sleep(LOOK_S)
+                continue
+            if other.here or not _stays_still(folder, other, None if wait else echo):
+                if not wait:
+                    raise _owned(folder, other)
+                if echo and time.monotonic() - said_at >= SAY_S:
+                    said_at = time.monotonic()
+                    echo(f"waiting: process {other.pid} on {other.host} still trains run {folder.name}")
+                time.sleep(LOOK_S if other.here else 0.0)
+                still = None
+                continue
             still = other
         if not folder.local:
             # No lock on object stores: whoever wrote last owns the run, and the others find out here.
             time.sleep(1.0)
-            now = read_owner(folder)
-            if now and now.attempt != attempt:
+            if (now := _read(folder).owner) and mine._is_lost_to(now):
                 message = f"process {now.pid} on {now.host} took the run {folder} at the same moment"
                 raise Owned(message, run=folder.name, owner=now)
         mine._thread.start()
         return mine
 
     def check(self) -> None:
-        """Raises Owned where another driver's name was read in the file of the run, which then is that one's."""
-        if other := self._lost_to:
-            run = self.folder.uri.rsplit("/", 1)[-1]
-            raise Owned(
-                f"process {other.pid} on {other.host} has taken over run {run} (attempt {other.attempt}), as nothing was "
-                f"heard of this one for {LEASE_S:.0f} s: it ends here, and saves nothing",
-                run=run,
-                owner=other,
-            )
+        """Raises Owned if another driver has taken the run over, and Isolated if this one has given it up."""
+        if self._lost:
+            raise self._lost
+
+    def give_up(self, reason: str) -> None:
+        """Ends the ownership before another driver begins: `check` raises Isolated with the reason from now on."""
+        self._lost = self._lost or Isolated(
+            f"{reason}: this driver ends and saves nothing more, so that another one may go on"
+        )
+        self.release()
 
     def release(self) -> None:
-        """Gives the run up: renews no more, and removes the file where it still names this attempt."""
+        """Gives the run up: renews no more, and says in the file that nobody owns it, if it still names this attempt."""
         self._released.set()
-        current = read_owner(self.folder)
-        if current and current.attempt == self.owner.attempt:
-            with suppress(OSError):  # a disk that has become read-only; nobody believes the file once this process is dead
-                self.folder.remove(FILE)
+        with self._writing, suppress(Exception), _alone(self.folder):  # nobody believes the file once this process is dead
+            current = _read(self.folder)
+            if current.owner and current.owner.attempt == self.owner.attempt:
+                self.folder.put_json(FILE, {"released": True, "term": current.term})
 
     def __enter__(self) -> Self:
         return self
@@ -158,26 +205,74 @@ class Ownership:
     def _write(self) -> None:
         self.folder.put_json(FILE, asdict(self.owner) | {"renewed": time.time()})
 
+    def _is_lost_to(self, other: Owner) -> bool:
+        """Whether a file with another one's name says that the run is that one's, and not that it was written late."""
+        earlier_version = not other.term
+        return other.attempt != self.owner.attempt and (earlier_version or other.term >= self.owner.term)
+
     def _renew(self) -> None:
         while not self._released.wait(RENEW_S):
             # Whatever a storage raises that is full or away now may be over before the lease ends. Only another one's name
             # in the file says that the run is lost.
             with suppress(Exception):
-                other = read_owner(self.folder)
-                if other and other.attempt != self.owner.attempt:
-                    self._lost_to = other
-                    return
+                self._renew_once()
+            if self._lost:
+                return
+
+    def _renew_once(self) -> None:
+        """Looks, and then writes. A disk's lock keeps others from taking the run between the two.
+
+        On a store without locks a write that hangs may come after another one's: that one's higher term tells both.
+        """
+        with self._writing, _alone(self.folder):
+            if self._released.is_set():
+                return
+            lease = _read(self.folder)
+            if lease.owner and self._is_lost_to(lease.owner):
+                self._lost = _taken_over(self.folder, lease.owner)
+            elif lease.term > self.owner.term:  # others have had the run, and released it
+                self._lost = _taken_over(self.folder, None)
+            else:
                 self._write()
 
 
+def _owned(folder: Folder, other: Owner) -> Owned:
+    return Owned(
+        f"run {folder.name} is being trained by process {other.pid} on {other.host} (attempt "
+        f"{other.attempt}): wait for it, stop it, or give this one another name with --run",
+        run=folder.name,
+        owner=other,
+    )
+
+
+def _taken_over(folder: Folder, other: Owner | None) -> Owned:
+    run = folder.uri.rsplit("/", 1)[-1]
+    who = f"process {other.pid} on {other.host}" if other else "another process"
+    attempt = f" (attempt {other.attempt})" if other else ""
+    return Owned(
+        f"{who} has taken over run {run}{attempt}, as nothing was heard of this one for {LEASE_S:.0f} s: it ends here, and "
+        "saves nothing",
+        run=run,
+        owner=other,
+    )
+
+
+def _is_known(folder: Folder, lease: _Lease, absent: bool) -> bool:
+    """Whether what was read may be believed: on stores whose rename replaces nothing a file is away for a moment."""
+    return lease.found or absent or folder.local is not None or not folder.exists("config.yaml")
+
+
 def _stays_still(folder: Folder, owner: Owner, echo: Echo | None) -> bool:
-    """Whether the file of an owner on another machine stays as it is for `LEASE_S` seconds of this machine's clock."""
+    """Whether an owner elsewhere releases the run, or leaves its file as it is for `LEASE_S` seconds of our own clock."""
     if echo:
         echo(f"waiting up to {LEASE_S:.0f} s: process {owner.pid} on {owner.host} has trained this run; does it still?")
     deadline = time.monotonic() + LEASE_S
     while time.monotonic() < deadline:
         time.sleep(min(LOOK_S, LEASE_S))
-        if read_owner(folder) not in (owner, None):
+        lease = _read(folder)
+        if lease.found and lease.owner is None:
+            return True
+        if lease.found and lease.owner != owner:
             return False
     return True
 

@@ -77,7 +77,9 @@ class Beside:
     screen: Screen
     watcher: Watcher
     check: Callable[[], None] = lambda: None
-    """Raises Owned where another driver has taken the run over."""
+    """Raises Owned if another driver has taken the run over, and Isolated after `give_up`."""
+    give_up: Callable[[str], None] = lambda reason: None
+    """Gives the run up for a reason, so that another driver may go on with it."""
     waits_for: Callable[[], str | None] = lambda: None
     """What a training that has not begun waits for, if it is known. Raises CannotRun where it has waited long enough."""
 

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.retries import transient
 from raystride.pipelines.strategies.spread import own_parameters
 from raystride.pipelines.train.agreement import put_together
+from raystride.pipelines.train.fence import Claim, Superseded, claim_checkpoints, committing
 from raystride.pipelines.train.names import MANIFEST, step_name
 from raystride.pipelines.train.optimizer import Updater
 from raystride.pipelines.train.pieces import as_part, here
@@ -41,15 +43,9 @@ from raystride.pipelines.train.whole import FORMAT, INDEXED, check_file
 
 Log = Callable[[str], None]
 Answer = TypeVar("Answer")
-CLAIM = "attempt"
-"""A file beside the checkpoints that says who may commit one."""
 _MANIFESTS = re.compile(rf"step-\d+/{re.escape(MANIFEST)}")
 LINGER_S = 30.0
 """How long a save that is under way is waited for after an error."""
-
-
-class Superseded(RuntimeError):
-    """Another start of the run has begun since this one did."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +104,11 @@ class Checkpoints:
         group: dist.ProcessGroup | None = None,
         log: Log = print,
         extra: dict[str, bytes] | None = None,
+        term: int = 0,
     ) -> None:
+        """`term` is the driver's; see `train.fence`."""
         self.folder, self.attempt, self.keep, self.group, self.log = folder, attempt, keep, group, log
+        self.term = term
         self.failures = failures
         """Saves in a row that a store may refuse before the run ends."""
         self.extra = extra or {}
@@ -127,26 +126,34 @@ class Checkpoints:
         """The step that `best` is to name, until it does."""
         self._notes: deque[str] = deque()
         self._committed: deque[int] = deque()
-        self._claim, self.data = "", attempt
+        self._claim: Claim | None = None
+        self.data = attempt
         self._staging = Staging()
 
     def claim(self) -> None:
-        """Lets no other group commit from here on; all ranks call it. One that was given up learns of it, and ends."""
+        """Lets no other group commit from here on; all ranks call it. One that was given up learns of it, and ends.
+
+        Raises Superseded on all ranks if a later driver has claimed them.
+        """
         # Ray's restarts of a group keep the attempt's name; what is drawn here tells their claims and their files apart.
-        drawn = torch.tensor([secrets.randbits(32)])
+        drawn = torch.tensor([secrets.randbits(32), 0, self.term])
+        refusal = None
+        if self.rank == 0:
+            try:
+                drawn[2] = claim_checkpoints(self.folder, Claim(self.attempt, f"{int(drawn[0]):08x}", self.term)).term
+            except Superseded as error:
+                refusal, drawn[1] = error, 1
         if self.group:
             dist.broadcast(drawn, src=0, group=self.group)
-        token = f"{int(drawn):08x}"
+        if drawn[1]:
+            raise refusal or Superseded(f"another driver has taken this run over from {self.attempt}, which therefore ends")
+        token = f"{int(drawn[0]):08x}"
         self.data = f"{self.attempt}-{token}"
-        self._claim = f"{self.attempt} {token}\n"
-        if self.rank == 0:
-            self.folder.put(CLAIM, self._claim)
+        self._claim = Claim(self.attempt, token, int(drawn[2]))
 
-    def _may_commit(self) -> None:
+    def _fence(self) -> AbstractContextManager[None]:
         # A group that stood still while the next one began, and then went on, would replace what that one has saved since.
-        if self._claim and self.folder.read(CLAIM).decode() != self._claim:
-            now = self.folder.read(CLAIM).decode().split()[0]
-            raise Superseded(f"attempt {now} has taken this run over from {self.attempt}, which therefore ends")
+        return committing(self.folder, self._claim) if self._claim else nullcontext()
 
     def save(self, model: nn.Module, optimizer: Updater, state: TrainState, header: dict[str, Any], *, best: bool) -> None:
         """Copies everything now and writes it in a thread. Waits first for the save before, as `wait` does."""
@@ -242,7 +249,7 @@ class Checkpoints:
         from raystride.pipelines.train.storage import CheckpointWriter, NotWritten, save
 
         names = self.path(what.step), self.attempt, self.data
-        asked = self._may_commit, arrived, self.world > index.MOST_LISTED
+        asked = self._fence, arrived, self.world > index.MOST_LISTED
         writer = CheckpointWriter(*names, self.rank, header, what.fed_digest, self.extra, *asked)
         try:
             save(tensors, writer, self.group)

@@ -17,7 +17,7 @@ import mmap
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -74,7 +74,7 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
         header: dict[str, Any],
         fed_digest: int,
         extra: dict[str, bytes],
-        may_commit: Callable[[], None] = lambda: None,
+        fence: Callable[[], AbstractContextManager[None]] = nullcontext,
         arrived: Callable[[], None] = lambda: None,
         indexed: bool = False,
     ) -> None:
@@ -82,8 +82,8 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
         self.data = data
         """The folder of this group's files inside the checkpoint's: no two groups of workers ever write the same file."""
         self.fed_digest, self.extra = fed_digest, extra
-        self.may_commit = may_commit
-        """Raises where this group no longer may; asked before anything is written, and just before the commit."""
+        self.fence = fence
+        """Raises if this group may no longer write; entered before anything is written, and around the commit."""
         self.arrived = arrived
         """Waits until the tensors are in main memory."""
         self.indexed = indexed
@@ -107,14 +107,14 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
         return replace(plan, storage_data=(self.rank, self.fed_digest))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Collects the digests of all ranks. Raises what `may_commit` raises where a later group writes here."""
+        """Collects the digests of all ranks. Raises what the fence raises if a later group writes here."""
         self.allow(dict(plan.storage_data for plan in plans))
         return plans
 
     def allow(self, fed: Mapping[int, int]) -> None:
-        """Has the coordinator note what the ranks fed. Raises what `may_commit` raises where a later group writes here."""
-        with _portable():
-            self.may_commit()
+        """Has the coordinator note what the ranks fed. Raises what the fence raises if a later group writes here."""
+        with _portable(), self.fence():
+            pass
         self.fed = {str(rank): f"{digest:016x}" for rank, digest in fed.items()}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
@@ -153,7 +153,7 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits: small files, then the manifest, in one atomic put.
 
-        Raises TypeError for what is no tensor, and what `may_commit` raises where a later attempt writes here.
+        Raises TypeError for what is no tensor, and what the fence raises if a later attempt writes here.
         """
         written = [result for rank in results for result in rank]
         pieces = {result.index: result.storage_data for result in written}
@@ -161,25 +161,25 @@ class CheckpointWriter(StorageWriter):  # type: ignore[misc]
         self.commit(tensors, files_of(written))
 
     def commit(self, tensors: Mapping[str, Any], files: dict[str, Any]) -> None:
-        """Writes the small files, then the manifest that names these tensors and files. Raises what `may_commit` raises."""
+        """Writes the small files, then the manifest that names these tensors and files. Raises what the fence raises."""
         with _portable():
             for name, content in self.extra.items():
                 path = f"{self.data}/{name}"
                 self.folder.put(path, content)
                 files[path] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-            self.may_commit()
-            self.folder.put_json(
-                MANIFEST,
-                {
-                    "format": INDEXED if self.indexed else FORMAT,
-                    "attempt": self.attempt,
-                    "folder": self.data,
-                    **self.header,
-                    "fed": self.fed,
-                    "files": files,
-                    "tensors": tensors,
-                },
-            )
+            with self.fence():
+                self.folder.put_json(
+                    MANIFEST,
+                    {
+                        "format": INDEXED if self.indexed else FORMAT,
+                        "attempt": self.attempt,
+                        "folder": self.data,
+                        **self.header,
+                        "fed": self.fed,
+                        "files": files,
+                        "tensors": tensors,
+                    },
+                )
 
 
 class CheckpointReader(StorageReader):  # type: ignore[misc]

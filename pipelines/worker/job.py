@@ -26,6 +26,8 @@ class Job:
     """The run's name."""
     attempt: str
     """The attempt's name: when it started, and four random digits."""
+    term: int = field(default=0, kw_only=True)
+    """The driver's term as the run's owner, the fence of late writes (`train.fence`); 0: it owns nothing."""
     folder: Folder
     """The run's folder."""
     prepared: Folder

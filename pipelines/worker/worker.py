@@ -261,7 +261,9 @@ def _checkpoints(job: Job, worker: WorkerInfo, task: Task, log: Callable[[str], 
         extra["facts.json"] = json.dumps(dict(task.facts) | {"tokenizers": list(task.tokenizers)}).encode()
     settings = job.config.checkpoint
     rules = {"keep": settings.keep, "failures": settings.failures}
-    checkpoints = Checkpoints(job.folder / "checkpoints", job.attempt, **rules, group=group, log=log, extra=extra)
+    checkpoints = Checkpoints(
+        job.folder / "checkpoints", job.attempt, **rules, group=group, log=log, extra=extra, term=job.term
+    )
     if settings.every:
         checkpoints.claim()
     return checkpoints

@@ -21,7 +21,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("stale"), 6_000)
 
 
-@pytest.mark.parametrize("name", ["new", "old"], ids=["attempt", "restart"])  # Ray restarts a group within an attempt
+@pytest.mark.parametrize(
+    "name", ["new", pytest.param("old", marks=pytest.mark.long)], ids=["attempt", "restart"]
+)  # Ray restarts a group within an attempt
 @pytest.mark.parametrize(
     ("moment", "step"),
     [

@@ -381,7 +381,7 @@ def test_outputs_are_read_as_folders(trained: Folder, tmp_path: Path) -> None:
     source = write_rows(tmp_path / "a.jsonl", rows)
     output = tmp_path / "out"
     output.mkdir()
-    (output / "00000.parquet.tmp-0123").write_text("half")
+    (output / "00000.parquet.tmp-0123abcd").write_text("half")
     assert len(_predict(trained, source, output).files) > 2
     found = pandas.read_parquet(output)
     assert list(found["text"]) == texts

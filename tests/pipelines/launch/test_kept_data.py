@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raystride.pipelines.config import Answering, Checkpoint, Config, Data, Launch, Model, Tokenizer, Train, Validation
-from raystride.pipelines.evaluate.evaluation import evaluate
+from raystride.pipelines.evaluate.evaluation import Scored, evaluate
 from raystride.pipelines.evaluate.opening import choose
 from raystride.pipelines.evaluate.prediction import answer_here
 from raystride.pipelines.files import Folder
@@ -166,21 +166,26 @@ def test_half_a_preparation_is_compared_by_file(folder: Folder, config: Config) 
         _go_on(config, 8)
 
 
-def test_an_evaluation_says_that_raw_files_have_changed_or_are_gone(folder: Folder, config: Config) -> None:
+def test_an_evaluation_scores_what_the_run_was_prepared_from(folder: Folder, config: Config) -> None:
     text, lines = Path(config.data.source), Lines()
 
-    def score() -> int:
+    def score() -> Scored:
         chosen = choose(folder.parent, "r", "last")
-        return evaluate(chosen, Answering(run="r"), "validation", folder, answer_here, echo=lines.line).samples
+        return evaluate(chosen, Answering(run="r"), "validation", folder, answer_here, echo=lines.line)
 
     _touch(text)
     before = score()
-    assert not lines.saying("have changed")
-    text.write_text(text.read_text() + "one more line\n")
-    assert score() >= before
+    assert not lines.saying("prepared")
+    content = text.read_text()
+    text.write_text(content + "one more line\n")
+    after = score()
+    assert (after.samples, after.metrics["loss"]) == (before.samples, pytest.approx(before.metrics["loss"], rel=1e-5))
     (line,) = lines.saying("have changed")
     assert "text.txt: " in line
     text.unlink()
+    assert score().samples == before.samples
+    assert "gone" in lines.saying("as this run has prepared it")[-1]
+    (folder.parent / ".prepared").remove()
     with unreadable(names=["--split validation", "--data.test_source", "text.txt"]):
         score()
 

@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from raystride.pipelines.files import Folder
 from raystride.pipelines.hang.process import start_ticks
 from raystride.pipelines.launch import owner
-from raystride.pipelines.launch.owner import Owned, Owner, Ownership, read_owner
+from raystride.pipelines.launch.owner import Isolated, Owned, Owner, Ownership, read_owner
 from tests.errors import refused
 from tests.waiting import wait_until
 
@@ -172,7 +173,8 @@ def test_who_cannot_write_for_a_while_goes_on(folder: Folder, monkeypatch: pytes
         (folder.local / "owner.json").unlink()
         (folder.local / "owner.json").mkdir()  # neither read nor written
         looks: list[Folder] = []
-        monkeypatch.setattr(owner, "read_owner", lambda folder: (looks.append(folder), read_owner(folder))[1])
+        read = owner._read
+        monkeypatch.setattr(owner, "_read", lambda folder: (looks.append(folder), read(folder))[1])
         wait_until(lambda: len(looks) > 3, "looks at what cannot be read")
         mine.check()
         (folder.local / "owner.json").rmdir()
@@ -222,6 +224,120 @@ def test_of_several_that_race_exactly_one_wins(folder: Folder, start_driver: Sta
         for racer in racers:
             racer.kill()
             racer.wait()
+
+
+def test_a_driver_that_was_given_up_takes_nothing_back(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its write hangs for longer than the lease, as a hard mount's does, and comes after another one's."""
+    store = Folder(f"memory://owner{folder.uri}")  # which has no lock that would keep the other one out meanwhile
+    monkeypatch.setattr(owner, "LEASE_S", 0.2)
+    monkeypatch.setattr(owner, "LOOK_S", 0.02)
+    monkeypatch.setattr(owner, "RENEW_S", 3600.0)
+    old = Ownership.take(store, "old")
+    _elsewhere(monkeypatch)
+    real, news = Folder.put_json, list[Ownership]()
+
+    def hang(place: Folder, name: str, content: Any) -> None:
+        monkeypatch.setattr(Folder, "put_json", real)
+        news.append(Ownership.take(store, "new"))
+        real(place, name, content)
+
+    monkeypatch.setattr(Folder, "put_json", hang)
+    old._renew_once()
+    (new,) = news
+    assert _attempt(store) == "old"  # for the moment
+    new._renew_once()
+    new.check()
+    assert _attempt(store) == "new"
+    old._renew_once()
+    with pytest.raises(Owned, match="taken over"):
+        old.check()
+    old.release()
+    assert _attempt(store) == "new"
+    assert new.owner.term == old.owner.term + 1
+
+
+def test_a_renewal_and_a_release_wait_for_one_that_takes_over_on_a_disk(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "RENEW_S", 3600.0)
+    mine = Ownership.take(folder, "mine")
+    with owner._alone(folder):
+        threads = [threading.Thread(target=mine._renew_once), threading.Thread(target=mine.release)]
+        for thread in threads:
+            thread.start()
+        _write(folder, attempt="theirs", term=mine.owner.term + 1)
+        threads[0].join(0.2)
+        assert threads[0].is_alive()
+    for thread in threads:
+        thread.join()
+    assert _attempt(folder) == "theirs"
+
+
+def test_a_file_that_is_away_for_a_moment_is_no_release(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a rename replaces nothing, the file is deleted first: a look between the two finds none."""
+    store = Folder(f"memory://away{folder.uri}")
+    store.put("config.yaml", "a run")
+    monkeypatch.setattr(owner, "LEASE_S", 0.2)
+    monkeypatch.setattr(owner, "LOOK_S", 0.02)
+    real, looks = Folder.read_json, iter([False])
+
+    def read(place: Folder, name: str) -> Any:
+        if next(looks, True):
+            _write(store, attempt="theirs", machine="another", renewed=time.time())
+            return real(place, name)
+        raise FileNotFoundError(name)
+
+    monkeypatch.setattr(Folder, "read_json", read)
+    with pytest.raises(Owned, match="attempt theirs"):
+        Ownership.take(store, "now")
+    store.remove("owner.json")
+    monkeypatch.setattr(Folder, "read_json", real)
+    Ownership.take(store, "now").release()
+
+
+def test_a_job_that_was_submitted_again_waits_for_the_owner_s_end(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "LEASE_S", 0.5)
+    monkeypatch.setattr(owner, "LOOK_S", 0.02)
+    monkeypatch.setattr(owner, "SAY_S", 0.2)
+    ended, said = threading.Event(), list[str]()
+
+    def renew() -> None:
+        while not ended.wait(0.05):
+            _write(folder, machine="another", host="h2", pid=155, term=7, renewed=time.time())
+
+    _write(folder, machine="another", host="h2", pid=155, term=7, renewed=time.time())
+    thread = threading.Thread(target=renew)
+    thread.start()
+
+    def say(line: str) -> None:
+        said.append(line)
+        if len(said) == 2:
+            ended.set()
+
+    with Ownership.take(folder, "again", say, wait=True) as mine:
+        assert mine.owner.term == 8
+    thread.join()
+    assert len(said) == 2
+    assert all("process 155 on h2 still trains" in line for line in said)
+
+
+def test_who_gives_up_is_followed_at_once(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = Ownership.take(folder, "mine")
+    _elsewhere(monkeypatch)
+    waited: list[str] = []
+    other = threading.Thread(target=lambda: Ownership.take(folder, "next", waited.append).release())
+    mine.give_up("for 20 s nothing was heard")
+    with pytest.raises(Isolated, match="for 20 s nothing was heard: this driver ends and saves nothing more"):
+        mine.check()
+    other.start()
+    other.join()
+    assert waited == []
+    assert read_owner(folder) is None
+
+
+def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on this process is on another machine than before."""
+    monkeypatch.setattr(owner, "this_machine", lambda: "the other machine")
 
 
 def _attempt(folder: Folder) -> str:

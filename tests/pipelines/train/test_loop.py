@@ -12,7 +12,7 @@ import pytest
 
 from raystride.pipelines.config import Checkpoint, Config, Guard, Model, Optimizer, Train, Validation
 from raystride.pipelines.observers.observer import Observer
-from raystride.pipelines.train.checkpoint import CLAIM
+from raystride.pipelines.train.fence import FILE as CLAIM
 from raystride.pipelines.train.fingerprint import parameters_sha256
 from raystride.pipelines.train.guard import Diverged
 from raystride.pipelines.train.loop import Ending, Training
