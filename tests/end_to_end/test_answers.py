@@ -31,6 +31,7 @@ def _job(name: str, trained: Folder, *flags: str) -> Outcome:
     return outcome
 
 
+@pytest.mark.long
 def test_predict_answers_a_file_or_a_question(trained: Folder, tmp_path: Path) -> None:
     (tmp_path / "questions.txt").write_text("ripe apple\nripe plum\n")
     place = ("--input", str(tmp_path / "questions.txt"), "--output", str(tmp_path / "out"))

@@ -141,6 +141,7 @@ def test_fine_tuning_learns_completions_and_not_prompts(tmp_path: Path) -> None:
     assert answer["continuation"].startswith("yes")
 
 
+@pytest.mark.long
 def test_bundles_are_exact_through_a_stop(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps({"text": a, "target": b}) + "\n" for a, b in _pairs(400, 6)))
     config = _config(

@@ -89,6 +89,7 @@ def _is_refused(outcome: Outcome, error: str, remedy: str) -> None:
     assert re.fullmatch(rf"error: .*{error}.*\n  try: {remedy}.*\n", outcome.err), outcome.err
 
 
+@pytest.mark.long
 def test_a_disk_that_becomes_full(calm: tuple[Config, dict[str, Any]], disk: Path) -> None:
     config, group = _half(calm[0], disk, "full", Blow("hint", 8, 0))
     group.codes()

@@ -97,6 +97,7 @@ def _mlflow_of(driver: Process) -> psutil.Process:
     return process
 
 
+@pytest.mark.long
 def test_a_killed_driver_takes_its_mlflow_process_along(calm: tuple[Config, dict[str, Any]]) -> None:
     config = replace(calm[0], record=Record(mlflow=True), train=replace(calm[0].train, steps=100_000))
     driver = start_job("train", config, "--run", "alone")

@@ -35,6 +35,7 @@ def test_the_last_step_has_empty_slots(calm: Outcome, folder: Path) -> None:
     assert 0 < calm.summary["samples_seen"] % train.batch <= train.batch - 2 * train.slot_size
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("flavour", "bucket_mib"), [pytest.param("gpt2", 25.0, marks=pytest.mark.long), ("llama", 0.01)])
 def test_any_number_of_workers_ends_with_the_same_bits(folder: Path, flavour: str, bucket_mib: float) -> None:
     shape = Model(flavour=flavour, layers=2, heads=2, width=16, context=16, dropout=0.2)  # type: ignore[arg-type]

@@ -219,7 +219,7 @@ def _train(shape: Model, kernels: str) -> tuple[list[float], Decoder, dict[str, 
 @pytest.mark.parametrize(
     "shape",
     [
-        Model(layers=2, heads=2, width=32, context=19, bias=True),
+        pytest.param(Model(layers=2, heads=2, width=32, context=19, bias=True), marks=pytest.mark.long),
         Model(flavour="llama", layers=2, heads=4, kv_heads=2, width=48, context=19),
     ],
     ids=["gpt2", "llama"],

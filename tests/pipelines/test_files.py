@@ -186,7 +186,13 @@ def test_a_missing_file_and_a_missing_bucket_are_asked_for_once(s3: str) -> None
 
 @pytest.mark.parametrize(
     "faults",
-    [Faults(unavailable=0.3), Faults(reset=0.3), Faults(lost=0.3), Faults(truncated=0.3), Faults(stalled=0.05)],
+    [
+        Faults(unavailable=0.3),
+        Faults(reset=0.3),
+        Faults(lost=0.3),
+        Faults(truncated=0.3),
+        pytest.param(Faults(stalled=0.05), marks=pytest.mark.long),
+    ],
     ids=["unavailable", "reset", "lost", "truncated", "stalled"],
 )
 def test_every_call_outlives_a_store_that_is_not_well(s3: str, tmp_path: Path, faults: Faults) -> None:

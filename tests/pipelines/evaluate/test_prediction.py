@@ -167,6 +167,7 @@ def test_translations_and_continuations_are_written(trained: Folder, questions: 
     assert all(len(row["prediction"]) <= 5 for row in some(_rows(tmp_path / "b")))
 
 
+@pytest.mark.long
 def test_ray_answers_the_same(ray_cluster: None, trained: Folder, questions: Path, tmp_path: Path) -> None:
     from raystride.pipelines.cluster.answering import answer_on_ray
 

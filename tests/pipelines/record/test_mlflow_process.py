@@ -61,6 +61,7 @@ def test_all_its_threads_stand_back_until_it_is_called_forward(log: MlflowProces
     assert _policies(process) == {os.SCHED_OTHER}
 
 
+@pytest.mark.long
 def test_an_error_is_named_and_a_closed_one_starts_no_process(log: MlflowProcess) -> None:
     with pytest.raises(MlflowFailed, match="KeyError"):
         log.finish("no such status", 1.0)

@@ -64,6 +64,7 @@ def test_compiled_it_learns_the_same(folder: Path, linear: str) -> None:
     assert courses[1].losses == pytest.approx(courses[0].losses, rel=1e-4)
 
 
+@pytest.mark.long
 def test_packed_documents_recomputed_and_compiled(folder: Path) -> None:
     """Compiled on CPUs their attention is left out, as its groups are made of lengths."""
 

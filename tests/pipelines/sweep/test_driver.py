@@ -65,6 +65,7 @@ def test_results_of_another_space_or_of_other_settings_are_not_its_own(tmp_path:
     assert _known(base, folder, candidates_of(base)) == {own.key: own}
 
 
+@pytest.mark.long
 def test_a_share_answers_where_no_other_has_anything_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = at(tmp_path, share="0/2")
     every = candidates_of(base)
