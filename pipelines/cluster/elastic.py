@@ -83,6 +83,8 @@ class NodeWatch:
         """How to go on; None: the group was not asked to stop."""
         self._start, self._share, self._recorder, self._every_s, self._left = start, share, recorder, every_s, left
         self._slow = SlowNodes(drop_slower_than)
+        self._unanswered: Callable[[], None] | None = None
+        """The request that the recorder has not answered yet."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="node-watch", daemon=True)
         self._thread.start()
@@ -97,6 +99,8 @@ class NodeWatch:
         looked = time.monotonic()
         while not self._ended.wait(LOOK_S):
             with suppress(Exception):  # the recorder may be starting again, or Ray be busy: the next look will do
+                if self._unanswered:
+                    self._unanswered()
                 self._leave()
                 nodes = alive_nodes() if self._share.least else known
                 if nodes != known:
@@ -110,11 +114,18 @@ class NodeWatch:
                     self._grow()
 
     def _ask(self, most: int, text: str, without: Set[str] = frozenset()) -> None:
-        """Asks the group to stop, and to go on as this says."""
+        """Asks the group to stop, and to go on as this says; again with each look, until the recorder has answered."""
+
+        def request() -> None:
+            self._recorder.request_resize(text)
+            self._unanswered = None
+            if without:  # what is said of the phase is gone when the next begins
+                self._recorder.warn(text)
+
+        # Before the answer, which may be lost on its way: the group stops all the same.
         self.next = Start(most, self._start.number + 1, self._start.without | without)
-        self._recorder.request_resize(text)
-        if without:  # what is said of the phase is gone when the next begins
-            self._recorder.warn(text)
+        self._unanswered = request
+        request()
 
     def _leave(self) -> None:
         """Asks for the stop where nodes on which this group trains are about to be taken away."""
@@ -124,10 +135,10 @@ class NodeWatch:
         beats = self._recorder.heartbeats()
         names = {beat.process.node_id: beat.process.node for beat in beats.values()}
         if ours := {node: at for node, at in leaving.items() if node in names}:
-            self._left |= set(ours)
             told = (f"{names[node]}{f' in {at - time.time():.0f} s' if at else ''}" for node, at in ours.items())
             most = self._most_without(beats, set(leaving)) if self._share.least else self._share.workers
             text = f"to be taken away: {', '.join(told)}: saving, to go on elsewhere"
+            self._left |= set(ours)
             self._ask(max(most, self._share.least), text, set(leaving))
 
     def _drop(self) -> None:

@@ -48,6 +48,8 @@ class Follower:
     def __init__(self, run_folder: Folder, log: MlflowLog | MlflowProcess, warn: Callable[[str], None]) -> None:
         self._folder, self._log, self._warn = run_folder, log, warn
         self._known: list[Segment] | None = None
+        self._added: list[Segment] = []
+        """Segments that were written since the folder was last listed."""
         self._held: OrderedDict[Segment, list[Entry]] = OrderedDict()
         self._changed = threading.Condition()
         self._wanted = False
@@ -75,6 +77,7 @@ class Follower:
             # MLflow has no place for events. What is not held any more is read from the journal again.
             if self._known is not None:
                 self._known.append(segment)
+            self._added.append(segment)
             self._held[segment] = [entry for entry in entries if entry["kind"] != "event"]
             if len(self._held) > MOST_HELD:
                 self._held.popitem(last=False)
@@ -123,10 +126,15 @@ class Follower:
             missing = missing[some:]
 
     def _listed(self) -> list[Segment]:
-        """All segments: listed once, as listing the folder again and again takes long where there are many."""
+        """All segments: listed once, as listing the folder again and again takes long if there are many."""
         with self._changed:
-            if self._known is None:
-                self._known = segments(self._folder)
+            if self._known is not None:
+                return list(self._known)
+            self._added = []
+        found = segments(self._folder)  # without the lock, for which the recorder's writer would wait
+        with self._changed:
+            # What was written meanwhile may be in the listing, or in a file that was merged since.
+            self._known = found + [segment for segment in self._added if segment not in found]
             return list(self._known)
 
     def _log_segments(self, missing: list[Segment]) -> None:

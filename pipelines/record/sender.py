@@ -14,7 +14,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from raystride.pipelines.record.entry import Entry, new_entry, warning, without_secrets
 
@@ -36,6 +36,10 @@ A recorder of another name takes none of them, as some would be missing between;
 
 MEASUREMENTS = frozenset({"metrics", "system", "totals", "rank"})
 """The kinds that may be thinned."""
+NOTES = frozenset({"event"})
+"""The kind, warnings among it, of which the oldest go if there are far too many."""
+HARD = 2
+"""How many times `MOST_WAITING` entries wait at most, but for checkpoints and errors."""
 FIRST_DELAY_S = 0.05
 INTERVAL_S = 0.5
 BACKOFF = 20
@@ -60,6 +64,11 @@ class Sender:
         self._recorder, self._posted = "", 0  # who holds which of them, as far as it has said so
         self._sequence = itertools.count(1)
         self._changed = threading.Condition()  # never held while posting
+        self._thin_at = most_waiting
+        """Entries at which some are left out next: more than are left, or each new one would have all of them looked at."""
+        self._thinned: Any = None
+        """The event that says of this outage how much was left out."""
+        self._left_out = 0
         self._put_any = False
         self._hurry = 0  # callers of flush
         self._closed = False
@@ -71,7 +80,7 @@ class Sender:
         entry = without_secrets(entry)
         with self._changed:
             self._append(entry)
-            if len(self._waiting) > self._most_waiting:
+            if len(self._waiting) > self._thin_at:
                 self._thin()
             if not self._put_any:  # the thread sleeps until the first entry, then looks by itself
                 self._put_any = True
@@ -105,18 +114,33 @@ class Sender:
         self._waiting.append(entry)
 
     def _thin(self) -> None:
-        """Drops every second of the older half's measurements; events, checkpoints and errors all stay."""
+        """Drops every second of the older half's measurements; beyond `HARD` times the bound also the oldest notes.
+
+        Checkpoints and errors all stay, and one event an outage says how much was left out.
+        """
         older = [self._waiting.popleft() for _ in range(len(self._waiting) // 2)]
-        kept, drop = [], False
+        kept, drop = deque[Entry](), False
         for entry in older:
             if entry["kind"] in MEASUREMENTS:
                 drop = not drop
                 if drop:
                     continue
             kept.append(entry)
+        too_many = len(kept) + len(self._waiting) - HARD * self._most_waiting
+        if too_many > 0:
+            notes = [entry for entry in kept if entry["kind"] in NOTES and entry is not self._thinned][:too_many]
+            gone = {id(entry) for entry in notes}
+            kept = deque(entry for entry in kept if id(entry) not in gone)
         self._waiting.extendleft(reversed(kept))
-        text = f"{self.name}: the recorder did not answer, so {len(older) - len(kept)} older measurements were left out"
-        self._append(new_entry("event", {"name": "thinned", "text": text}))
+        if left_out := len(older) - len(kept):
+            self._left_out += left_out
+            text = f"{self.name}: the recorder did not answer, so {self._left_out} older entries were left out"
+            if self._thinned is None:
+                self._thinned = new_entry("event", {"name": "thinned", "text": text})
+                self._append(self._thinned)
+            else:
+                self._thinned["values"] = {"name": "thinned", "text": text}
+        self._thin_at = max(self._most_waiting, len(self._waiting) * 5 // 4)
 
     def _deliver(self) -> None:
         pause = min(FIRST_DELAY_S, self._interval_s)
@@ -139,6 +163,7 @@ class Sender:
                 while self._waiting and self._waiting[0]["sequence"] <= receipt.durable:
                     self._waiting.popleft()
                 if not self._waiting:
+                    self._thinned, self._left_out, self._thin_at = None, 0, self._most_waiting
                     self._changed.notify_all()
 
     def _sleep(self, pause: float) -> bool:

@@ -122,6 +122,23 @@ def test_it_leaves_a_node_that_is_about_to_be_taken_away_once(
     assert "elsewhere in" not in told
 
 
+@pytest.mark.parametrize("arrives", [False, True])
+def test_a_request_that_fails_is_repeated_until_it_is_answered(monkeypatch: pytest.MonkeyPatch, arrives: bool) -> None:
+    """The recorder starts again: the request never arrives, or its answer does not."""
+    monkeypatch.setattr(elastic, "leaving_nodes", lambda warn: {"two": time.time() + 30})
+    run, request, failures = MadeUp(now=4), MadeUp.request_resize, iter([True, True])
+
+    def fail_twice(self: MadeUp, text: str) -> None:
+        if next(failures, False):
+            self.resize |= arrives
+            raise ConnectionError("the recorder is starting again")
+        request(self, text)
+
+    monkeypatch.setattr(MadeUp, "request_resize", fail_twice)
+    assert run.run() == {"ending": "done", "workers": 3}
+    assert [number for _, number in run.starts] == [0, 1]
+
+
 def test_nobody_is_asked_to_leave_what_he_is_not_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elastic, "leaving_nodes", lambda warn: {"three": 0.0})
     run = MadeUp(now=4)

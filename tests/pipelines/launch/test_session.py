@@ -4,11 +4,15 @@ import os
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
 
 from raystride.pipelines.launch import session
-from raystride.pipelines.launch.session import stop_signals
+from raystride.pipelines.launch.screen import Screen
+from raystride.pipelines.launch.session import Beside, Watcher, stop_signals
+from raystride.pipelines.record.state import TrainingState
+from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.signals import Terminated
 from tests.waiting import wait_until
 
@@ -81,3 +85,28 @@ def test_a_thread_by_itself_sets_no_handler() -> None:
     thread.start()
     thread.join()
     assert seen == [before]
+
+
+def test_a_stop_request_is_repeated_so_that_a_recorder_that_starts_again_hears_of_it() -> None:
+    class Restarting:
+        """Forgets the first two requests, as a recorder does that dies after each."""
+
+        requests = 0
+        stopped = threading.Event()
+
+        def state(self) -> TrainingState:
+            return {"step": 1}
+
+        def request_stop(self) -> None:
+            self.requests += 1
+            if self.requests > 2:
+                self.stopped.set()
+
+    recorder: Any = Restarting()
+
+    def train() -> RunSummary:
+        recorder.stopped.wait()
+        return {"status": "stopped"}
+
+    outcome = session._watch(train, recorder, Beside(Screen(), Watcher()), "training", ["SIGTERM"])
+    assert outcome == {"status": "stopped"}

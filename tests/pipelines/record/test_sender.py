@@ -105,6 +105,31 @@ def test_the_oldest_metrics_are_thinned_and_that_is_said() -> None:
     assert any(entry["kind"] == "event" and "left out" in entry["values"]["text"] for entry in posted)
 
 
+def test_notes_alone_do_not_grow_for_ever_and_errors_and_checkpoints_stay() -> None:
+    posted: list[Entry] = []
+    away = threading.Event()
+
+    def post(name: str, entries: list[Entry], recorder: str) -> Receipt:
+        if not away.is_set():
+            raise ConnectionError("away")
+        posted.extend(entries)
+        return taken(entries)
+
+    sender = Sender(post, "rank0", most_waiting=100, interval_s=0.01)
+    for number in range(3000):
+        sender.put(new_entry("event", {"name": "note", "text": f"note {number}"}, step=number))
+        if number % 100 == 0:
+            sender.put(new_entry("checkpoint", {"path": f"{number}"}, step=number))
+    away.set()
+    assert sender.close(60.0)
+    assert [entry["step"] for entry in posted if entry["kind"] == "checkpoint"] == list(range(0, 3000, 100))
+    notes = [entry for entry in posted if entry["kind"] == "event" and entry["values"]["name"] == "note"]
+    assert len(notes) <= 2 * 100 * 1.25
+    assert notes[-1]["step"] == 2999
+    (thinned,) = [entry for entry in posted if entry["kind"] == "event" and entry["values"]["name"] == "thinned"]
+    assert f"so {3000 - len(notes)} older entries were left out" in thinned["values"]["text"]
+
+
 def test_entries_keep_the_time_they_were_given() -> None:
     posted: list[Any] = []
     sender = Sender(lambda name, entries, recorder: posted.extend(entries) or taken(entries), "rank0")  # type: ignore[func-returns-value]
