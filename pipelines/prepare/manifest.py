@@ -13,6 +13,7 @@ columns, `shards.arrow`, which is mapped likewise: opening a million shards read
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -258,6 +259,19 @@ def _places(file: "pa.Buffer", names: list[str]) -> dict[str, int]:
     return {name: batch.column(name).buffers()[1].address - file.address for name in names}
 
 
+def _columns_sha256(folder: Folder, content: np.ndarray) -> str:
+    """The hash of a folder's columns; a local file is read once in a process, unless it was written anew."""
+    if folder.local is None:
+        return hashlib.sha256(content).hexdigest()
+    there = (folder.local / COLUMNS).stat()
+    return _file_sha256(folder, there.st_ino, there.st_mtime_ns, there.st_size)
+
+
+@lru_cache(maxsize=1024)
+def _file_sha256(folder: Folder, *_: int) -> str:
+    return folder.sha256(COLUMNS)  # not by the mapping, whose pages would be counted as this process's memory
+
+
 def _read_columns(folder: Folder, counts: Mapping[str, int], columns: Mapping[str, Any]) -> dict[str, Shards]:
     content: np.ndarray
     if folder.local:
@@ -266,6 +280,9 @@ def _read_columns(folder: Folder, counts: Mapping[str, int], columns: Mapping[st
         content = np.frombuffer(folder.read(COLUMNS), np.uint8)
     if len(content) != columns["bytes"]:
         raise ValueError(f"{folder / COLUMNS} has {len(content)} bytes, not {columns['bytes']}: prepare it again")
+    stated = columns.get("sha256")
+    if stated and _columns_sha256(folder, content) != stated:
+        raise ValueError(f"{folder / COLUMNS} has another SHA-256 than {folder / FILE} says: prepare it again")
     total, found, first = sum(counts.values()), {}, 0
     whole = {name: np.frombuffer(content, np.dtype(of), total, offset=at) for name, (at, of) in columns["places"].items()}
     whole.setdefault("top_hash", np.zeros(total, f"V{HASHES['top_hash']}"))  # an older version wrote none

@@ -81,6 +81,8 @@ def prepare_source(
     if (manifest := finished(folder)) is not None:
         echo(f"data: {_counts(manifest, task)}, prepared before ({folder})")
         return Prepared(folder, manifest, reused=True)
+    if folder.exists(FILE):
+        echo(f"data: {folder} was prepared, but its manifest or a shard is not as it was written: it is prepared again")
     source, validation = opened or open_sources(config, task)
     look_at(config, source, validation)
     write_raw_files(folder, source, validation)
