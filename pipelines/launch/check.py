@@ -91,7 +91,7 @@ def _notes_of_shares(config: Config, storage: Folder) -> list[str]:
     if sizes and any(isinstance(weights, str) and weights != "given" for weights in asked):
         task = build_task(config)
         try:
-            folder = storage / ".prepared" / identity(config, task).data
+            folder = storage / ".prepared" / identity(config, task, storage=storage).data
         except (DataError, SettingError):  # a check of resources does not need the data
             return []
         if (manifest := finished(folder)) is None:

@@ -121,6 +121,8 @@ def beside(config: Config, storage: Folder, screen: Screen, carried: Carried, ke
     """
     from ray import cloudpickle  # what the user's script has registered lies nowhere that another process could import
 
+    if not config.data.sources:  # the process could see another script than this one
+        kept = Kept(fingerprints={"": identity(config, build_task(config), kept, storage).data})
     folder, address = _place(config, storage, kept), None
     if config.launch.mode != "inline":
         import ray
@@ -191,7 +193,7 @@ def use_at_most(cpus: float) -> None:
 
 def _place(config: Config, storage: Folder, kept: Kept) -> Folder:
     """The folder of the prepared data. Raises SettingError, DataError."""
-    return storage / ".prepared" / identity(config, build_task(config), kept).data
+    return storage / ".prepared" / identity(config, build_task(config), kept, storage).data
 
 
 def _watch(process: BaseProcess, hear: Connection, ended: Event, folder: Folder, said: Callable[[str], None]) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from raystride.pipelines.config import Config
 from raystride.pipelines.files import Folder
-from raystride.pipelines.prepare.fingerprint import fingerprint_of, open_sources
+from raystride.pipelines.prepare.fingerprint import find_fingerprint, open_sources
 from raystride.pipelines.prepare.learning import Echo
 from raystride.pipelines.prepare.one_source import Divided, job_of, look_at, manifest_of, publisher_of, run
 from raystride.pipelines.prepare.parts import divide
@@ -28,14 +28,19 @@ LOOK_S = 2.0
 """Between two looks at the source."""
 
 
-def follow_source(config: Config, storage: Folder, task: Task, *, on_ray: bool, echo: Echo) -> NoReturn:
-    """Prepares what is in the source, and what is added to it, for ever. Raises DataError, SettingError."""
+def follow_source(
+    config: Config, storage: Folder, task: Task, *, fingerprint: str | None = None, on_ray: bool, echo: Echo
+) -> NoReturn:
+    """Prepares what is in the source, and what is added to it, for ever; `fingerprint`: that of the preparation, if known.
+
+    Raises DataError, SettingError.
+    """
     source, validation = open_sources(config, task)
     look_at(config, source, validation)
     said = [*source.describe()]
     for line in said:
         echo(f"data: {line}")
-    digest = fingerprint_of(config, task, source, validation)
+    digest = fingerprint or find_fingerprint(config, task, source, validation, storage=storage)
     followed = Followed(storage / ".prepared" / digest)
     if not followed.known and not source.files:
         message = f"data.source {config.data.source!r} has no files to begin with: put some there"

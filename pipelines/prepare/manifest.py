@@ -262,7 +262,7 @@ def _places(file: "pa.Buffer", names: list[str]) -> dict[str, int]:
 def _columns_sha256(folder: Folder, content: np.ndarray) -> str:
     """The hash of a folder's columns; a local file is read once in a process, unless it was written anew."""
     if folder.local is None:
-        return hashlib.sha256(content).hexdigest()
+        return hashlib.sha256(content.data).hexdigest()
     there = (folder.local / COLUMNS).stat()
     return _file_sha256(folder, there.st_ino, there.st_mtime_ns, there.st_size)
 

@@ -19,7 +19,7 @@ from raystride.pipelines.config import Config
 from raystride.pipelines.credentials import masked
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.cleaning import cleaning_of
-from raystride.pipelines.prepare.fingerprint import Identity, fingerprint_of, open_sources
+from raystride.pipelines.prepare.fingerprint import Identity, find_fingerprint, open_sources
 from raystride.pipelines.prepare.generations import Describe, Publisher, Records, in_order
 from raystride.pipelines.prepare.learning import FACTS, Echo, Learned, Studied, learn_facts, make_tokenizers
 from raystride.pipelines.prepare.manifest import FILE, Manifest, Shard, Shards
@@ -76,7 +76,7 @@ def prepare_source(
     opened = None
     if fingerprint is None:
         opened = open_sources(config, task)
-        fingerprint = fingerprint_of(config, task, *opened, learned.digest if learned else "")
+        fingerprint = find_fingerprint(config, task, *opened, learned.digest if learned else "", storage)
     folder = storage / ".prepared" / fingerprint
     if (manifest := finished(folder)) is not None:
         echo(f"data: {_counts(manifest, task)}, prepared before ({folder})")
