@@ -49,7 +49,7 @@ def follow_source(
     first = source if begun else replace(source, files=followed.next(0, source.files, settle=False))
     parts = () if begun else divide(first, validation, config.data)
     job = job_of(config, followed.folder, Divided(first, validation, parts), task, None, on_ray, echo)
-    publisher = publisher_of(config, job, partial(manifest_of, config, digest, source, job.task))
+    publisher = publisher_of(config, job, partial(manifest_of, config, digest, source, job.task), echo)
     number, before = 0, 0
     while True:
         known = followed.parts(number)

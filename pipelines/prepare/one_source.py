@@ -94,7 +94,7 @@ def prepare_source(
     parts = divide(source, validation, config.data)
     job = job_of(config, folder, Divided(source, validation, parts), task, learned, on_ray, echo)
     describe = partial(manifest_of, config, fingerprint, source, job.task)
-    publisher = publisher_of(config, job, describe) if config.data.start_after_mib else None
+    publisher = publisher_of(config, job, describe, echo) if config.data.start_after_mib else None
     with publisher.publishing(parts) if publisher else nullcontext():
         records = run(job, parts, on_ray, echo)
     if publisher:
@@ -185,14 +185,14 @@ def finished(folder: Folder) -> Manifest | None:
     return manifest if all(sizes.get(shard.file) == shard.bytes for shard in shards) else None
 
 
-def publisher_of(config: Config, job: Preparation, describe: Describe) -> Publisher:
+def publisher_of(config: Config, job: Preparation, describe: Describe, echo: Echo = print) -> Publisher:
     """What has others train on what is ready."""
 
     def enough(manifest: Manifest) -> bool:
         least = job.task.window.length if job.task.window else 1
         return all(manifest.tokens(split) >= least for split in SPLITS)
 
-    return Publisher(job.folder, config.data.start_after_mib * 2**20, describe, enough)
+    return Publisher(job.folder, config.data.start_after_mib * 2**20, describe, enough, echo)
 
 
 def run(job: Preparation, parts: Sequence[Part], on_ray: bool, echo: Echo) -> list[dict[str, Any]]:
