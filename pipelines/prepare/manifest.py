@@ -119,12 +119,12 @@ class Shards(Sequence[Shard]):
     __hash__ = None  # type: ignore[assignment]
 
 
-def with_more(first: Shards, second: Shards) -> Shards:
-    """The shards of both, in order; columns are joined as they are, since a source may grow a million times."""
+def with_more(*some: Shards) -> Shards:
+    """The shards of all, in order; columns are joined as they are, since a source may grow a million times."""
     names = (*TEXTS, *NUMBERS)
-    if any(first.packed(name).dtype.kind != second.packed(name).dtype.kind for name in names):
-        return Shards.of([*first, *second])  # one's hashes are digits, the other's bytes
-    return Shards({name: np.concatenate((first.packed(name), second.packed(name))) for name in names})
+    if any(len({shards.packed(name).dtype.kind for shards in some}) > 1 for name in names):
+        return Shards.of([shard for shards in some for shard in shards])  # hashes are digits in one, bytes in another
+    return Shards({name: np.concatenate([shards.packed(name) for shards in some]) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
