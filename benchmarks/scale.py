@@ -7,9 +7,11 @@ beyond 1 it is late for ever. What was not simulated stands in docs/scale.md.
 
     python -m benchmarks.scale                                # all parts, 15 minutes on two cores
     python -m benchmarks.scale --parts recorder --ranks 8,64
+    python -m benchmarks.scale --parts mixture --ranks 80,1000    # of this part, numbers of sources
     # recorder      8,192    512.0 calls/s    0.21 of a core
 """
 
+import json
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,8 @@ from benchmarks.scale_checkpoint import checkpoint_rows
 from benchmarks.scale_recorder import heartbeat_rows, metrics_rows, recorder_rows
 from benchmarks.scale_rows import Row
 from benchmarks.scale_start import rendezvous_rows
+from raystride.pipelines.feed.mixture import MOST_SOURCES, Mixture, MixtureSource, schedule
+from raystride.pipelines.feed.order import Order
 from raystride.pipelines.feed.plan import share
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.manifest import Manifest, Shard, Shards
@@ -81,9 +85,31 @@ def plan_rows(ranks: int) -> Iterator[Row]:
     yield Row("plan, a step's slots", ranks, seconds=(time.perf_counter() - began) / ranks, note="each worker")
 
 
+def mixture_rows(sources: int) -> Iterator[Row]:
+    """A mixture of so many sources, each of which gives four epochs and no more: planned, and found again at a resume."""
+    sources = min(sources, MOST_SOURCES)
+    sizes = [1_000 + 7 * number for number in range(sources)]
+    order = (MixtureSource(f"s{number}", Order(size, number), 4 * size) for number, size in enumerate(sizes))
+    there, wanted = list(order), [(0, sizes)]
+    schedule.cache_clear()
+    began = time.perf_counter()
+    mixture = Mixture.planned(there, wanted)
+    planned = time.perf_counter() - began
+    content = json.dumps(mixture.to_json())
+    schedule.cache_clear()
+    began = time.perf_counter()
+    again = Mixture.planned(there, wanted, Mixture.from_json(json.loads(content)), sum(sizes))
+    resumed = time.perf_counter() - began
+    assert again == mixture
+    note = f"{sources} sources with epochs_at_most, {len(mixture.phases)} phases; each worker, once"
+    yield Row("mixture, opened", sources, seconds=planned, note=note)
+    yield Row("mixture, resumed", sources, seconds=resumed, bytes=len(content), note="bytes: in a checkpoint's manifest")
+
+
 PARTS: dict[str, Callable[[int], Iterator[Row]]] = {
     "data": data_rows,
     "plan": plan_rows,
+    "mixture": mixture_rows,
     "checkpoint": checkpoint_rows,
     "recorder": recorder_rows,
     "heartbeats": heartbeat_rows,

@@ -11,7 +11,6 @@ one never clears the other.
 import functools
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from raystride.pipelines.record.relay import MOST_DIRECT, Call, Relay
 from raystride.pipelines.record.sender import Receipt, Sender
 from raystride.pipelines.record.state import TrainingState
 from raystride.pipelines.record.summary import RunSummary
+from raystride.pipelines.service_thread import ServiceThread
 
 ASK_S = 0.5
 HEARTBEAT_S = 10.0
@@ -220,8 +220,7 @@ class StopPoll:
     def __init__(self, ask: Callable[[], bool]) -> None:
         self._ask = ask
         self._asked = False
-        self._ended = threading.Event()
-        threading.Thread(target=self._run, name="stop-poll", daemon=True).start()
+        self._service = ServiceThread("stop-poll", self._look, every_s=ASK_S, max_pause_s=ASK_S).start()
 
     def __call__(self) -> bool:
         """Whether the run shall end, as known now."""
@@ -229,11 +228,8 @@ class StopPoll:
 
     def end(self) -> None:
         """Ends the thread that asks."""
-        self._ended.set()
+        self._service.end()
 
-    def _run(self) -> None:
-        while not self._asked and not self._ended.wait(ASK_S):
-            try:
-                self._asked = self._ask()
-            except Exception:
-                continue
+    def _look(self) -> bool:
+        self._asked = self._ask()
+        return self._asked

@@ -10,17 +10,19 @@ are there, later epochs are permuted as a whole.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from raystride.pipelines.feed.order import Order
-from raystride.pipelines.feed.samples import Samples
+from raystride.pipelines.feed.samples import Samples, windows_in
 from raystride.pipelines.feed.stream import TokenStream
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.generations import failure, generations, read_generation
+from raystride.pipelines.prepare.manifest import Shards
 from raystride.pipelines.sources.faults import DataError
 
 if TYPE_CHECKING:
@@ -48,11 +50,22 @@ class GrownOrder:
         """Samples of all generations that are known."""
         return self.order.samples
 
-    def grown(self, end: int) -> Self:
-        """The order with another generation, up to so many samples; itself where these are known."""
-        if self.ends and end <= self.ends[-1]:
+    def grown(self, *ends: int) -> Self:
+        """The order with more generations, each up to so many samples; without those that are known."""
+        known = self.ends[-1] if self.ends else -1
+        new = list(self.ends)
+        for end in ends:
+            if end > known:
+                new.append(end)
+                known = end
+        if len(new) == len(self.ends):
             return self
-        return replace(self, order=replace(self.order, samples=max(1, end)), ends=(*self.ends, end))
+        return replace(self, order=replace(self.order, samples=max(1, known)), ends=tuple(new))
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        """`ends` as an array, made once: there may be a hundred thousand, and every slot asks."""
+        return np.array(self.ends, np.int64)
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """Sample numbers (int64) at positions (int64, any shape). Raises IndexError beyond what is known."""
@@ -61,7 +74,7 @@ class GrownOrder:
             raise IndexError(f"position {int(positions.max())} is beyond the {self.samples} samples that are prepared")
         result = np.empty_like(positions)
         result[later] = self.order.at(positions[later])
-        numbers = np.searchsorted(np.array(self.ends, np.int64), positions, "right")
+        numbers = np.searchsorted(self._ends, positions, "right")
         for number in np.unique(numbers[~later]).tolist():
             here = ~later & (numbers == number)
             first = self.ends[number - 1] if number else 0
@@ -97,13 +110,22 @@ class Growth:
     whole: bool = False
     """Whether nothing follows."""
 
-    def look(self) -> Iterator[int]:
-        """Takes in what is new; the samples after each generation."""
-        while not self.whole and (manifest := read_generation(self.folder, self.generations)):
-            self.stream.extend(manifest.splits["train"])
-            self.generations += 1
-            yield self.samples.count
+    def look(self) -> list[int]:
+        """Takes in what is new, all of it at once; the samples after each generation."""
+        new: list[Shards] = []
+        ends: list[int] = []
+        tokens, examples = self.stream.tokens, self.stream.examples
+        while not self.whole and (manifest := read_generation(self.folder, self.generations + len(new))):
+            shards = manifest.splits["train"]
+            new.append(shards)
+            tokens, examples = (tokens + int(shards.column("tokens").sum()), examples + int(shards.column("rows").sum()))
+            ends.append(windows_in(self.samples.task, tokens) if self.samples.task.window else examples)
+        if new:
+            self.stream.extend(*new)
+            self.generations += len(new)
+            assert ends[-1] == self.samples.count
         self.whole = self.whole or generations(self.folder) == self.generations
+        return ends
 
 
 class GrowingOrder:
@@ -122,8 +144,8 @@ class GrowingOrder:
         Raises DataError where the preparation went wrong.
         """
         if not self._has(end):
-            for there in self._growth.look():
-                self._there, self.known = there, self.known.grown(there)
+            if ends := self._growth.look():
+                self._there, self.known = ends[-1], self.known.grown(*ends)
             if self._growth.whole:
                 self.known = replace(self.known, complete=True)
         if self._has(end):

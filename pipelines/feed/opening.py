@@ -15,7 +15,7 @@ from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.mixture import mixture_entries, wanted_weights
 from raystride.pipelines.feed.cache import NodeCache, node_cache
 from raystride.pipelines.feed.growth import GrowingOrder, GrownOrder, Growth
-from raystride.pipelines.feed.mixture import Mixture, MixtureSource
+from raystride.pipelines.feed.mixture import MAX_PERIOD, Mixture, MixtureSource, in_units, unlike_shares
 from raystride.pipelines.feed.plan import Plan, build_order, build_plan
 from raystride.pipelines.feed.read_ahead import ReadAhead
 from raystride.pipelines.feed.samples import Mixed, Samples, open_samples
@@ -78,7 +78,10 @@ def open_feed(
         plan = build_plan(config, train[""].count, step, position)
         return Feed(plan, train[""], held_out, {"": 1.0}, cache)
     earlier = Mixture.from_json(past) if past else None
-    mixture = build_mixture(config, {name: each.count for name, each in train.items()}, earlier, position)
+    sizes = {name: each.count for name, each in train.items()}
+    mixture = build_mixture(config, sizes, earlier, position)
+    for note in share_notes(config, sizes, mixture.max_period):
+        said(note)
     plan = build_plan(config, 0, step, position, mixture)
     return Feed(plan, Mixed(task, train, mixture), held_out, mixture.shares(), cache)
 
@@ -151,6 +154,26 @@ def build_mixture(config: Config, samples: Mapping[str, int], past: Mixture | No
             )
     wanted = [(step * batch, [weights[name] for name in entries]) for step, weights in wanted_weights(config.data, samples)]
     return Mixture.planned(sources, wanted, past, since)
+
+
+def share_notes(config: Config, samples: Mapping[str, int], max_period: int = MAX_PERIOD) -> list[str]:
+    """A line for each set of weights whose sources are dealt other shares than is wanted, by more than a tenth.
+
+    Raises SettingError for weights that cannot be.
+    """
+    notes = []
+    for step, weights in wanted_weights(config.data, samples):
+        names, values = list(weights), list(weights.values())
+        unlike = unlike_shares(values, in_units(values, max_period))
+        if unlike:
+            number, wanted, dealt = max(unlike, key=lambda each: abs(each[2] / each[1] - 1))
+            since = f" from step {step} on" if step else ""
+            notes.append(
+                f"data.sources: {len(unlike)} of {len(names)} sources have another share of the samples{since} than their "
+                f"weights say, by more than a tenth: {names[number]} has {dealt:.3g} where {wanted:.3g} is wanted. Shares "
+                "so small cannot be dealt exactly: give such sources more weight, or write several of them as one"
+            )
+    return notes
 
 
 def _seed(seed: int, name: str) -> int:

@@ -29,9 +29,9 @@ class TokenStream:
         self._files: ShardFiles = self.far or MappedShards(folder.local, id_type, shards)  # type: ignore[arg-type]
         self._know(shards)
 
-    def extend(self, shards: Shards) -> None:
-        """Has the stream go on with these shards, from the thread that reads it."""
-        more = with_more(self._shards, shards)
+    def extend(self, *shards: Shards) -> None:
+        """Has the stream go on with these shards, from the thread that reads it: many at once, as all are copied."""
+        more = with_more(self._shards, *shards)
         self._files.know(more)
         self._know(more)
 

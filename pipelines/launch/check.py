@@ -11,8 +11,10 @@ from raystride.pipelines.cluster.cluster import cluster, joined
 from raystride.pipelines.cluster.nodes import measure_network
 from raystride.pipelines.cluster.resources import Resources, Share, resolve
 from raystride.pipelines.commands import program
-from raystride.pipelines.config import Config
+from raystride.pipelines.config import Config, SettingError
 from raystride.pipelines.config.parse import Parsed
+from raystride.pipelines.feed.opening import share_notes
+from raystride.pipelines.feed.samples import windows_in
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.exit_codes import CANNOT_RUN, DONE, guarded
 from raystride.pipelines.launch.hosts import look_at_hosts
@@ -20,7 +22,10 @@ from raystride.pipelines.launch.mesh_choice import choose_mesh
 from raystride.pipelines.launch.place import locate
 from raystride.pipelines.launch.preflight import Check, preflight
 from raystride.pipelines.launch.preparing import prepared_before
-from raystride.pipelines.prepare.fingerprint import NOTHING_KEPT, Kept
+from raystride.pipelines.prepare.fingerprint import NOTHING_KEPT, Kept, identity
+from raystride.pipelines.prepare.one_source import finished
+from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.tasks import build_task
 
 
 def run_check(parsed: Parsed[Config]) -> int:
@@ -40,6 +45,8 @@ def _check(config: Config, storage: Folder) -> int:
         print(f"{'ok  ' if check.passed else 'FAIL'} {check.name:<15} {check.found}")
         if not check.passed:
             print(f"     {'':<15} {check.remedy}")
+    for note in _notes_of_shares(config, storage):
+        print(f"note {note}")
     if table:
         print(f"\n{table}\n")
     passed = all(check.passed for check in checks)
@@ -75,6 +82,23 @@ def checks_for(config: Config, storage: Folder, there: Resources, share: Share, 
     if _on_hosts(config) and all(check.passed for check in checks):
         checks += look_at_hosts(config, storage, kept).checks()
     return checks
+
+
+def _notes_of_shares(config: Config, storage: Folder) -> list[str]:
+    """Where a mixture's shares are not those of its weights, as far as that is known before its data is prepared."""
+    sizes = dict.fromkeys(config.data.sources, 1)
+    asked = [config.data.weights, *(item.get("weights") for item in config.data.curriculum)]
+    if sizes and any(isinstance(weights, str) and weights != "given" for weights in asked):
+        task = build_task(config)
+        try:
+            folder = storage / ".prepared" / identity(config, task, storage=storage).data
+        except (DataError, SettingError):  # a check of resources does not need the data
+            return []
+        if (manifest := finished(folder)) is None:
+            return []
+        for name, (_, own) in manifest.by_source(folder).items():
+            sizes[name] = windows_in(task, own.tokens("train")) if task.window else own.documents("train")
+    return share_notes(config, sizes) if sizes else []
 
 
 def _on_hosts(config: Config) -> bool:

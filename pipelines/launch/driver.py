@@ -228,7 +228,7 @@ def _keep_data(config: Config, storage: Folder, earlier: Earlier | None, screen:
         return NOTHING_KEPT
     kept = keep_preparations(earlier, config, storage, screen.line)
     if earlier.sources and config.data.sources:  # a source that comes back is in no settings to compare with
-        refuse_changes(earlier, config, identity(config, build_task(config), kept))
+        refuse_changes(earlier, config, identity(config, build_task(config), kept, storage))
     return kept
 
 

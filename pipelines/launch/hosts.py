@@ -251,7 +251,7 @@ def look_at_hosts(config: Config, storage: Folder, kept: Kept = NOTHING_KEPT) ->
     """
     carried = Carried.here()
     carried.register()
-    known = identity(config, build_task(config), kept)
+    known = identity(config, build_task(config), kept, storage)
     missing = [name for name in config.by_source() if finished(storage / ".prepared" / known.of(name)) is None]
     sources = _sources(config) if missing else {}
     # What lies on a hub each host would have to fetch before it could say anything.

@@ -12,9 +12,10 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from threading import Event, Thread
+from threading import Event
 
 from raystride.pipelines.cluster.cluster import cluster
 from raystride.pipelines.cluster.internals import on_loopback
@@ -28,6 +29,7 @@ from raystride.pipelines.prepare.fingerprint import NOTHING_KEPT, Kept, identity
 from raystride.pipelines.prepare.generations import failure, forget_failure, read_generation, tell_failure
 from raystride.pipelines.prepare.one_source import Prepared, finished
 from raystride.pipelines.prepare.prepare import prepare
+from raystride.pipelines.service_thread import ServiceThread
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.tasks import build_task
 from raystride.triton_kernels.processes import end_with_parent, fresh_context
@@ -121,6 +123,8 @@ def beside(config: Config, storage: Folder, screen: Screen, carried: Carried, ke
     """
     from ray import cloudpickle  # what the user's script has registered lies nowhere that another process could import
 
+    if not config.data.sources:  # the process could see another script than this one
+        kept = Kept(fingerprints={"": identity(config, build_task(config), kept, storage).data})
     folder, address = _place(config, storage, kept), None
     if config.launch.mode != "inline":
         import ray
@@ -135,7 +139,8 @@ def beside(config: Config, storage: Folder, screen: Screen, carried: Carried, ke
     process.start()
     tell.close()
     ended = Event()
-    Thread(target=_watch, args=(process, hear, ended, folder, screen.line), name="preparation", daemon=True).start()
+    watch = partial(_watch, process, hear, ended, folder, screen.line)
+    ServiceThread("preparation", watch, every_s=0.0, log=screen.line).start()
     try:
         yield Begun(folder, process)
     finally:
@@ -191,15 +196,19 @@ def use_at_most(cpus: float) -> None:
 
 def _place(config: Config, storage: Folder, kept: Kept) -> Folder:
     """The folder of the prepared data. Raises SettingError, DataError."""
-    return storage / ".prepared" / identity(config, build_task(config), kept).data
+    return storage / ".prepared" / identity(config, build_task(config), kept, storage).data
 
 
-def _watch(process: BaseProcess, hear: Connection, ended: Event, folder: Folder, said: Callable[[str], None]) -> None:
-    """Passes on what the process says; where it dies before it was `ended`, all who wait for it are told."""
-    with suppress(EOFError, OSError):
+def _watch(process: BaseProcess, hear: Connection, ended: Event, folder: Folder, said: Callable[[str], None]) -> bool:
+    """Passes on what the process says; if it dies before it was `ended`, tells all who wait for it. True: it has ended."""
+    with suppress(EOFError):
         while True:
-            said(hear.recv())
+            try:
+                text = hear.recv()
+            except OSError:
+                break
+            said(text)
     process.join()
     if process.exitcode and not ended.is_set() and finished(folder) is None:
-        with suppress(OSError):
-            tell_failure(folder, f"its process ended with code {process.exitcode}: start this run again")
+        tell_failure(folder, f"its process ended with code {process.exitcode}: start this run again")
+    return True

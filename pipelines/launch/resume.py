@@ -10,6 +10,7 @@ refuse_other_bits(folder / "checkpoints", bits)           # train.exact: raises 
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from shlex import quote
 from typing import Any, cast
 
@@ -36,6 +37,7 @@ from raystride.pipelines.prepare.raw_files import (
 from raystride.pipelines.record.environment import Environment
 from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.sources.source import Source
 from raystride.pipelines.tasks import Task, build_task
 from raystride.pipelines.train.names import BEFORE_PRODUCTS, MANIFEST, step_name
 
@@ -182,7 +184,7 @@ def _data_changes(
 ) -> list[str]:
     """Returns how raw data differs from what the preparation `before` in `folder` was made of, a line a difference."""
     source, validation = open_sources(own, task)
-    if fingerprint_of(own, task, source, validation, earlier.learned) == before:
+    if _fits(before, own, task, source, validation, earlier.learned):
         return []
     changes = find_changed_files(folder, source, validation, max_hashed=MAX_HASHED if check_all else 256)
     if changes is None and earlier.content.get(name) == hash_raw_files(list_raw_files(source, validation)):
@@ -193,9 +195,15 @@ def _data_changes(
         return changes
     known = {file.key: file.stamp for file in read_raw_files(folder) or ()}
     source, validation = with_stamps(source, validation, known)
-    if fingerprint_of(own, task, source, validation, earlier.learned) != before:
-        return ["code of data.steps or of a plug-in that reads the data"]
+    if not _fits(before, own, task, source, validation, earlier.learned):
+        return ["code of data.steps or of a plug-in, or what it calls"]
     return []
+
+
+def _fits(before: str, own: Config, task: Task, source: Source, validation: Source | None, learned: str) -> bool:
+    """Whether a fingerprint is that of these sources, by today's rule or by that of earlier versions."""
+    of = partial(fingerprint_of, own, task, source, validation, learned)
+    return before in (of(), of(with_code=False))
 
 
 def _names_place(key: str) -> bool:

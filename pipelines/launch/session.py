@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -25,12 +26,15 @@ from raystride.pipelines.record.state import TrainingState
 from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.report import closing_screen, curve_picture, gather_figures, text_curve, write_page
 from raystride.pipelines.report.figures import Figures, Points
+from raystride.pipelines.service_thread import ServiceThread
 from raystride.pipelines.signals import interruption, signals_to_heed
 from raystride.pipelines.worker.job import Job
 
 POLL_S = 0.5
 SAME_REQUEST_S = 1.0
 """Seconds after a signal in which another one asks for nothing more."""
+ASK_AGAIN_S = 1.0
+"""Seconds after which a request to stop that could not be passed on is repeated."""
 LOOK_S = 5.0
 """Seconds of a start after which it is said what it waits for, and between two looks at that."""
 
@@ -172,7 +176,14 @@ def _handle(number: int, frame: object) -> None:
     for each in _listeners:
         each.told.append(name)
         # From a thread, as the request goes to an actor and may have to wait, which a handler must not.
-        threading.Thread(target=each.request_stop, daemon=True).start()
+        ServiceThread("stop-request", partial(_request, each), every_s=0.0, max_pause_s=ASK_AGAIN_S).start()
+
+
+def _request(listener: _Listener) -> bool:
+    """Passes the request on, unless nobody listens any more; one that fails is repeated."""
+    if any(each is listener for each in _listeners):
+        listener.request_stop()
+    return True
 
 
 @contextmanager

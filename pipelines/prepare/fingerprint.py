@@ -15,8 +15,12 @@ from typing import Any
 
 from raystride.pipelines.config import Config, Tokenizer
 from raystride.pipelines.credentials import stripped
+from raystride.pipelines.files import Folder
+from raystride.pipelines.plugins import TASKS
 from raystride.pipelines.prepare.cleaning import cleaning_of, told_apart
+from raystride.pipelines.prepare.code_hash import hash_code, name_of
 from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.sources.registry import RegisteredReader
 from raystride.pipelines.sources.source import Source, open_source
 from raystride.pipelines.tasks.task import Task
 from raystride.pipelines.tokenizers.training import TRAINED, read_file
@@ -76,21 +80,23 @@ class Kept:
 NOTHING_KEPT = Kept()
 
 
-def identity(config: Config, task: Task, kept: Kept = NOTHING_KEPT) -> Identity:
+def identity(config: Config, task: Task, kept: Kept = NOTHING_KEPT, storage: Folder | None = None) -> Identity:
     """Returns the fingerprints of these settings' data; sources whose preparation is kept are not opened.
 
-    Raises DataError, SettingError.
+    With a `storage`, preparations of an earlier version that are there are found. Raises DataError, SettingError.
     """
     if not config.data.sources:
-        return Identity(kept.fingerprints.get("") or fingerprint_of(config, task, *open_sources(config, task)))
+        known = kept.fingerprints.get("")
+        return Identity(known or find_fingerprint(config, task, *open_sources(config, task), storage=storage))
     configs, learned = config.by_source(), kept.learned
     if not learned and (task.surveyed or (task.tokenizers and config.tokenizer.kind in TRAINED)):
-        tokenizer = _tokenizer(config.tokenizer) if task.tokenizers else None
-        each = [fingerprint(own, task.under(own)) for own in learning_sources(config).values()]
-        learned = _digest({"format": FORMAT, "learned": sorted(each), "tokenizer": tokenizer})
+        learned = _digest_learned(config, task)
+        if storage and not (storage / ".prepared" / learned).exists():
+            earlier = _digest_learned(config, task, with_code=False)
+            learned = earlier if (storage / ".prepared" / earlier).exists() else learned
     sources = {
         name: kept.fingerprints.get(name)
-        or fingerprint_of(own, task.under(own), *open_sources(own, task.under(own)), learned)
+        or find_fingerprint(own, task.under(own), *open_sources(own, task.under(own)), learned, storage)
         for name, own in configs.items()
     }
     return Identity(_digest({"format": FORMAT, "sources": sources}), sources, learned)
@@ -109,8 +115,56 @@ def fingerprint(config: Config, task: Task) -> str:
     return identity(config, task).data
 
 
-def fingerprint_of(config: Config, task: Task, source: Source, validation: Source | None, learned: str = "") -> str:
-    """The hash of a preparation whose sources are open already; `learned`: what it has in common with others."""
+def _digest_learned(config: Config, task: Task, *, with_code: bool = True) -> str:
+    tokenizer = _tokenizer(config.tokenizer) if task.tokenizers else None
+    each = [
+        fingerprint_of(own, task.under(own), *open_sources(own, task.under(own)), with_code=with_code)
+        for own in learning_sources(config).values()
+    ]
+    return _digest({"format": FORMAT, "learned": sorted(each), "tokenizer": tokenizer})
+
+
+def find_fingerprint(
+    config: Config,
+    task: Task,
+    source: Source,
+    validation: Source | None,
+    learned: str = "",
+    storage: Folder | None = None,
+) -> str:
+    """Returns the fingerprint of sources that are open already; that of an earlier version, if its preparation is there.
+
+    Earlier versions looked at the lines of a step or of a source's function alone, not at what these reach.
+    """
+    found = fingerprint_of(config, task, source, validation, learned)
+    if storage is None or not code_of(config, source, validation) or (storage / ".prepared" / found).exists():
+        return found
+    earlier = fingerprint_of(config, task, source, validation, learned, with_code=False)
+    return earlier if (storage / ".prepared" / earlier).exists() else found
+
+
+def code_of(config: Config, source: Source, validation: Source | None) -> str:
+    """The hash of code of one's own that shapes the data: steps, sources' functions, a plug-in's task; "": there is none."""
+    names = [(module, name) for module, _, name in (step.rpartition(".") for step in config.data.steps)]
+    readers = [each.reader for each in (source, validation) if each]
+    names += [name_of(reader.function) for reader in readers if isinstance(reader, RegisteredReader)]
+    names += [name_of(TASKS[config.task])] if config.task in TASKS else []
+    return hash_code(names)
+
+
+def fingerprint_of(
+    config: Config,
+    task: Task,
+    source: Source,
+    validation: Source | None,
+    learned: str = "",
+    *,
+    with_code: bool = True,
+) -> str:
+    """The hash of a preparation whose sources are open already; `learned`: what it has in common with others.
+
+    Not `with_code`: as earlier versions had it, for which code that a step reaches made no difference.
+    """
     data = config.data
     content: dict[str, Any] = {
         "format": FORMAT,
@@ -139,6 +193,8 @@ def fingerprint_of(config: Config, task: Task, source: Source, validation: Sourc
         content["image_root"] = data.image_root
     if cleaned := told_apart(config):
         content["cleaning"] = cleaned
+    if with_code and (code := code_of(config, source, validation)):
+        content["code"] = code
     if shape := task.shaped_by():
         content["shape"] = shape
     if validation is not None:

@@ -10,15 +10,14 @@ look at it again.
     first = read_generation(folder, 0)                        # None: it is not there yet
 """
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.manifest import Manifest
-from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.service_thread import ServiceThread, error_text
 from raystride.pipelines.sources.pieces import Part
 
 PLACE = "generations"
@@ -76,8 +75,15 @@ class Publisher:
     It goes on with those of an interrupted preparation.
     """
 
-    def __init__(self, folder: Folder, least_bytes: float, describe: Describe, enough: Callable[[Manifest], bool]) -> None:
-        self._folder, self._least, self._describe, self._enough = folder, least_bytes, describe, enough
+    def __init__(
+        self,
+        folder: Folder,
+        least_bytes: float,
+        describe: Describe,
+        enough: Callable[[Manifest], bool],
+        log: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._folder, self._least, self._describe, self._enough, self._log = folder, least_bytes, describe, enough, log
         self._parts: list[Part] = []
         self._records: list[Mapping[str, Any]] = []
         """Of the parts after those that are published."""
@@ -88,25 +94,23 @@ class Publisher:
     def publishing(self, parts: Sequence[Part]) -> Iterator[None]:
         """Publishes these parts, which come after those before, while the block prepares them, and at its end the rest.
 
-        What is not enough for the first generation waits for the parts that are given next. Where the block raises
-        DataError, all who wait are told.
+        What is not enough for the first generation waits for the parts that are given next. If the block or publishing
+        raises, all who wait are told. A storage that fails in between is tried again, and at the end once more.
         """
         self._parts += in_order(parts)
         forget_failure(self._folder)
-        ended = threading.Event()
-        thread = threading.Thread(target=self._run, args=(ended,), name="generations", daemon=True)
-        thread.start()
         try:
-            yield
-        except DataError as error:
-            tell_failure(self._folder, str(error))
+            with ServiceThread(
+                "generations", self._publish, every_s=LOOK_S, log=self._log, on_error=self._tell_unless_storage
+            ):
+                yield
+            self._publish()
+            if self._number or (self._records and self._enough(self._manifest())):
+                self._write()
+        except Exception as error:
+            with suppress(OSError):
+                tell_failure(self._folder, error_text(error))
             raise
-        finally:
-            ended.set()
-            thread.join()
-        self._publish()
-        if self._number or (self._records and self._enough(self._manifest())):
-            self._write()
 
     @property
     def begun(self) -> bool:
@@ -121,21 +125,25 @@ class Publisher:
         """Says that no other generation follows."""
         (self._folder / PLACE).put_json(END, {"generations": self._number})
 
-    def _run(self, ended: threading.Event) -> None:
-        while not ended.wait(LOOK_S):
-            self._publish()
+    def _tell_unless_storage(self, error: Exception) -> None:
+        """Tells who waits of an error that another try would meet again."""
+        if not isinstance(error, OSError):
+            tell_failure(self._folder, error_text(error))
 
     def _publish(self) -> None:
         """Publishes what is whole where it is as much as it has to be: which parts that are is no matter of time."""
-        while self.published + len(self._records) < len(self._parts):
+        while True:
+            parts = self._parts[self.published : self.published + len(self._records)]
+            due = parts and sum(each.bytes for each in parts) >= self._least
+            if due and (self._number or self._enough(self._manifest())):
+                self._write()  # first, also where it has failed before: with these parts and no others
+            if self.published + len(self._records) == len(self._parts):
+                return
             part = self._parts[self.published + len(self._records)]
             try:
                 self._records.append((self._folder / "parts").read_json(f"{part.number:05d}.json"))
             except FileNotFoundError:
                 return
-            parts = self._parts[self.published : self.published + len(self._records)]
-            if sum(each.bytes for each in parts) >= self._least and (self._number or self._enough(self._manifest())):
-                self._write()
 
     def _manifest(self) -> Manifest:
         manifest = self._describe(self._records)

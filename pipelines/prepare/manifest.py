@@ -13,6 +13,7 @@ columns, `shards.arrow`, which is mapped likewise: opening a million shards read
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -118,12 +119,12 @@ class Shards(Sequence[Shard]):
     __hash__ = None  # type: ignore[assignment]
 
 
-def with_more(first: Shards, second: Shards) -> Shards:
-    """The shards of both, in order; columns are joined as they are, since a source may grow a million times."""
+def with_more(*some: Shards) -> Shards:
+    """The shards of all, in order; columns are joined as they are, since a source may grow a million times."""
     names = (*TEXTS, *NUMBERS)
-    if any(first.packed(name).dtype.kind != second.packed(name).dtype.kind for name in names):
-        return Shards.of([*first, *second])  # one's hashes are digits, the other's bytes
-    return Shards({name: np.concatenate((first.packed(name), second.packed(name))) for name in names})
+    if any(len({shards.packed(name).dtype.kind for shards in some}) > 1 for name in names):
+        return Shards.of([shard for shards in some for shard in shards])  # hashes are digits in one, bytes in another
+    return Shards({name: np.concatenate([shards.packed(name) for shards in some]) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,6 +259,19 @@ def _places(file: "pa.Buffer", names: list[str]) -> dict[str, int]:
     return {name: batch.column(name).buffers()[1].address - file.address for name in names}
 
 
+def _columns_sha256(folder: Folder, content: np.ndarray) -> str:
+    """The hash of a folder's columns; a local file is read once in a process, unless it was written anew."""
+    if folder.local is None:
+        return hashlib.sha256(content.data).hexdigest()
+    there = (folder.local / COLUMNS).stat()
+    return _file_sha256(folder, there.st_ino, there.st_mtime_ns, there.st_size)
+
+
+@lru_cache(maxsize=1024)
+def _file_sha256(folder: Folder, *_: int) -> str:
+    return folder.sha256(COLUMNS)  # not by the mapping, whose pages would be counted as this process's memory
+
+
 def _read_columns(folder: Folder, counts: Mapping[str, int], columns: Mapping[str, Any]) -> dict[str, Shards]:
     content: np.ndarray
     if folder.local:
@@ -266,6 +280,9 @@ def _read_columns(folder: Folder, counts: Mapping[str, int], columns: Mapping[st
         content = np.frombuffer(folder.read(COLUMNS), np.uint8)
     if len(content) != columns["bytes"]:
         raise ValueError(f"{folder / COLUMNS} has {len(content)} bytes, not {columns['bytes']}: prepare it again")
+    stated = columns.get("sha256")
+    if stated and _columns_sha256(folder, content) != stated:
+        raise ValueError(f"{folder / COLUMNS} has another SHA-256 than {folder / FILE} says: prepare it again")
     total, found, first = sum(counts.values()), {}, 0
     whole = {name: np.frombuffer(content, np.dtype(of), total, offset=at) for name, (at, of) in columns["places"].items()}
     whole.setdefault("top_hash", np.zeros(total, f"V{HASHES['top_hash']}"))  # an older version wrote none

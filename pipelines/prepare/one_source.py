@@ -19,7 +19,7 @@ from raystride.pipelines.config import Config
 from raystride.pipelines.credentials import masked
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.cleaning import cleaning_of
-from raystride.pipelines.prepare.fingerprint import Identity, fingerprint_of, open_sources
+from raystride.pipelines.prepare.fingerprint import Identity, find_fingerprint, open_sources
 from raystride.pipelines.prepare.generations import Describe, Publisher, Records, in_order
 from raystride.pipelines.prepare.learning import FACTS, Echo, Learned, Studied, learn_facts, make_tokenizers
 from raystride.pipelines.prepare.manifest import FILE, Manifest, Shard, Shards
@@ -76,11 +76,13 @@ def prepare_source(
     opened = None
     if fingerprint is None:
         opened = open_sources(config, task)
-        fingerprint = fingerprint_of(config, task, *opened, learned.digest if learned else "")
+        fingerprint = find_fingerprint(config, task, *opened, learned.digest if learned else "", storage)
     folder = storage / ".prepared" / fingerprint
     if (manifest := finished(folder)) is not None:
         echo(f"data: {_counts(manifest, task)}, prepared before ({folder})")
         return Prepared(folder, manifest, reused=True)
+    if folder.exists(FILE):
+        echo(f"data: {folder} was prepared, but its manifest or a shard is not as it was written: it is prepared again")
     source, validation = opened or open_sources(config, task)
     look_at(config, source, validation)
     write_raw_files(folder, source, validation)
@@ -92,7 +94,7 @@ def prepare_source(
     parts = divide(source, validation, config.data)
     job = job_of(config, folder, Divided(source, validation, parts), task, learned, on_ray, echo)
     describe = partial(manifest_of, config, fingerprint, source, job.task)
-    publisher = publisher_of(config, job, describe) if config.data.start_after_mib else None
+    publisher = publisher_of(config, job, describe, echo) if config.data.start_after_mib else None
     with publisher.publishing(parts) if publisher else nullcontext():
         records = run(job, parts, on_ray, echo)
     if publisher:
@@ -184,14 +186,14 @@ def finished(folder: Folder) -> Manifest | None:
     return manifest if all(sizes.get(shard.file) == shard.bytes for shard in shards) else None
 
 
-def publisher_of(config: Config, job: Preparation, describe: Describe) -> Publisher:
+def publisher_of(config: Config, job: Preparation, describe: Describe, echo: Echo = print) -> Publisher:
     """What has others train on what is ready."""
 
     def enough(manifest: Manifest) -> bool:
         least = job.task.window.length if job.task.window else 1
         return all(manifest.tokens(split) >= least for split in SPLITS)
 
-    return Publisher(job.folder, config.data.start_after_mib * 2**20, describe, enough)
+    return Publisher(job.folder, config.data.start_after_mib * 2**20, describe, enough, echo)
 
 
 def run(job: Preparation, parts: Sequence[Part], on_ray: bool, echo: Echo) -> list[dict[str, Any]]:

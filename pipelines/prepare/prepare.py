@@ -35,11 +35,11 @@ def prepare(
     SettingError if the tokenizer's settings cannot.
     """
     if config.data.follow:
-        follow_source(config, storage, task, on_ray=on_ray, echo=echo)
+        follow_source(config, storage, task, fingerprint=kept.fingerprints.get(""), on_ray=on_ray, echo=echo)
     if not config.data.sources:
         fingerprint = kept.fingerprints.get("")
         return prepare_source(config, storage, task, fingerprint=fingerprint, on_ray=on_ray, echo=echo)
-    known = identity(config, task, kept)
+    known = identity(config, task, kept, storage)
     prepared = _prepare_mixture(config, storage, task, known, kept, on_ray, echo)
     folder = storage / ".prepared" / known.data
     if (manifest := finished(folder)) is None:
@@ -73,7 +73,7 @@ def check_data(config: Config, storage: Folder, task: Task, kept: Kept = NOTHING
 
     Raises DataError, SettingError.
     """
-    known = identity(config, task, kept)
+    known = identity(config, task, kept, storage)
     for name, own in config.by_source().items():
         if finished(storage / ".prepared" / known.of(name)) is None:
             look_at(own, *open_sources(own, task.under(own)))

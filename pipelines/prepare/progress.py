@@ -5,13 +5,13 @@ with shown("preparing", Meter(job.folder, parts), echo):
 """
 
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 from raystride.pipelines.files import Folder
+from raystride.pipelines.service_thread import ServiceThread
 from raystride.pipelines.sources.pieces import Part
 
 _BAR_EVERY_S = 0.5
@@ -34,15 +34,21 @@ class Measured(Protocol):
 @contextmanager
 def shown(what: str, meter: Measured, echo: Callable[[str], None]) -> Iterator[None]:
     """Shows how far `what` is while the block runs."""
-    ended = threading.Event()
-    watch = _bar if echo is print and sys.stdout.isatty() else _lines
-    thread = threading.Thread(target=watch, args=(what, meter, ended, echo), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+    if not (echo is print and sys.stdout.isatty()):
+        with ServiceThread(what, lambda: echo(f"{what}: {meter.read()}"), every_s=_LINE_EVERY_S, log=echo):
+            yield
+        return
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    with Progress(TextColumn(what), BarColumn(), TextColumn("{task.description}"), transient=True) as progress:
+        bar = progress.add_task("", total=meter.total)
+
+        def draw() -> None:
+            line = meter.read()
+            progress.update(bar, completed=meter.done, description=line)
+
+        with ServiceThread(what, draw, every_s=_BAR_EVERY_S, log=progress.console.print):
+            yield
 
 
 class Meter:
@@ -63,18 +69,3 @@ class Meter:
         speed = self.done / max(time.monotonic() - self._start, 1e-9)
         left = f", {(self.total - self.done) / speed:.0f} s left" if speed else ""
         return f"{len(found)}/{len(self._bytes)} parts, {self.done / 1e6:.0f} MB, {speed / 1e6:.1f} MB/s{left}"
-
-
-def _lines(what: str, meter: Measured, ended: threading.Event, echo: Callable[[str], None]) -> None:
-    while not ended.wait(_LINE_EVERY_S):
-        echo(f"{what}: {meter.read()}")
-
-
-def _bar(what: str, meter: Measured, ended: threading.Event, echo: Callable[[str], None]) -> None:
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    with Progress(TextColumn(what), BarColumn(), TextColumn("{task.description}"), transient=True) as progress:
-        bar = progress.add_task("", total=meter.total)
-        while not ended.wait(_BAR_EVERY_S):
-            line = meter.read()
-            progress.update(bar, completed=meter.done, description=line)

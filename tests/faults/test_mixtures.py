@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raystride.pipelines.config import Config, Data, SettingError, Train
-from raystride.pipelines.feed.mixture import PERIOD, Mixture
+from raystride.pipelines.feed.mixture import Mixture
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.driver import train
 from raystride.pipelines.launch.screen import Quiet
@@ -102,5 +102,6 @@ def test_drawn_kills_resizes_weights_and_sources_lose_and_repeat_no_sample(folde
     mixture = Mixture.from_json(checkpoints.read_json(f"step-{steps:08d}/{MANIFEST}")["order"])
     ends = [*(phase.first for phase in mixture.phases[1:]), found.samples]
     for number, source in enumerate(mixture.sources):
-        due = sum((end - each.first) * each.units[number] for each, end in zip(mixture.phases, ends, strict=True)) / PERIOD
+        shares = [(each.first, each.units[number] / sum(each.units)) for each in mixture.phases]
+        due = sum((end - first) * share for (first, share), end in zip(shares, ends, strict=True))
         assert abs(found.by_source[source.name][0] - due) < 2 * len(ends), (source.name, schedule)

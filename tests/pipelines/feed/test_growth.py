@@ -16,13 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raystride.pipelines.config import Config, Data
-from raystride.pipelines.feed.growth import GrowingOrder, GrownOrder
+from raystride.pipelines.feed.growth import GrowingOrder, GrownOrder, Growth
 from raystride.pipelines.feed.loader import Loader, Requests
 from raystride.pipelines.feed.opening import open_feed, open_manifest
 from raystride.pipelines.feed.order import Order
+from raystride.pipelines.feed.samples import Windows, windows_in
+from raystride.pipelines.feed.stream import TokenStream
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare import one_source
-from raystride.pipelines.prepare.generations import generations, read_generation, tell_failure
+from raystride.pipelines.prepare.generations import PLACE, generations, read_generation, tell_failure
+from raystride.pipelines.prepare.manifest import Manifest, Shard, Shards
 from raystride.pipelines.prepare.one_source import prepare_source
 from raystride.pipelines.prepare.stages import write_part
 from raystride.pipelines.sources.faults import DataError
@@ -51,6 +54,42 @@ def test_each_sample_comes_once_an_epoch_and_what_is_known_stays(sizes: list[int
     assert sorted(whole.at(positions).tolist()) == sorted(list(range(ends[-1])) * 3)
     np.testing.assert_array_equal(whole.epochs(positions), positions // ends[-1])
     assert GrownOrder.from_json(whole.to_json()) == whole
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(0, 8))
+@settings(deadline=None)
+def test_generations_that_come_together_are_those_that_came_one_by_one(sizes: list[int], first: int) -> None:
+    ends = np.cumsum(sizes).tolist()
+    one_by_one = GrownOrder(Order(1, 3))
+    for end in ends:
+        one_by_one = one_by_one.grown(end)
+    assert GrownOrder(Order(1, 3)).grown(*ends[:first]).grown(*ends) == one_by_one
+    assert one_by_one.grown(*ends) is one_by_one
+
+
+def test_what_is_new_is_taken_in_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All shards are copied whenever some come: of a hundred thousand generations not a hundred thousand times."""
+    folder, copied, extend = Folder(str(tmp_path)), list[int](), TokenStream.extend
+
+    def counted(stream: TokenStream, *some: Shards) -> None:
+        copied.append(len(some))
+        extend(stream, *some)
+
+    monkeypatch.setattr(TokenStream, "extend", counted)
+    task = build_task(tiny(Path("unused")), {"vocabulary_size": 257, "end_id": 256})
+    for number in range(40):
+        shard = Shard(file=f"{number}", tokens=100, documents=1, bytes=200, sha256="", ids_offset=0, rows=1)
+        splits = {"train": Shards.of([shard]), "validation": Shards.of([])}
+        manifest = Manifest(fingerprint="f", id_type="uint16", vocabulary_size=257, end_id=256, splits=splits)
+        manifest.save(folder / PLACE / f"{number:06d}")
+    first = read_generation(folder, 0)
+    assert first
+    stream = TokenStream(folder, first, "train", None)  # type: ignore[arg-type]
+    samples = Windows(task, stream)
+    growth = Growth(folder, samples, stream)
+    assert growth.look() == [windows_in(task, 100 * number) for number in range(2, 41)]
+    assert growth.look() == []
+    assert copied == [39]
 
 
 @pytest.fixture

@@ -9,8 +9,20 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from raystride.pipelines.config import Config, Data
-from raystride.pipelines.feed.mixture import PERIOD, SHIFT, Mixture, MixtureSource, in_units, schedule, split_samples
-from raystride.pipelines.feed.opening import build_mixture
+from raystride.pipelines.feed.mixture import (
+    FINE,
+    MAX_PERIOD,
+    PERIOD,
+    SHIFT,
+    Mixture,
+    MixtureSource,
+    WeightPhase,
+    in_units,
+    schedule,
+    split_samples,
+    unlike_shares,
+)
+from raystride.pipelines.feed.opening import build_mixture, share_notes
 from raystride.pipelines.feed.order import Order, digest
 from tests.errors import refused
 
@@ -39,10 +51,106 @@ def test_in_every_prefix_each_source_is_within_one_of_its_share(weights: list[fl
     assert sum(units) == PERIOD
     assert [unit > 0 for unit in units] == [weight > 0 for weight in weights]
     # Three periods, from one that is not the first: what repeats is counted, too.
-    counts = _counted(Mixture.planned(_sources([97] * len(weights)), [(0, weights)]), 3 * PERIOD + 17)
+    mixture = Mixture(tuple(_sources([97] * len(weights))), (WeightPhase(0, units),))
+    counts = _counted(mixture, 3 * PERIOD + 17)
     due = np.arange(len(counts))[:, None] * np.array(units) / PERIOD
     assert np.abs(counts - due).max() < 1
     assert len(schedule(units).source) == PERIOD
+
+
+@given(WEIGHTS)
+@settings(max_examples=15, deadline=None)
+def test_a_schedule_is_tijdemans_by_its_definition(weights: list[float]) -> None:
+    """As the first version computed it, position by position: the orders of earlier runs are those of today."""
+    units = np.array(in_units(weights))
+    sources, given_before = np.flatnonzero(units), np.zeros(len(units), np.int64)
+    slack, dealt = 2 * len(sources) - 2, []
+    for position in range(PERIOD):
+        due = slack * ((position + 1) * units - PERIOD * given_before)
+        may = sources[due[sources] >= PERIOD] if slack else sources
+        dealt.append(int(may[np.argmin(((slack - 1) * PERIOD - due[may]) / units[may])]))
+        given_before[dealt[-1]] += 1
+    np.testing.assert_array_equal(schedule(tuple(units.tolist())).source, dealt)
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=2, max_size=9), st.integers(1, 60))
+@settings(max_examples=20, deadline=None)
+def test_small_shares_are_dealt_within_a_tenth(sizes: list[int], times: int) -> None:
+    weights = [*map(float, sizes), *[min(sizes) / times] * times]
+    units = in_units(weights, 1 << 40)
+    smallest = min(weights) / sum(weights)
+    if smallest * PERIOD >= 1:
+        assert units == in_units(weights), "what could be dealt before is dealt as before"
+    else:
+        assert smallest * sum(units) >= FINE
+        assert sum(units).bit_count() == 1
+        assert not unlike_shares(weights, units)
+
+
+def test_a_thousand_small_sources_are_dealt_what_they_are_due() -> None:
+    sizes = [10**8] + [100] * 1_000
+    mixture = Mixture.planned(_sources(sizes), [(0, sizes)])
+    (phase,) = mixture.phases
+    assert sum(phase.units) == MAX_PERIOD
+    assert not unlike_shares(sizes, phase.units)
+    counts = mixture.counts(10**8)
+    assert counts[1:].sum() / 10**8 == pytest.approx(0.001, rel=0.06), "24 % before"
+    assert set(counts[1:].tolist()) <= set(range(94, 101))
+    positions = np.concatenate([mixture.phases[0].first + np.arange(3_000), 10**8 + np.arange(3_000)])
+    numbers, inside = split_samples(mixture.at(positions))
+    for number in np.unique(numbers):
+        here = np.flatnonzero(numbers == number)
+        nth = mixture.counts(int(positions[here[0]]))[number]
+        assert inside[here[0]] == Order(sizes[number], int(number)).at(np.array([nth]))[0]
+
+
+def test_a_run_of_an_older_version_keeps_the_period_it_began_with() -> None:
+    sizes = [10**6, 10, 10]
+    earlier = Mixture.planned(_sources(sizes), [(0, sizes)]).to_json()
+    del earlier["max_period"]
+    earlier["phases"] = [[0, *in_units(sizes)]]
+    past = Mixture.from_json(earlier)
+    resumed = Mixture.planned(_sources(sizes), [(0, sizes)], past, 5_000)
+    assert resumed.phases == past.phases
+    assert Mixture.from_json(resumed.to_json()) == resumed
+    assert Mixture.planned(_sources(sizes), [(0, sizes)], resumed, 9_000).phases == past.phases
+    assert sum(Mixture.planned(_sources(sizes), [(0, sizes)]).phases[0].units) > PERIOD
+
+
+def test_another_share_than_the_weights_say_is_told_with_both() -> None:
+    config = Config(data=Data(sources={"web": {"source": "web"}, "rare": {"source": "rare", "weight": 1e-8}}))
+    (note,) = share_notes(config, {"web": 1, "rare": 1})
+    assert note.startswith("data.sources: 1 of 2 sources have another share")
+    assert "rare has 9.54e-07 where 1e-08 is wanted" in note
+    by_size = Config(
+        data=replace(config.data, weights="temperature 1", curriculum=({"from_step": 7, "weights": {"web": 1}},))
+    )
+    assert not share_notes(by_size, {"web": 10**6, "rare": 10})
+    (note,) = share_notes(by_size, {"web": 10**6, "rare": 10}, PERIOD)
+    assert "rare has 0.000244 where 1e-05 is wanted" in note
+
+
+def test_phases_are_counted_once_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eighty did not open within 390 s: every phase went through all that were before it."""
+    asked: list[tuple[int, ...]] = []
+
+    def counted(units: tuple[int, ...]) -> object:
+        asked.append(units)
+        return schedule(units)
+
+    monkeypatch.setattr("raystride.pipelines.feed.mixture.schedule", counted)
+    sizes = [50 + 3 * number for number in range(150)]
+    sources, wanted = _sources(sizes, [4 * size for size in sizes]), [(0, sizes)]
+    mixture = Mixture.planned(sources, wanted)
+    assert len(mixture.phases) > 100
+    assert len(asked) <= 3 * len(mixture.phases)
+    assert mixture.end == sum(4 * size for size in sizes)
+    again = Mixture.from_json(mixture.to_json())
+    asked.clear()
+    half = mixture.phases[len(mixture.phases) // 2].first + 1
+    assert Mixture.planned(sources, wanted, again, half) == mixture
+    assert len(asked) <= 3 * len(mixture.phases)
+    np.testing.assert_array_equal(again.counts(half), mixture.counts(half))
 
 
 def test_a_case_that_breaks_plain_error_diffusion() -> None:

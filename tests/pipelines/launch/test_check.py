@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from raystride.pipelines.cluster.resources import Resources, Share
-from raystride.pipelines.config import Config, Launch, Scaling, Train
+from raystride.pipelines.config import Config, Data, Launch, Scaling, Train
 from raystride.pipelines.config.parse import Parsed
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.check import _on_hosts, checks_for, resources_for, run_check
@@ -86,3 +86,11 @@ def test_hosts_are_looked_at_in_a_cluster_that_is_joined(
     config = config_of(tmp_path)
     launch = replace(config.launch, mode=mode, **({"address": address} if address else {}))
     assert bool(_on_hosts(replace(config, launch=launch))) is hosts
+
+
+def test_shares_that_cannot_be_dealt_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, text = config_of(tmp_path), str(write_text(tmp_path))
+    sources = {"web": {"source": text}, "rare": {"source": text, "weight": 1e-9}}
+    run_check(Parsed(replace(config, data=replace(config.data, source=Data().source, sources=sources)), "tiny"))
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note ")]
+    assert "rare has 9.54e-07 where 1e-09 is wanted" in note

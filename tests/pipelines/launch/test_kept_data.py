@@ -1,7 +1,10 @@
 """A run that goes on with the data it began with, whatever became of the raw files: touched, copied, changed or gone."""
 
+import importlib
+import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +20,10 @@ from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.driver import train
 from raystride.pipelines.launch.resume import keep_preparations, read_earlier
 from raystride.pipelines.launch.screen import Quiet
+from raystride.pipelines.prepare.fingerprint import fingerprint_of, open_sources
+from raystride.pipelines.prepare.one_source import prepare_source
 from raystride.pipelines.sources.faults import DataError
+from raystride.pipelines.tasks import build_task
 from tests.errors import refused, unreadable
 from tests.tiny import tiny, write_text
 
@@ -222,3 +228,54 @@ def test_a_mixture_keeps_the_sources_that_it_had(tmp_path: Path) -> None:
     assert earlier
     kept = keep_preparations(earlier, settings("a", "c", steps=8), storage, screen.line)
     assert set(kept.fingerprints) == {"a", "c"}
+
+
+@pytest.fixture
+def stepped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """Settings with a step of a project's module, which takes what it keeps from another module."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "kept_steps.py").write_text("import kept_words\n\ndef clean(table):\n    return kept_words.keep(table)\n")
+    _write_words(tmp_path, "return table")
+    source = tmp_path / "texts.jsonl"
+    source.write_text("".join(json.dumps({"text": f"the text of number {number} is this"}) + "\n" for number in range(60)))
+    data = Data(source=str(source), validation_fraction=0.3, steps=("kept_steps.clean",))
+    return replace(_settings(tmp_path), data=data)
+
+
+def _write_words(place: Path, body: str) -> None:
+    """Writes the module that the step calls, as another version of it."""
+    (place / "kept_words.py").write_text(f"def keep(table):\n    {body}\n")
+    for module in ("kept_steps", "kept_words"):
+        sys.modules.pop(module, None)
+    importlib.invalidate_caches()
+
+
+def test_code_that_a_step_calls_is_prepared_with_and_a_run_goes_on_with_a_line(stepped: Config, tmp_path: Path) -> None:
+    prepared = Folder(stepped.storage) / ".prepared"
+    train(stepped, Folder(stepped.storage), Quiet())
+    _write_words(tmp_path, "return table.slice(1)")
+    summary, screen = _go_on(stepped)
+    assert summary["steps"] == 6
+    (line,) = screen.saying("have changed")
+    assert "code of data.steps or of a plug-in, or what it calls" in line
+    assert len(prepared.names()) == 1
+    train(replace(stepped, run="anew"), Folder(stepped.storage), Quiet())
+    assert len(prepared.names()) == 2
+
+
+def test_what_an_earlier_version_prepared_is_found_by_its_rule(stepped: Config, tmp_path: Path) -> None:
+    """Which looked at the step's own lines alone."""
+    storage, task, prepared = Folder(stepped.storage), build_task(stepped), Folder(stepped.storage) / ".prepared"
+    earlier = fingerprint_of(stepped, task, *open_sources(stepped, task), with_code=False)
+    prepare_source(stepped, storage, task, fingerprint=earlier, on_ray=False, echo=lambda _: None)
+    train(stepped, storage, Quiet())
+    _write_words(tmp_path, "return table.slice(1)")
+    summary, screen = _go_on(stepped)
+    assert summary["steps"] == 6
+    assert not screen.saying("have changed")
+    assert prepared.names() == [earlier]
+    (tmp_path / "kept_steps.py").write_text("def clean(table):\n    return table\n")
+    _write_words(tmp_path, "return table")
+    assert _go_on(stepped, steps=8)[1].saying("code of data.steps")
+    train(replace(stepped, run="anew"), storage, Quiet())
+    assert len(prepared.names()) == 2

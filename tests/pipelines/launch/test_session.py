@@ -73,6 +73,21 @@ def test_signals_within_a_second_are_one_request() -> None:
     assert asked == ["main"]
 
 
+def test_a_request_that_fails_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "ASK_AGAIN_S", 0.001)
+    asked: list[str] = []
+
+    def request_stop() -> None:
+        asked.append("main")
+        if len(asked) < 3:
+            raise ConnectionError("the recorder starts again")
+
+    with stop_signals(request_stop) as heard:
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_until(lambda: len(asked) == 3, "the request to stop")
+    assert heard == ["SIGTERM"]
+
+
 def test_a_thread_by_itself_sets_no_handler() -> None:
     before = signal.getsignal(signal.SIGTERM)
     seen: list[object] = []

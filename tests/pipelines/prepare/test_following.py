@@ -122,6 +122,7 @@ def test_what_is_added_comes_once_and_last_and_what_is_published_may_go(followed
         last = again.wait(lambda texts: len(texts) == 22)
     finally:
         again.end()
+    assert not list(followed.storage.glob(".prepared/*/parts/*")), "what is published is not listed any more"
     assert last[:21] == then
     assert last[21].startswith("after a kill")
 
@@ -185,3 +186,47 @@ def test_a_batch_is_cut_as_it_was_before(tmp_path: Path) -> None:
     again.cut(0, 3)
     with pytest.raises(DataError, match=r"batch 0 of .* makes 4 parts now, not 3"):
         again.cut(0, 4)
+
+
+def test_a_batch_writes_itself_and_not_all_that_were_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty thousand batches were one file of 2.7 MB, written twice a batch."""
+    monkeypatch.setattr(following, "MERGED", 5)
+    folder = Folder(str(tmp_path))
+    earlier = [{"files": [[f"f{number}", 10]], "parts": number + 1} for number in range(7)]
+    earlier[-1]["parts"] = None
+    folder.put_json("followed.json", {"batches": earlier})
+    written = (tmp_path / "followed.json").read_bytes()
+    for number in range(6, 33):
+        followed = Followed(folder)  # as after a kill
+        assert followed.parts(number - 1) == number
+        assert followed.parts(number) is None
+        files = [File(f"f{each}", f"f{each}", 10) for each in range(number + 1)]
+        assert followed.next(number, files, settle=False) == (files[number],)
+        again = Followed(folder)
+        assert again.next(number, files) == (files[number],)
+        again.cut(number, number + 1)
+        sizes = {path.name: path.stat().st_size for path in (tmp_path / "followed").iterdir()}
+        assert len(sizes) <= number // 5 + 5
+        assert max(sizes.values()) < 450, "of five batches"
+    assert (tmp_path / "followed.json").read_bytes() == written
+    whole = Followed(folder)
+    assert [whole.parts(number) for number in range(34)] == [*range(1, 34), None]
+    assert whole.next(33, files) == ()
+    assert whole.next(12, files) == (files[12],)
+
+
+def test_what_a_kill_leaves_of_batches_that_became_one_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "MERGED", 3)
+    folder, files = Folder(str(tmp_path)), [File(name, name, 1) for name in "abc"]
+    followed = Followed(folder)
+    for number, file in enumerate(files):
+        followed.next(number, [file], settle=False)
+        left = (folder / "followed").read_json(f"{number:08d}-{number:08d}.json")
+        followed.cut(number, 7)
+        if number != 1:
+            (folder / "followed").put_json(f"{number:08d}-{number:08d}.json", left)
+    again = Followed(folder)
+    assert [again.parts(number) for number in range(4)] == [7, 7, 7, None]
+    assert [again.next(number, files) for number in range(3)] == [(file,) for file in files]

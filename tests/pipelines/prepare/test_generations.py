@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raystride.pipelines import service_thread
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare import generations as module
 from raystride.pipelines.prepare.generations import (
+    PLACE,
     Publisher,
     failure,
     forget_failure,
@@ -170,8 +172,46 @@ def test_who_waits_is_told_of_a_failure_until_another_preparation_begins(
     with pytest.raises(KeyError) as raised, preparing.publisher.publishing([]):
         raise KeyError(failure(preparing.folder))
     assert raised.value.args == ("",)
-    assert failure(preparing.folder) == "", "of another error nobody knows whether it is the data's"
+    assert failure(preparing.folder) == "KeyError: ''", "who waits would wait for ever"
     tell_failure(preparing.folder, "no")
     forget_failure(preparing.folder)
     forget_failure(preparing.folder)
     assert failure(preparing.folder) == ""
+
+
+def test_a_storage_that_fails_for_a_while_is_said_and_published_to_again_with_the_same_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LOOK_S", 0.001)
+    monkeypatch.setattr(service_thread, "FIRST_PAUSE_S", 0.001)
+    lines: list[str] = []
+    preparing, parts = Preparing(tmp_path, 10), [part(0, 5, "validation"), part(1, 5), part(2, 10), part(3, 10)]
+    preparing.publisher = Publisher(preparing.folder, 10, describe, both, lines.append)
+    with preparing.publisher.publishing(parts):
+        (tmp_path / PLACE / "000000").parent.mkdir(exist_ok=True)
+        (tmp_path / PLACE / "000000").write_text("in the way of a folder")
+        preparing.finish(*parts[:3])
+        wait_until(lambda: bool(lines), "the line")
+        (tmp_path / PLACE / "000000").unlink()
+        wait_until(lambda: preparing.published() == [[0, 1], [2]], "the generations")
+        assert failure(preparing.folder) == ""
+        preparing.finish(parts[3])
+    assert preparing.published() == [[0, 1], [2], [3]]
+    assert lines[0].startswith("generations: ")
+    assert lines[0].endswith("; tried again")
+
+
+def test_who_waits_is_told_at_once_of_what_another_try_would_meet_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LOOK_S", 0.001)
+
+    def broken(records: Sequence[Mapping[str, Any]]) -> Manifest:
+        raise RuntimeError("no such shard")
+
+    folder = Folder(str(tmp_path))
+    publisher, parts = Publisher(folder, 1, broken, both), [part(0, 1)]
+    (folder / "parts").put_json("00000.json", {"part": 0, "tokens": 5, "split": "train"})
+    with pytest.raises(RuntimeError), publisher.publishing(parts):
+        wait_until(lambda: failure(folder) == "RuntimeError: no such shard", "what is told")
+    assert failure(folder) == "RuntimeError: no such shard"

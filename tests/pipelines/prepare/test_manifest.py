@@ -118,3 +118,17 @@ def test_columns_that_were_cut_are_refused(tmp_path: Path) -> None:
     folder.put(COLUMNS, content[: len(content) // 2])
     with pytest.raises(ValueError, match="prepare it again"):
         Manifest.load(folder)
+
+
+@pytest.mark.parametrize("place", ["disk", "memory"])
+def test_columns_of_which_one_bit_differs_are_refused(place: str, tmp_path: Path) -> None:
+    """Offsets, counts and the hashes by which pieces are believed come from here."""
+    folder = Folder(str(tmp_path)) if place == "disk" else Folder.at(f"memory://bits-{tmp_path.name}")
+    manifest(train=many("train", MOST_LISTED + 1)).save(folder)
+    assert Manifest.load(folder).tokens("train")
+    content = bytearray(folder.read(COLUMNS))
+    (at, of) = folder.read_json("manifest.json")["columns"]["places"]["tokens"]
+    content[at + np.dtype(of).itemsize * 7] ^= 1
+    folder.put(COLUMNS, bytes(content))
+    with pytest.raises(ValueError, match=r"shards\.arrow has another SHA-256 than .*manifest\.json says"):
+        Manifest.load(folder)

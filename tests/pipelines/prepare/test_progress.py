@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from raystride.pipelines import service_thread
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare import progress
 from raystride.pipelines.prepare.progress import Meter, shown
@@ -37,3 +38,23 @@ def test_a_line_comes_now_and_then_where_there_is_no_terminal(tmp_path: Path, mo
     with shown("preparing", Meter(Folder(str(tmp_path)), [part(1, 5)]), lines.append):
         wait_until(lambda: bool(lines), "a line")
     assert lines[0].startswith("preparing: 0/1 parts, ")
+
+
+def test_lines_go_on_when_looking_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_LINE_EVERY_S", 0.001)
+    monkeypatch.setattr(service_thread, "FIRST_PAUSE_S", 0.001)
+
+    class Away(Meter):
+        reads = 0
+
+        def read(self) -> str:
+            self.reads += 1
+            if self.reads < 3:
+                raise OSError("the storage is away")
+            return super().read()
+
+    lines: list[str] = []
+    with shown("preparing", Away(Folder(str(tmp_path)), [part(1, 5)]), lines.append):
+        wait_until(lambda: len(lines) > 1, "a line after the error")
+    assert lines[0] == "preparing: OSError: the storage is away; tried again"
+    assert lines[1].startswith("preparing: 0/1 parts, ")
