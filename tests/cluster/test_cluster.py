@@ -174,6 +174,7 @@ def _stop_when(cluster: RayHosts, flags: list[str], name: str, true: Callable[[]
     assert code == 0, said
 
 
+@pytest.mark.weekly
 def test_a_run_leaves_a_host_that_is_about_to_be_taken_away_and_loses_no_step(cluster: RayHosts) -> None:
     """By the notice that a cloud gives: workers save and go on elsewhere, to the bits of a worker that was left alone."""
     short = ["--train.exact", "true", "--train.steps", "3000", "--checkpoint.every", "100000", "--record.mlflow", "false"]

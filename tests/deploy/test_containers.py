@@ -121,6 +121,7 @@ def image(engine: Engine) -> str:
     return engine.raystride()
 
 
+@pytest.mark.weekly
 @_for_real
 def test_the_image_is_lean_and_its_user_is_not_root(engine: Engine, image: str) -> None:
     def inside(script: str) -> str:
