@@ -12,12 +12,14 @@ readings of hosts and devices become the least, the mean and the most of all.
 import re
 from collections.abc import Mapping
 from statistics import fmean, median
+from typing import Any, Self
 
 from raystride.pipelines.record.entry import Entry, GroupTime, System, WorkerTime, new_entry
 from raystride.pipelines.record.summary import RunSummary
 
-MOST_OPEN = 64
-"""Intervals that wait for a worker's figures; a worker that died sends none."""
+MIN_OPEN, MAX_OPEN_FIGURES = 64, 200_000
+"""Intervals that may wait for a worker's figures, as a worker that died sends none, and figures in all of them together:
+after an outage workers send what they have one after another."""
 BINS_A_LENGTH = 256
 """Bins of one length; the next ones are twice as long, so that a million intervals make some three thousand."""
 MOST_ROWS = 64
@@ -51,6 +53,18 @@ class Group:
         """The workers compared over all intervals; empty for a single one, or while one's figures are missing."""
         return self._ranks.figures()
 
+    def to_json(self) -> dict[str, Any]:
+        """Returns all that is summed up here, as `restored` takes it."""
+        return {"ranks": self._ranks.to_json(), "nodes": self._nodes.to_json()}
+
+    @classmethod
+    def restored(cls, content: Mapping[str, Any], bins_recorded: int) -> Self:
+        """Returns the group that `to_json` told of. Of bins that were recorded since, none is made a second time."""
+        group = cls()
+        group._ranks = Ranks.restored(content["ranks"], bins_recorded)
+        group._nodes = Nodes.restored(content["nodes"])
+        return group
+
 
 class Ranks:
     """The times of a group's workers: of each interval, of bins of intervals, and of all so far."""
@@ -62,6 +76,27 @@ class Ranks:
         self._sums: dict[int, WorkerTime] = {}
         self._world = 0
         self._news: list[Entry] = []
+        self._made = self._skipped = 0
+        """Bins that were closed, and how many of the next ones are in the journal already."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns everything, as `restored` takes it."""
+        return {
+            "open": [[step, list(interval.values())] for step, interval in self._open.items()],
+            "bin": list(self._bin.values()),
+            "sums": list(self._sums.values()),
+            "counts": [self._intervals, self._bins, self._step, self._world, self._made],
+        }
+
+    @classmethod
+    def restored(cls, content: Mapping[str, Any], recorded: int) -> Self:
+        """Returns what `to_json` told of, where so many bins have been recorded by now."""
+        ranks = cls()
+        ranks._open = {step: {each["rank"]: each for each in values} for step, values in content["open"]}
+        ranks._bin, ranks._sums = ({each["rank"]: each for each in content[name]} for name in ("bin", "sums"))
+        ranks._intervals, ranks._bins, ranks._step, ranks._world, ranks._made = content["counts"]
+        ranks._skipped = max(0, recorded - ranks._made)
+        return ranks
 
     def see(self, step: int | None, values: WorkerTime) -> None:
         """Takes in a worker's figures of the interval that ended with `step`. Raises KeyError where one is missing."""
@@ -76,7 +111,7 @@ class Ranks:
         interval[rank] = values
         if len(interval) == world:
             self._end_interval(step, self._open.pop(step))
-        elif len(self._open) > MOST_OPEN:
+        elif len(self._open) > max(MIN_OPEN, MAX_OPEN_FIGURES // world):
             del self._open[min(self._open)]
 
     def take_news(self) -> list[Entry]:
@@ -91,6 +126,10 @@ class Ranks:
         compared = {key: value for key, value in compare(self._bin).items() if isinstance(value, int | float)}
         rest = [new_entry("system", compared, self._step), new_entry("ranks", rows(self._bin), self._step)]
         self._bin, self._intervals = {}, 0
+        self._made += 1
+        if self._skipped:
+            self._skipped -= 1
+            return []
         return rest
 
     def figures(self) -> RunSummary:
@@ -154,6 +193,18 @@ class Nodes:
         self._round: list[System] = []
         self._rounds = 0
         self._news: list[Entry] = []
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns everything, as `restored` takes it."""
+        return {"known": sorted(self._known), "told": sorted(self._told), "round": self._round, "rounds": self._rounds}
+
+    @classmethod
+    def restored(cls, content: Mapping[str, Any]) -> Self:
+        """Returns what `to_json` told of."""
+        nodes = cls()
+        nodes._known, nodes._told = set(content["known"]), {(sender, name) for sender, name in content["told"]}
+        nodes._round, nodes._rounds = list(content["round"]), content["rounds"]
+        return nodes
 
     def see(self, entry: System) -> bool:
         """Whether the readings are kept here: of the first round for a while, later ones of more than `MOST_NODES` nodes."""

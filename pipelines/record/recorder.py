@@ -9,6 +9,8 @@ loses nothing: its successor reads the journal, and the senders send the rest ag
     ...; sender.flush(10.0); summary = recorder.finish("finished")
 """
 
+import json
+import math
 import secrets
 import threading
 import time
@@ -20,7 +22,7 @@ from raystride.pipelines.config.run import Record
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record.entry import Entry, EventText, check_entry, new_entry, warning, without_secrets
 from raystride.pipelines.record.group import Group
-from raystride.pipelines.record.journal import Journal, join
+from raystride.pipelines.record.journal import Journal, join, plain
 from raystride.pipelines.record.mlflow_follower import Follower, replay_hint
 from raystride.pipelines.record.mlflow_log import MlflowLog
 from raystride.pipelines.record.mlflow_process import MlflowProcess
@@ -39,6 +41,10 @@ OF_INTERVALS = ("tokens_per_second", "mfu", "step_seconds_p50", "step_seconds_p9
 """Figures of which the newest is that of the last interval; the whole run's are logged at its end as `run_<name>`."""
 MLFLOW_END_S = 20.0
 """Seconds that the end of a run waits for a tracking server that is slow or away."""
+SUMS = ".sums.json"
+"""What follows the attempt's name in the file, beside the segments, of the group's sums."""
+SUMS_BYTES_A_SECOND = 100_000
+"""How much of that file is written at most, on average."""
 LOOK_S = 0.5
 BUSY_END_S = 60.0
 """Seconds that it waits on where the delay is this machine's: a client not loaded yet, a database beside the runs."""
@@ -65,11 +71,24 @@ class Recorder:
         self._journal = Journal(run_folder, attempt)
         self._name = secrets.token_hex(8)
         self._state, self._group = State(total_steps), Group()
-        self._durable: dict[str, int] = {}
+        self._recorded: dict[str, int] = {}
+        """By sender, the newest entry that the journal had when this recorder began."""
+        bins = 0
         for entry in self._journal.entries():  # of a recorder of this attempt that died
-            self._durable[entry["sender"]] = max(entry["sequence"], self._durable.get(entry["sender"], 0))
+            self._recorded[entry["sender"]] = max(entry["sequence"], self._recorded.get(entry["sender"], 0))
             self._state.see(entry)
-        self._received = dict(self._durable)
+            bins += entry["kind"] == "ranks"
+        self._sums_file = f"journal/{attempt}{SUMS}"
+        self._summed: dict[str, int] = {}
+        """By sender, the newest entry that is in the sums of the group."""
+        self._unkept: dict[str, int] = {}
+        """By sender, the oldest entry that is in the sums, and not in the file that keeps them."""
+        self._sums_at, self._sums_pause_s = -math.inf, 0.0
+        if self._recorded:
+            self._restore_sums(bins)
+        # What a sender has sent that is in no sums yet is wanted once more, although later entries are in the journal.
+        self._received = {name: min(number, self._summed.get(name, number)) for name, number in self._recorded.items()}
+        self._durable = dict(self._received)
         self._waiting: list[Entry] = []
         self._lock = threading.Lock()  # guards the four above; never held over I/O
         self._writing = threading.Lock()
@@ -80,7 +99,7 @@ class Recorder:
         self._mlflow = MlflowProcess(log) if log else None
         self._follower = Follower(run_folder, self._mlflow, self._warn) if self._mlflow else None
         self._tensorboard = TensorboardLog(run_folder, attempt) if settings.tensorboard else None
-        if "recorder" not in self._durable:  # its own entries: not again where it took over from one that died
+        if "recorder" not in self._recorded:  # its own entries: not again where it took over from one that died
             self._put_own(new_entry("event", {"name": "attempt", "text": f"attempt {attempt} of {run} begins"}))
             self._put_own(new_entry("parameters", parameters))
             self._put_own(new_entry("tags", tags | {"raystride.attempt": attempt}))
@@ -135,6 +154,7 @@ class Recorder:
             end: EventText = {"name": "end", "text": f"attempt {self._attempt} ends: {status}"}
             self._put_own(new_entry("event", end, result["steps"]))
         self.end_writing()
+        self._try(lambda: self._folder.remove(self._sums_file), "the end of the group's sums")
         self._try(lambda: join(self._folder), "the joined journal")
         result["mlflow_run_id"] = self._follower.run_id if self._follower else None
         self._try(lambda: self._folder.put_json("summary.json", result), "summary.json")
@@ -194,9 +214,20 @@ class Recorder:
         entry = entry.copy()  # inline the sender holds the same dict, and may send it again
         entry |= {"attempt": self._attempt, "sender": sender, "sequence": sequence}
         self._received[sender] = sequence
-        if not self._group.takes(entry):
+        if self._group.takes(entry):
+            self._summed[sender] = sequence
+            self._unkept.setdefault(sender, sequence)
+        elif sequence > self._recorded.get(sender, 0):
             self._waiting.append(entry)
         return entry["kind"] in URGENT
+
+    def _restore_sums(self, bins: int) -> None:
+        """Goes on with the group's sums of a recorder of this attempt that died, after which so many bins were recorded."""
+        try:
+            content = self._folder.read_json(self._sums_file)
+            self._group, self._summed = Group.restored(content["group"], bins), dict(content["summed"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError):  # of an earlier version, which kept none
+            return
 
     def _put_own(self, entry: Entry) -> None:
         with self._lock:
@@ -210,22 +241,43 @@ class Recorder:
             self._try(self._write, "the journal")
 
     def _write(self) -> None:
-        """Writes what waits as one segment, and only then counts it as recorded."""
+        """Writes what waits as one segment, and the sums of the group, and only then counts what came as recorded."""
         # The thread and the end may both write, but no entry twice; senders wait for `_lock`, so it is not held meanwhile.
         with self._writing:
             with self._lock:
                 batch, received = list(self._waiting), dict(self._received)
-            if not batch:
-                self._durable = received  # what came was summed up, and is written with the sums
-                return
-            segment = self._journal.append(batch)
+                sums, unkept = self._take_sums()
+            kept = False
+            try:
+                segment = self._journal.append(batch) if batch else None
+                kept = bool(sums) and self._try(partial(self._keep_sums, sums), "the sums of workers' times")
+            finally:
+                with self._lock:
+                    self._unkept |= {} if kept else unkept
             with self._lock:
                 del self._waiting[: len(batch)]
-                self._durable = received
-            if self._tensorboard:
+                self._durable = {
+                    name: min(number, self._unkept.get(name, number + 1) - 1) for name, number in received.items()
+                }
+            if self._tensorboard and batch:
                 self._try(partial(self._tensorboard.add, batch), "TensorBoard's file")
-        if self._follower:
+        if self._follower and segment:
             self._follower.add(segment, batch)
+
+    def _take_sums(self) -> tuple[dict[str, Any], dict[str, int]]:
+        """The sums of the group, if they are to be kept now, and which entries in them were not kept before.
+
+        The lock is held. Sums of a large group are kept less often: what is in them is acknowledged later.
+        """
+        if not self._unkept or (time.monotonic() < self._sums_at + self._sums_pause_s and not self._ended):
+            return {}, {}
+        unkept, self._unkept = self._unkept, {}
+        return {"group": self._group.to_json(), "summed": dict(self._summed)}, unkept
+
+    def _keep_sums(self, sums: dict[str, Any]) -> None:
+        text = json.dumps(plain(sums))
+        self._folder.put(self._sums_file, text)
+        self._sums_at, self._sums_pause_s = time.monotonic(), min(LONGEST_S, len(text) / SUMS_BYTES_A_SECOND)
 
     def end_writing(self) -> None:
         """Writes what waits; what comes later is not written. All that is left to do where nobody is there to `finish`."""
@@ -236,12 +288,15 @@ class Recorder:
         if self._tensorboard:
             self._try(self._tensorboard.close, "TensorBoard's file")
 
-    def _try(self, action: Callable[[], object], what: str) -> None:
+    def _try(self, action: Callable[[], object], what: str) -> bool:
+        """Whether it went well; else a warning says that it did not."""
         try:
             action()
+            return True
         except Exception as error:
             # A full disk or an object store that is away must not end a training: senders keep what is not written.
             self._warn(f"{what} could not be written to {self._folder} ({type(error).__name__}: {error})")
+            return False
 
     def _warn(self, text: str) -> None:
         with self._lock:

@@ -15,7 +15,7 @@ from raystride.pipelines.config.run import Record
 from raystride.pipelines.files import Folder
 from raystride.pipelines.record import SUMMARY_KEYS, Recorder, Sender, read_entries
 from raystride.pipelines.record import recorder as recorder_module
-from raystride.pipelines.record.entry import new_entry
+from raystride.pipelines.record.entry import WorkerTime, new_entry
 from raystride.pipelines.record.mlflow_log import MlflowLog, metric_name, public
 from tests.pipelines.record.conftest import MakeRecorder, RecorderProcess, history, only_run, sent
 from tests.waiting import wait_until
@@ -254,6 +254,49 @@ def test_a_killed_recorder_is_replaced_without_loss_or_duplicate(
     assert [entry["sequence"] for entry in sent(folder)] == list(range(1, 61))
     points = history(storage, only_run(storage, name).info.run_id, "train_loss")
     assert [step for step, _, _ in points] == list(range(1, 61))
+
+
+@pytest.mark.parametrize("unwritten", [0, 7, 300], ids=["all was written", "some was not", "a bin was not"])
+def test_workers_times_outlive_the_recorder(record: MakeRecorder, folder: Folder, unwritten: int) -> None:
+    """What is acknowledged of them is kept, although it is recorded in sums alone: each interval counts once."""
+    world, recorders = 3, [record()]
+    senders = [
+        Sender(lambda *posted: recorders[-1].receive(*posted), f"rank{rank}", interval_s=0.01) for rank in range(world)
+    ]
+    told = 0
+
+    def tell(intervals: int) -> None:
+        nonlocal told
+        for sender in senders:  # one after another, as after an outage
+            for step in range(told, told + intervals):
+                rank = senders.index(sender)
+                own = 0.5 + 0.1 * (rank == 1)
+                values: WorkerTime = {
+                    "rank": rank, "world": world, "node": f"n{rank}",
+                    "steps": 1, "seconds": 1.0, "own_s": own, "data_s": 0.0,
+                }  # fmt: skip
+                sender.put(new_entry("rank", values, step=step))
+                sender.put(new_entry("metrics", {"train_loss": 1.0}, step=step))
+        told += intervals
+
+    tell(300)
+    assert all(sender.flush(60.0) for sender in senders)
+    recorders[0]._writing.acquire()  # it dies here: what it does from now on is never written
+    tell(unwritten)
+    if unwritten:
+        wait_until(lambda: recorders[0].state()["step"] == told - 1, "what the first one holds")
+    recorders.append(record())
+    tell(20)
+    assert all(sender.close(60.0) for sender in senders)
+    summary = recorders[-1].finish("finished")
+    assert (summary["slowest_rank"], summary["slowest_node"]) == (1, "n1")
+    assert summary["straggler_loss_share"] == pytest.approx(0.1)
+    bins = [entry for entry in read_entries(folder) if entry["kind"] == "ranks"]
+    assert sum(entry["values"]["steps"] for entry in bins) == told
+    assert sum(entry["values"]["own_s"][1] for entry in bins) == pytest.approx(0.6 * told)
+    losses = [(entry["sender"], entry["step"]) for entry in read_entries(folder) if entry["kind"] == "metrics"]
+    assert len(losses) == len(set(losses)) == world * told
+    assert not [name for name in (folder / "journal").names() if name.endswith(".sums.json")]
 
 
 def _record_one(storage: Folder, name: str) -> None:
