@@ -14,6 +14,7 @@ MAX_GROUPED_HERE documents by Ray Data where there is Ray, and only documents th
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -132,7 +133,15 @@ def find_duplicates(
 
 def duplicates_of(folder: Folder, part: int) -> Set[int]:
     """The documents of a part that are left out. Raises FileNotFoundError where they were not looked for."""
-    return set(folder.read_json(FOUND).get(str(part), ()))
+    if (size := folder.size(FOUND)) is None:
+        raise FileNotFoundError(str(folder / FOUND))
+    return set(_read_found(folder, size).get(str(part), ()))
+
+
+@lru_cache(maxsize=1)
+def _read_found(folder: Folder, size: int) -> dict[str, list[int]]:
+    """What was found, read once in a process: each of many parts asks, and of ten million documents it has 25 MB."""
+    return dict(folder.read_json(FOUND))
 
 
 def sign_part(job: Reads, part: Part) -> None:
