@@ -23,7 +23,7 @@ from raystride.pipelines.prepare.fingerprint import Identity, find_fingerprint, 
 from raystride.pipelines.prepare.generations import Describe, Publisher, Records, in_order
 from raystride.pipelines.prepare.learning import FACTS, Echo, Learned, Studied, learn_facts, make_tokenizers
 from raystride.pipelines.prepare.manifest import FILE, Manifest, Shard, Shards
-from raystride.pipelines.prepare.near_duplicates import FOUND, SIGNATURES, find_duplicates
+from raystride.pipelines.prepare.near_duplicates import FOUND, SIGNATURES, Bands, Collisions, Signed, find_duplicates
 from raystride.pipelines.prepare.parts import divide
 from raystride.pipelines.prepare.progress import Meter, shown
 from raystride.pipelines.prepare.raw_files import write_raw_files
@@ -142,7 +142,8 @@ def job_of(
         make_tokenizers(config, [studied], folder, task, on_ray, echo)
     if job.finds_duplicates:
         echo("data: a first pass over all documents, for those that are near-duplicates of an earlier one")
-        find_duplicates(job, divided.parts, _each_on_ray if on_ray else _each_here)
+        run_each, group = (_each_on_ray, _group_on_ray) if on_ray else (_each_here, None)
+        find_duplicates(job, divided.parts, run_each, group, echo)
     encoders = Tokenizers(folder, task.tokenizers)
     job = replace(job, task=task.knowing({}, encoders))
     facts = learned.facts(job.task) if learned else learn_facts([replace(studied, job=job)], folder, on_ray, echo)
@@ -157,6 +158,12 @@ def _each_on_ray(function: Callable[[Preparation, Part], Any], job: Preparation,
     from raystride.pipelines.prepare.ray_data import run_each
 
     return run_each(function, job, parts)
+
+
+def _group_on_ray(folder: Folder, signed: Signed, bands: Bands) -> Collisions:
+    from raystride.pipelines.prepare.ray_data import group_bands
+
+    return group_bands(folder, signed, bands)
 
 
 def look_at(config: Config, source: Source, validation: Source | None) -> None:
@@ -202,7 +209,7 @@ def run(job: Preparation, parts: Sequence[Part], on_ray: bool, echo: Echo) -> li
     left = [part for part in in_order(parts) if part.number not in done]
     if done:
         echo(f"data: going on with a preparation that was interrupted, {len(done)} of {len(parts)} parts are done")
-    with shown("preparing", Meter(job.folder, left), echo):
+    with shown("preparing", Meter.of_parts(job.folder, left), echo):
         if not left:
             made = []
         elif on_ray:

@@ -1,14 +1,14 @@
 """How far work on parts is: a bar on a terminal, else a line now and then. Parts are counted by their records on storage.
 
-with shown("preparing", Meter(job.folder, parts), echo):
+with shown("preparing", Meter.of_parts(job.folder, parts), echo):
     run_parts(job, parts)                                 # preparing: 12/32 parts, 148 MB, 21.3 MB/s, 11 s left
 """
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, Self
 
 from raystride.pipelines.files import Folder
 from raystride.pipelines.service_thread import ServiceThread
@@ -54,9 +54,14 @@ def shown(what: str, meter: Measured, echo: Callable[[str], None]) -> Iterator[N
 class Meter:
     """Counts finished parts, and how fast they finish."""
 
-    def __init__(self, folder: Folder, parts: list[Part]) -> None:
-        self._records = folder / "parts"
-        self._bytes = {f"{part.number:05d}.json": part.bytes for part in parts}
+    @classmethod
+    def of_parts(cls, folder: Folder, parts: Sequence[Part]) -> Self:
+        """Of parts that are prepared in a folder."""
+        return cls(folder / "parts", {f"{part.number:05d}.json": part.bytes for part in parts})
+
+    def __init__(self, records: Folder, sizes: Mapping[str, int]) -> None:
+        """`sizes` are the parts' bytes by the names of what they write into the folder `records`."""
+        self._records, self._bytes = records, sizes
         self._start = time.monotonic()
         self.total = max(sum(self._bytes.values()), 1)
         self.done = 0

@@ -13,17 +13,23 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import pyarrow as pa
 import ray
 from ray.data import DataContext
 from ray.data.block import Block, BlockMetadata
 from ray.data.datasource import Datasink, Datasource, ReadTask, WriteResult
 
+from raystride.pipelines.files import Folder
+from raystride.pipelines.prepare.near_duplicates import Bands, Collisions, Signed, band_rows, colliding
 from raystride.pipelines.prepare.stages import Preparation, read_part, tokenise, write_part
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.pieces import Part
 
 _BLOCK_BYTES = 8 << 20
+_ROWS_OF_STRETCH = 4 << 20
+"""Rows of bands that a task groups at once: 100 MB."""
+_ROW = ("document", "key")
 
 Result = TypeVar("Result")
 
@@ -104,6 +110,29 @@ def run_alone(function: Callable[..., Result], *arguments: Any) -> Result:
     with _unwrapped():
         result: Result = ray.get(ray.remote(function).remote(*arguments))
         return result
+
+
+def group_bands(folder: Folder, signed: Signed, bands: Bands) -> Collisions:
+    """What shares a band, found on the cluster: rows of all parts are grouped by a stretch of their keys."""
+    documents = signed[-1][1] + 1 if signed else 0
+    stretches = max(1, int(ray.cluster_resources().get("CPU", 1)), documents * bands.count // _ROWS_OF_STRETCH)
+
+    def rows(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        places = zip(batch["part"].tolist(), batch["first"].tolist(), strict=True)
+        found = [band_rows(folder, part, first, bands) for part, first in places]
+        numbers, keys = (np.concatenate([each[column] for each in found]) for column in (0, 1))
+        return {"stretch": (keys % np.uint64(stretches)).astype(np.int64), "document": numbers, "key": keys.view(np.int64)}
+
+    def collide(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        numbers, keys = colliding(batch["document"], batch["key"].view(np.uint64))
+        return {"document": numbers, "key": keys.view(np.int64)}
+
+    with quiet_context(), _unwrapped():
+        parts = ray.data.from_items([{"part": part, "first": first} for part, first in signed])
+        grouped = parts.map_batches(rows, batch_size=1, batch_format="numpy").groupby("stretch")
+        batches = list(grouped.map_groups(collide, batch_format="numpy").iter_batches(batch_size=None, batch_format="numpy"))
+    found = [np.concatenate([batch[name] for batch in batches if name in batch] or [np.empty(0, np.int64)]) for name in _ROW]
+    return found[0].astype(np.int64), found[1].astype(np.int64).view(np.uint64)
 
 
 @contextmanager

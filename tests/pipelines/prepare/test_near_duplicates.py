@@ -2,17 +2,30 @@
 
 import json
 import random
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raystride.pipelines.config import Config, Data, SettingError, Train
+from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare import near_duplicates
-from raystride.pipelines.prepare.near_duplicates import signature
+from raystride.pipelines.prepare.near_duplicates import (
+    HASHES,
+    MAX_INDEXED,
+    SIGNATURES,
+    Bands,
+    _alike,
+    _Compared,
+    describe_need,
+    group_here,
+    signature,
+)
 from tests.pipelines.conftest import documents, prepared
 from tests.pipelines.conftest import settings as settings_of
 
@@ -29,12 +42,14 @@ def _texts(count: int) -> list[str]:
     return found
 
 
-def _prepare(folder: Path, texts: list[str], storage: str, on_ray: bool = False, **data: Any) -> Any:
+def _prepare(
+    folder: Path, texts: list[str], storage: str, on_ray: bool = False, lines: list[str] | None = None, **data: Any
+) -> Any:
     path = folder / "texts.jsonl"
     if not path.exists():  # a file that is written anew is another source
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     config = settings_of(path, **{"near_duplicates": 0.8, "validation_fraction": 0.2} | data)
-    return prepared(config, folder / storage, on_ray=on_ray, echo=lambda _: None)
+    return prepared(config, folder / storage, on_ray=on_ray, echo=(lambda _: None) if lines is None else lines.append)
 
 
 def _kept(result: Any) -> list[str]:
@@ -57,9 +72,75 @@ def test_equal_texts_are_duplicates_at_any_threshold(tmp_path: Path) -> None:
     assert _kept(result) == sorted(texts)
 
 
+@given(
+    st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=5), min_size=1, max_size=40),
+    st.sampled_from([0.3, 0.5, 0.8, 0.95, 1.0]),
+    st.integers(1, 7),
+)
+@settings(deadline=None, max_examples=60)
+def test_grouped_bands_leave_out_what_the_index_does(
+    tmp_path_factory: pytest.TempPathFactory, pieces: list[list[int]], threshold: float, size: int
+) -> None:
+    """Signatures of a few pieces, so that many have some in common, and some are each other's through a third."""
+    draw = np.random.default_rng(0).integers(0, 2**32, (7, HASHES), np.uint32)
+    edges = [np.linspace(0, HASHES, len(chosen) + 1).astype(int) for chosen in pieces]
+    signatures = np.stack(
+        [
+            np.concatenate([draw[piece, low:high] for piece, low, high in zip(chosen, edge[:-1], edge[1:], strict=True)])
+            for chosen, edge in zip(pieces, edges, strict=True)
+        ]
+    )
+    folder, signed = Folder(str(tmp_path_factory.mktemp("signed"))), []
+    for number, first in enumerate(range(0, len(signatures), size)):
+        (folder / SIGNATURES).put(f"{number:05d}.u4", signatures[first : first + size].tobytes())
+        signed.append((number, first))
+    parts = ((number, signatures[first : first + size]) for number, first in signed)
+    collisions = group_here(folder, signed, Bands.of(threshold))
+    assert _alike(collisions, folder, signed, threshold, _Compared(len(signatures))) == _by_index(parts, threshold)
+
+
+def _by_index(parts: Iterator[tuple[int, np.ndarray]], threshold: float) -> dict[int, list[int]]:
+    """As the first version did it: each document is looked for in datasketch's index of those that are kept."""
+    from datasketch import MinHash, MinHashLSH
+
+    index = MinHashLSH(threshold=min(threshold, MAX_INDEXED), num_perm=HASHES, weights=(0.1, 0.9))
+    kept: list[np.ndarray] = []
+    found: dict[int, list[int]] = {}
+    for number, signatures in parts:
+        for row, values in enumerate(signatures):
+            own = MinHash(num_perm=HASHES, seed=1, scheme="affine32", hashvalues=values)
+            if any(float((kept[other] == values).mean()) >= threshold for other in index.query(own)):
+                found.setdefault(number, []).append(row)
+            else:
+                index.insert(len(kept), own, check_duplication=False)
+                kept.append(values)
+    return found
+
+
+def test_what_comparing_many_documents_takes_is_said_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = _texts(90)
+    few = _prepare(tmp_path, texts, "few", shard_mib=0.01)
+    monkeypatch.setattr(near_duplicates, "SAID_OF", 50)
+    lines: list[str] = []
+    many = _prepare(tmp_path, texts, "many", lines=lines, shard_mib=0.01)
+    assert _kept(many) == _kept(few)
+    assert many.manifest.splits == few.manifest.splits
+    (said,) = [number for number, line in enumerate(lines) if "are grouped" in line]
+    assert "14 bands of each of 90 documents" in lines[said]
+    assert re.match("data: [345][0-9] of 90 documents share a band with another one", lines[said + 1])
+
+
+def test_ten_million_documents_have_a_figure_before_they_are_compared() -> None:
+    line = describe_need(10_000_000, Bands(14, 9))
+    assert "14 bands of each of 10,000,000 documents are grouped, 3.4 GB in all" in line
+    assert "up to 30.3 GB" in line
+
+
 @pytest.mark.long
-def test_ray_leaves_out_the_same(tmp_path: Path, ray_cluster: None) -> None:
+@pytest.mark.parametrize("most", [10**6, 50], ids=["few", "many"])
+def test_ray_leaves_out_the_same(most: int, tmp_path: Path, ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = _texts(300)
+    monkeypatch.setattr(near_duplicates, "MAX_GROUPED_HERE", most)
     here, there = (_prepare(tmp_path, texts, name, name == "ray", shard_mib=0.02) for name in ("here", "ray"))
     assert _kept(here) == _kept(there)
     assert here.manifest.splits == there.manifest.splits
@@ -80,7 +161,12 @@ def test_an_interrupted_search_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(KeyboardInterrupt):
         _prepare(tmp_path, texts, "stopped", shard_mib=0.01)
     again: list[int] = []
-    monkeypatch.setattr(near_duplicates, "sign_part", lambda job, part: (again.append(part.number), sign(job, part)))
+
+    def signs(job: Any, part: Any) -> None:
+        again.append(part.number)
+        sign(job, part)
+
+    monkeypatch.setattr(near_duplicates, "sign_part", signs)
     result = _prepare(tmp_path, texts, "stopped", shard_mib=0.01)
     assert not set(again) & set(signed)
     assert again
