@@ -28,6 +28,7 @@ from raystride.pipelines.prepare.manifest import Manifest, Shards
 from raystride.pipelines.record.entry import Entry, WorkerTime, new_entry
 from raystride.pipelines.record.group import Group
 from raystride.pipelines.record.journal import Journal
+from raystride.pipelines.train.names import checkpoint_names
 
 ATTEMPT = "20260101-000000-aaaa"
 ENTRIES_A_SEGMENT = 2_000
@@ -88,7 +89,7 @@ def make_journal(folder: Folder, steps: int, workers: int) -> None:
 
 def make_checkpoints(folder: Path, count: int) -> None:
     """Has the newest checkpoint's manifest stand for later ones, of which the last has its data."""
-    newest = max((folder / "checkpoints").glob("step-*"))
+    newest = folder / "checkpoints" / checkpoint_names(os.listdir(folder / "checkpoints"))[-1]
     manifest = json.loads((newest / "MANIFEST.json").read_text())
     first, (begin, end) = manifest["step"], manifest["positions"]
     for step in range(first + 1, first + count + 1):

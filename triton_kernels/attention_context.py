@@ -288,7 +288,7 @@ def _swapped(
     out = x.transpose(0, 1).contiguous() if there else x[order[0]].unflatten(0, (ranks, -1))
     arrived = torch.empty_like(out)
     dist.all_to_all_single(arrived, out, group=group)
-    return arrived.flatten(0, 1)[order[1]] if there else arrived.transpose(0, 1)
+    return arrived.flatten(0, 1)[order[1]] if there else arrived.transpose(0, 1).contiguous()
 
 
 def bytes_sent(

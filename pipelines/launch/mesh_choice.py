@@ -17,7 +17,7 @@ from math import gcd
 
 from raystride.pipelines.cluster.resources import Resources, resolve
 from raystride.pipelines.config import Config, SettingError
-from raystride.pipelines.config.combinations import DECODERS
+from raystride.pipelines.config.combinations import MESHED_DECODERS
 from raystride.pipelines.config.run import Scaling
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.preflight import GIB, checks_of_settings, estimate_memory
@@ -79,7 +79,7 @@ def _passing(config: Config, there: Resources, scaling: Scaling) -> Config | Non
 
 def _meshes(config: Config, there: Resources) -> list[Scaling]:
     """What may be tried, in the order above; a dimension that is given as more than 1 keeps its number."""
-    scaling, shape, decoder = config.scaling, config.model, config.task in DECODERS
+    scaling, shape, decoder = config.scaling, config.model, config.task in MESHED_DECODERS
     devices = int(there.gpus if there.gpus and scaling.device != "cpu" else there.cpus)
     most = scaling.workers if isinstance(scaling.workers, int) else max(1, devices)
     inside = max(1, devices // there.nodes)

@@ -39,7 +39,7 @@ from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.sources.faults import DataError
 from raystride.pipelines.sources.source import Source
 from raystride.pipelines.tasks import Task, build_task
-from raystride.pipelines.train.names import BEFORE_PRODUCTS, MANIFEST, step_name
+from raystride.pipelines.train.names import BEFORE_PRODUCTS, MANIFEST, checkpoint_names, step_name, step_of
 
 PLACES = ("data.source", "data.validation_source", "data.target_source", "tokenizer.file")
 """Settings that name where data lies: written differently, they mean the same."""
@@ -238,8 +238,8 @@ def completed(earlier: Earlier, config: Config) -> str | None:
 def newest_step(folder: Folder) -> int | None:
     """The step of the newest checkpoint that was committed; None where there is none."""
     checkpoints = folder / "checkpoints"
-    steps = [name for name in checkpoints.names() if name.startswith("step-") and checkpoints.exists(f"{name}/{MANIFEST}")]
-    return max((int(name.removeprefix("step-")) for name in steps), default=None)
+    names = reversed(checkpoint_names(checkpoints.names()))
+    return next((step_of(name) for name in names if checkpoints.exists(f"{name}/{MANIFEST}")), None)
 
 
 def newest_manifest(folder: Folder) -> dict[str, Any]:
@@ -290,7 +290,7 @@ def _exact_products(config: Config, before: Mapping[str, object] | None) -> obje
 
 def bits_before(checkpoints: Folder) -> tuple[str, dict[str, object] | None]:
     """The newest checkpoint of a run that says what its bits depend on, by name, and what it says; None where none does."""
-    for name in sorted((name for name in checkpoints.names() if name.startswith("step-")), reverse=True):
+    for name in reversed(checkpoint_names(checkpoints.names())):
         if (before := _json(checkpoints / name, MANIFEST).get("bits")) is not None:
             return name, before
     return "", None

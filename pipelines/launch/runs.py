@@ -30,6 +30,7 @@ from raystride.pipelines.record.mlflow_log import MLFLOW_REFERENCE, MlflowLog, s
 from raystride.pipelines.record.summary import RunSummary
 from raystride.pipelines.report import closing_screen, gather_figures, text_curve
 from raystride.pipelines.report.closing import figures
+from raystride.pipelines.train.names import checkpoint_names
 
 
 class Refused(Exception):
@@ -141,8 +142,7 @@ def prune_run(storage: Folder, given: argparse.Namespace) -> None:
         print(f"removed {run.folder}: {_bytes(freed)} freed")
         return
     checkpoints = run.folder / "checkpoints"
-    steps = [name for name in checkpoints.names() if name.startswith("step-")]
-    with_data = [step for step in steps if _data_folders(checkpoints / step)]
+    with_data = [step for step in checkpoint_names(checkpoints.names()) if _data_folders(checkpoints / step)]
     hinted = {_hint(checkpoints, name) for name in ("best", "last")}
     kept = set(with_data[-given.keep :]) | hinted
     freed = 0

@@ -24,7 +24,7 @@ from raystride.pipelines.feed.growth import GrownOrder
 from raystride.pipelines.feed.mixture import SHIFT, Mixture, split_samples
 from raystride.pipelines.feed.order import Order, digest
 from raystride.pipelines.files import Folder
-from raystride.pipelines.train.names import MANIFEST, step_name
+from raystride.pipelines.train.names import MANIFEST, checkpoint_names, step_name
 
 CHUNK = 1 << 20
 """Positions at a time: 8 MiB of numbers."""
@@ -162,8 +162,8 @@ def _some(steps: tuple[int, ...]) -> str:
 
 def _chain(checkpoints: Folder) -> Iterator[dict[str, Any]]:
     """The manifests from the newest that can be read to the start."""
-    names = [name for name in checkpoints.names() if name.startswith("step-")]
-    manifest = next(filter(None, (_read(checkpoints, name) for name in reversed(names))), None)
+    names = reversed(checkpoint_names(checkpoints.names()))
+    manifest = next(filter(None, (_read(checkpoints, name) for name in names)), None)
     if manifest is None:
         raise Broken("there is no manifest of a checkpoint that could be read")
     while True:

@@ -110,9 +110,9 @@ class _Entry(nn.Module):
         self.method: Callable[..., Any] | None = None
         """The method that is being called; none outside of a call."""
 
-    def forward(self, *arguments: Any) -> Any:
+    def forward(self, *arguments: Any, **named: Any) -> Any:
         assert self.method is not None
-        return self.method(self.model, *arguments)
+        return self.method(self.model, *arguments, **named)
 
 
 def _send_calls_through(model: nn.Module, entry: _Entry, engine: Callable[..., Any]) -> None:
@@ -120,12 +120,12 @@ def _send_calls_through(model: nn.Module, entry: _Entry, engine: Callable[..., A
     kind = type(model)
 
     def through(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: nn.Module, *arguments: Any) -> Any:
+        def call(self: nn.Module, *arguments: Any, **named: Any) -> Any:
             if entry.method is not None:  # the model calls itself
-                return plain(self, *arguments)
+                return plain(self, *arguments, **named)
             entry.method = plain
             try:
-                return engine(*arguments)
+                return engine(*arguments, **named)
             finally:
                 entry.method = None
 

@@ -1,7 +1,8 @@
 """What of a micro-batch a worker computes: all of its tokens, or with context parallelism a part.
 
 Rows or packed documents are laid end to end and dealt out by `triton_kernels.context_plan`, so that every worker has equally
-many tokens and about as much to do in attention. All that works token by token needs their positions alone; attention
+many tokens and about as much to do in attention. Where their number does not divide so, a document of a few tokens fills it
+up, of which no target counts and which no other token sees. All that works token by token needs positions alone; attention
 exchanges keys, or heads, by `triton_kernels.attention_context`.
 
     feeding = Feeding(group, form="ring")
@@ -15,9 +16,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from raystride.model.attention import Attention
 from raystride.model.dropout import Dropout, Part
+from raystride.model.shape import IGNORED
 from raystride.model.transformer import Decoder, document_positions
 from raystride.triton_kernels.attention_context import attention_context
 from raystride.triton_kernels.attention_packed import attention_packed
@@ -41,8 +44,9 @@ class Fed(NamedTuple):
 class Dealt:
     """Documents of which each worker has some tokens. No dataclass: FSDP2 hands blocks copies of those."""
 
-    def __init__(self, plan: ContextPlan) -> None:
-        self.plan = plan
+    def __init__(self, plan: ContextPlan, filling: int = 0) -> None:
+        """`filling`: tokens at the end that stand for nothing."""
+        self.plan, self.filling = plan, filling
 
 
 class Feeding:
@@ -66,8 +70,11 @@ class Feeding:
         shape, cut = inner(shape, documents) if inner else (shape, lambda mask: mask)
         if not isinstance(documents, Dealt):
             return shape, cut
-        rows = torch.from_numpy(documents.plan.rows[dist.get_rank(self.group)])
-        return (1, sum(map(len, documents.plan.rows)), shape[2]), lambda mask: cut(mask[:, rows.to(mask.device)])
+        plan, filling = documents.plan, documents.filling
+        rows = torch.from_numpy(plan.rows[dist.get_rank(self.group)])
+        # Drawn for the tokens alone: a mask of another size would hold other numbers.
+        whole = (1, plan.tokens - filling, shape[2])
+        return whole, lambda mask: cut(F.pad(mask, (0, 0, 0, filling))[:, rows.to(mask.device)])
 
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Any, _: Any, **rules: Any
@@ -86,13 +93,11 @@ class Feeding:
             positions = None if documents is None else document_positions(documents, ids.numel()).view(ids.shape)
             return Fed(ids, positions, documents, targets)
         rows, tokens = ids.shape
-        offsets = range(0, rows * tokens + 1, tokens) if documents is None else documents.tolist()
+        offsets = [*range(0, rows * tokens + 1, tokens)] if documents is None else documents.tolist()
+        if filling := -ids.numel() % (2 * self.group.size()):
+            offsets.append(ids.numel() + filling)
         plan = context_plan(tuple(offsets), self.group.size())
         own = torch.from_numpy(plan.rows[self.group.rank()]).to(ids.device)
-        begins = torch.tensor(offsets, device=ids.device) if documents is None else documents
-        positions = document_positions(begins, ids.numel())
-        return Fed(_take(ids, own), _take(positions, own), Dealt(plan), _take(targets, own))
-
-
-def _take(each: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    return each.reshape(-1)[rows][None]
+        positions = document_positions(torch.tensor(offsets, device=ids.device), plan.tokens)
+        ids, targets = (F.pad(each.reshape(-1), (0, filling), value=value) for each, value in ((ids, 0), (targets, IGNORED)))
+        return Fed(ids[own][None], positions[own][None], Dealt(plan, filling), targets[own][None])

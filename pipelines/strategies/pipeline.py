@@ -3,19 +3,22 @@
 The order of forwards and backwards is PyTorch's (`torch.distributed.pipelining`): 1F1B (Narayanan et al., 2019), interleaved
 with two stages a worker (Narayanan et al., 2021), and ZBV, which splits the backward in two and leaves next to no bubble (Qi
 et al., 2024). Micro-batches are slots. A schedule is handed their numbers alone, and each stage looks its micro-batch up: so
-packed documents travel with their offsets, whatever their number.
+packed documents travel with their offsets, whatever their number. PyTorch's stages exchange tensors of one shape, which
+micro-batches need not have: streams travel in buffers for the largest, from which a stage takes its micro-batch's part.
 
     pipeline = Pipeline(stages, group, schedule="1f1b", ...)
     pipeline.run(batches, forward, accumulating)              # a step's forwards and backwards
     pipeline.hidden(ids)                                      # a forward alone, of any length
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 from raystride.pipelines.strategies.feeding import Fed, Feeding
@@ -65,6 +68,8 @@ class _StepData:
         self.batches: Sequence[Slotted] = ()
         self.measured: dict[int, torch.Tensor] = {}
         """Of each micro-batch whose loss was computed here and whose gradients are not yet added up."""
+        self.buffer = (0, 0)
+        """Rows and places of a buffer in which streams travel; one row where micro-batches differ."""
         self._fed: dict[int, Fed] = {}
         self._forward: Forward | None = None
 
@@ -81,6 +86,23 @@ class _StepData:
         if self._shards is not None:  # only the first stage splits the stream, and so knows its length
             self._shards.tokens = fed.ids.shape[1]
         return fed
+
+    def shape(self, number: int) -> tuple[int, int]:
+        """Rows and places of a micro-batch's stream on this worker, who has a part of its tokens in a tensor group."""
+        rows, tokens = self.fed(number).ids.shape
+        return rows, tokens if self._shards is None else -(-tokens // self._shards.size)
+
+    def unload(self, buffer: torch.Tensor, number: int) -> torch.Tensor:
+        """The stream of a micro-batch, (B, T, C), from the buffer in which it came."""
+        rows, places = self.shape(number)
+        return buffer.flatten(0, 1)[: rows * places].view(rows, places, -1)
+
+    def load(self, stream: torch.Tensor) -> torch.Tensor:
+        """A stream (B, T, C) in a buffer, with zeros behind it. Never a view of it, which `zbv` could not detach."""
+        if stream.shape[:2] == self.buffer:
+            return stream
+        flat = stream.reshape(1, -1, stream.shape[-1])
+        return F.pad(flat, (0, 0, 0, self.buffer[1] - flat.shape[1]))
 
     def inside(self, number: int) -> AbstractContextManager[None]:
         assert self._forward is not None
@@ -116,13 +138,14 @@ class Pipeline:
         self.stages, self._workers, self._group, self._schedule = stages, workers, group, schedule
         self._step, self._shards, self._stream, self._device = _StepData(feeding, shards), shards, stream, device
         self._accumulating = accumulating
-        self._made: tuple[tuple[int, ...], Any] | None = None
+        self._made: tuple[int, tuple[int, int], Any] | None = None
+        """Micro-batches, the shape of a buffer, and the schedule that was made for them."""
         self.measured = self._step.measured
         for stage in stages.values():
             stage.step = self._step
 
     def run(self, batches: Sequence[Slotted], forward: Forward) -> None:
-        """Forwards and backwards of all micro-batches, which have one shape."""
+        """Forwards and backwards of all micro-batches."""
         self._step.begin(batches, forward)
         numbers = torch.arange(len(batches))
         first, last = 0 in self.stages, max(self.stages) == len(self._workers) - 1
@@ -131,16 +154,25 @@ class Pipeline:
         )
 
     def _schedule_of(self, batches: Sequence[Slotted]) -> Any:
-        """The schedule of so many micro-batches of this shape; it keeps buffers for them."""
-        shape = tuple(self._step.fed(0).ids.shape)
-        if self._made is None or self._made[0] != (len(batches), *shape):
-            self._made = ((len(batches), *shape), self._make(len(batches), shape))
-        return self._made[1]
+        """The schedule of so many micro-batches; it keeps buffers for the largest, or for others up to twice as large.
 
-    def _make(self, count: int, shape: tuple[int, ...]) -> Any:
+        All workers of the group have seen the same micro-batches, and make their buffers anew in the same steps.
+        """
+        shapes = {self._step.shape(number) for number in range(len(batches))}
+        largest = max(map(math.prod, shapes))
+        wanted = shapes.pop() if len(shapes) == 1 else (1, largest)
+        count, (rows, places) = self._made[:2] if self._made else (0, (0, 0))
+        fits = (rows, places) == wanted or (rows == 1 and largest <= places <= 2 * largest)
+        if self._made is None or count != len(batches) or not fits:
+            self._made = (len(batches), wanted, self._make(len(batches), wanted))
+        _, self._step.buffer, made = self._made
+        return made
+
+    def _make(self, count: int, buffer: tuple[int, int]) -> Any:
+        width, dtype = self._stream
         stages: list[Any] = []
         for number, stage in self.stages.items():
-            stream = self._empty(*shape).requires_grad_()
+            stream = torch.empty(*buffer, width, dtype=dtype, device=self._device, requires_grad=True)
             made = _Stage(
                 stage,
                 self._accumulating,

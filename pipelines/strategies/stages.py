@@ -21,6 +21,8 @@ class StepData(Protocol):
     def fed(self, number: int) -> Fed: ...
     def inside(self, number: int) -> AbstractContextManager[None]: ...
     def loss(self, number: int, loss_sum: torch.Tensor, counted: torch.Tensor) -> torch.Tensor: ...
+    def unload(self, buffer: torch.Tensor, number: int) -> torch.Tensor: ...
+    def load(self, stream: torch.Tensor) -> torch.Tensor: ...
 
 
 class DecoderStage(nn.Module):
@@ -44,15 +46,17 @@ class DecoderStage(nn.Module):
     def forward(self, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         """The stream before this stage, which the first does not look at -> the stream behind it, or the last one's loss.
 
-        `number` (1,) is that of a micro-batch of the step that is under way.
+        Both streams are in buffers, as they travel. `number` (1,) is that of a micro-batch of the step that is under way.
         """
         step, at = self.step, int(number)
         assert step is not None
         fed = step.fed(at)
+        if not self.first:
+            x = step.unload(x, at)
         with step.inside(at):
             x = self.through(x, fed.ids, fed.positions, documents=fed.documents)
             result = self.decoder.loss(x, fed.targets) if self.last else None
-        return x if result is None else step.loss(at, *result)
+        return step.load(x) if result is None else step.loss(at, *result)
 
     def through(
         self, x: torch.Tensor, ids: torch.Tensor, positions: torch.Tensor | None = None, **beside: Any

@@ -12,7 +12,6 @@ their manifests, so that the whole history of what was fed can be audited.
 """
 
 import json
-import re
 import secrets
 import threading
 import time
@@ -32,7 +31,7 @@ from raystride.pipelines.retries import transient
 from raystride.pipelines.strategies.spread import own_parameters
 from raystride.pipelines.train.agreement import put_together
 from raystride.pipelines.train.fence import Claim, Superseded, claim_checkpoints, committing
-from raystride.pipelines.train.names import MANIFEST, step_name
+from raystride.pipelines.train.names import MANIFEST, checkpoint_names, step_name
 from raystride.pipelines.train.optimizer import Updater
 from raystride.pipelines.train.pieces import as_part, here
 from raystride.pipelines.train.pruning import data_of, hinted, prune
@@ -43,7 +42,6 @@ from raystride.pipelines.train.whole import FORMAT, INDEXED, check_file
 
 Log = Callable[[str], None]
 Answer = TypeVar("Answer")
-_MANIFESTS = re.compile(rf"step-\d+/{re.escape(MANIFEST)}")
 LINGER_S = 30.0
 """How long a save that is under way is waited for after an error."""
 
@@ -279,7 +277,8 @@ class Checkpoints:
 
     def steps(self) -> list[str]:
         """Names of the checkpoints that have a manifest, oldest first; one listing."""
-        return sorted(name.partition("/")[0] for name in self.folder.sizes() if _MANIFESTS.fullmatch(name))
+        found = (file.partition("/") for file in self.folder.sizes())
+        return checkpoint_names(name for name, _, inside in found if inside == MANIFEST)
 
     def newest(self) -> Found | None:
         """The newest checkpoint that is whole. All ranks get the same. Raises OSError where the store cannot be asked."""

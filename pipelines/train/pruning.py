@@ -7,7 +7,7 @@ hinted(run / "checkpoints", "best")                       # "step-00000400", or 
 from typing import Any
 
 from raystride.pipelines.files import Folder
-from raystride.pipelines.train.names import MANIFEST
+from raystride.pipelines.train.names import MANIFEST, checkpoint_names, step_of
 
 
 def prune(folder: Folder, newest: str, keep: int) -> None:
@@ -17,13 +17,15 @@ def prune(folder: Folder, newest: str, keep: int) -> None:
     must not count, and this attempt will come to them. One listing, however many checkpoints there have been.
     """
     held: dict[str, set[str]] = {}
+    last = step_of(newest)
     for file in folder.sizes(temporary=True):
-        step, _, inside = file.partition("/")
-        if step.startswith("step-") and inside and step <= newest:
-            held.setdefault(step, set()).add(inside.partition("/")[0])
-    whole = sorted(step for step, inside in held.items() if MANIFEST in inside)
+        name, _, inside = file.partition("/")
+        step = step_of(name)
+        if step is not None and last is not None and inside and step <= last:
+            held.setdefault(name, set()).add(inside.partition("/")[0])
+    whole = checkpoint_names(name for name, inside in held.items() if MANIFEST in inside)
     kept = {*whole[-keep:], hinted(folder, "best")}
-    for name in sorted(held):
+    for name in checkpoint_names(held):
         if name not in whole:
             folder.remove(name)
             continue

@@ -44,6 +44,7 @@ CASES = {
     "very uneven": Case(UNEVEN),
     "grouped": Case(PACKED, kv_heads=2),
     "one key head": Case(UNEVEN, kv_heads=1),
+    "a head a rank": Case(UNEVEN, heads=2, kv_heads=2),
     "window": Case(PACKED, rules={"window": 11}),
     "window of a long document": Case((0, 96), rules={"window": 20}),
     "window of one": Case(UNEVEN, rules={"window": 1}),
@@ -94,6 +95,7 @@ def _found(
     call: Callable[..., torch.Tensor] = partial(attention_context, plan=plan, form=form, group=group, **rules)
     o = checkpoint(call, *leaves, use_reentrant=False) if recompute else call(*leaves)
     between()
+    assert o.is_contiguous(), "callers view it as rows of all heads"
     return [o.detach(), *torch.autograd.grad(o, leaves, grad[rows])]
 
 

@@ -89,6 +89,15 @@ def test_prune_keeps_the_newest_the_best_and_every_manifest(run: Path, capsys: p
     assert len(list(run.glob("checkpoints/*/MANIFEST.json"))) == 3
 
 
+def test_prune_takes_the_greatest_step_for_the_newest(run: Path) -> None:
+    for before, after in (("step-00000200", "step-99999999"), ("step-00000300", "step-100000000")):
+        (run / "checkpoints" / before).rename(run / "checkpoints" / after)
+    for hint in ("best", "last"):
+        (run / "checkpoints" / hint).write_text("step-00000100\n")
+    assert runs.main(["prune", run.name, "--keep", "1", "--storage", str(run.parent)]) == 0
+    assert data_of(run) == ["step-00000100", "step-100000000"]
+
+
 def test_prune_all_removes_the_folder_and_names_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert runs.main(["prune", run.name, "--all", "--storage", str(run.parent)]) == 0
     assert str(run) in capsys.readouterr().out

@@ -37,24 +37,24 @@ def test_a_worker_alone_has_all_as_it_is() -> None:
     packed=st.booleans(),
 )
 def test_workers_have_all_tokens_together_as_many_each(workers: int, lengths: list[int], rows: int, packed: bool) -> None:
-    if packed:
-        lengths[-1] += -sum(lengths) % (2 * workers)
-        tokens, shape = sum(lengths), (1, sum(lengths))
-    else:
-        length = 2 * workers * lengths[0]
-        lengths, tokens, shape = [length] * rows, rows * length, (rows, length)
+    lengths = lengths if packed else [lengths[0]] * rows
+    tokens, shape = sum(lengths), (1, sum(lengths)) if packed else (rows, lengths[0])
     ids, targets = torch.arange(tokens).view(shape) + 100, torch.arange(tokens).view(shape) + 1000
     offsets = torch.tensor([sum(lengths[:number]) for number in range(len(lengths) + 1)])
+    filling = -tokens % (2 * workers)
     place = [position for length in lengths for position in range(length)]
+    ends = [*offsets.tolist(), *([tokens + filling] if filling else [])]
     parts = fed_to(workers, (ids, offsets) if packed else (ids,), targets)
-    assert sorted(token for part in parts for token in part.ids[0].tolist()) == list(range(100, 100 + tokens))
-    for rank, part in enumerate(parts):
-        assert part.ids.shape == part.targets.shape == part.positions.shape == (1, tokens // workers)
-        assert (part.targets - part.ids).unique().tolist() == [900]
-        assert part.positions[0].tolist() == [place[token - 100] for token in part.ids[0].tolist()]
+    counted = [part.targets != -100 for part in parts]
+    real = [part.ids[counts].tolist() for part, counts in zip(parts, counted, strict=True)]
+    assert sorted(token for some in real for token in some) == list(range(100, 100 + tokens))
+    for rank, (part, counts) in enumerate(zip(parts, counted, strict=True)):
+        assert part.ids.shape == part.targets.shape == part.positions.shape == (1, (tokens + filling) // workers)
+        assert ((part.targets - part.ids)[counts] == 900).all()
+        assert part.positions[counts].tolist() == [place[token - 100] for token in real[rank]]
         assert isinstance(part.documents, Dealt)
-        assert part.documents.plan.offsets == tuple(offsets.tolist())
-        assert part.documents.plan.rows[rank].tolist() == [token - 100 for token in part.ids[0].tolist()]
+        assert part.documents.plan.offsets == tuple(ends), "what fills up is a document of its own, which no other sees"
+        assert part.documents.plan.rows[rank][counts[0]].tolist() == [token - 100 for token in real[rank]]
 
 
 def decoder(dropout: float = 0.5) -> Decoder:
@@ -72,6 +72,21 @@ def test_a_decoder_is_entered_if_there_is_a_group() -> None:
     spread.enter(together)
     assert together.blocks[0].attention.packed == spread._attend
     assert together.dropout.part is not None
+
+
+def test_what_fills_up_takes_no_number_of_a_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeding.dist, "get_rank", lambda group: group.number)
+    found = torch.zeros(6, dtype=torch.int64)
+    for rank in range(2):
+        spread, model = Feeding(GroupPlace(rank, 2)), decoder()  # type: ignore[arg-type]
+        spread.enter(model)
+        part = spread((torch.arange(6).view(2, 3),), torch.zeros(2, 3))
+        assert model.dropout.part is not None
+        shape, cut = model.dropout.part((1, 4, 1), part.documents)
+        assert shape == (1, 6, 1), "as one worker draws for two rows of three"
+        counts = part.targets[0] != -100
+        found[part.ids[0][counts]] = cut(torch.arange(6).view(1, 6, 1))[0, counts, 0]
+    assert found.tolist() == list(range(6))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from raystride.model.attention import LayerCache
 from raystride.model.transformer import Decoder
@@ -22,10 +24,13 @@ WORDS, TOKENS, COUNT = 11, 6, 4
 
 
 def batches_of(count: int = COUNT) -> list[MicroBatch]:
-    """Slots 10, 11, ..., of which each has one target less than the one before."""
+    """Slots 10, 11, ..., of which each has one target less than the one before, and which differ in rows and tokens."""
     random, found = torch.Generator().manual_seed(1), []
     for number in range(count):
-        ids, targets = (torch.randint(WORDS, (1, TOKENS), generator=random) for _ in range(2))
+        shape = (1, TOKENS) if number % 3 == 0 else (2, TOKENS // 2) if number == 1 else (1, TOKENS + 2)
+        ids, targets = (torch.randint(WORDS, shape, generator=random) for _ in range(2))
+        if number == 2:
+            targets[:, TOKENS:] = -100
         targets[0, :number] = -100
         found.append(MicroBatch(10 + number, (ids,), targets))
     return found
@@ -34,7 +39,7 @@ def batches_of(count: int = COUNT) -> list[MicroBatch]:
 def decoder() -> Decoder:
     """One of four blocks, with the same values each time."""
     torch.manual_seed(0)
-    return Decoder(Model(flavour="llama", layers=4, heads=2, width=8, context=TOKENS), WORDS)
+    return Decoder(Model(flavour="llama", layers=4, heads=2, width=8, context=TOKENS + 2), WORDS)
 
 
 def _run(rank: int, world: int, schedule: Any) -> dict[str, Any]:
@@ -76,6 +81,8 @@ def _run(rank: int, world: int, schedule: Any) -> dict[str, Any]:
         "slot": pipeline.slot(2),
         "kept": pipeline._made is made,
     }
+    pipeline.run(batches_of()[:1] * COUNT, forward)  # smaller, and not by half
+    found["still"] = pipeline._made is made
     pipeline.run(batches_of(2), forward)
     found["anew"] = (pipeline._made is made, pipeline.slot(1))
     with torch.no_grad():
@@ -106,7 +113,7 @@ def test_a_step_has_the_gradients_and_losses_of_the_decoder_alone(schedule: str)
         for stage in range(stages):
             own = [(number, last) for at, number, last in called if at == stage]
             assert own == [(number, number == COUNT - 1) for number in range(COUNT)]
-    assert (found["slot"], found["kept"]) == (12, True)
+    assert (found["slot"], found["kept"], found["still"]) == (12, True, True)
     assert found["anew"] == (False, 11)
     with torch.no_grad():
         loss, counted = found["forward"]
@@ -135,6 +142,22 @@ def test_a_micro_batch_is_cut_once_a_step_and_its_length_is_told_each_time() -> 
     step.begin(batches, RecordingForward())
     step.fed(1)
     assert cut == [1, 0, 1]
+
+
+@given(shapes=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 5)), min_size=1, max_size=4), workers=st.integers(1, 3))
+def test_a_stage_takes_of_a_buffer_what_another_has_put_in(shapes: list[tuple[int, int]], workers: int) -> None:
+    step = _StepData(Feeding(), SimpleNamespace(size=workers, tokens=0))  # type: ignore[arg-type]
+    batches = [MicroBatch(0, (torch.zeros(shape, dtype=torch.int64),), torch.zeros(shape)) for shape in shapes]
+    step.begin(batches, RecordingForward())
+    step.buffer = (1, max(rows * -(-tokens // workers) for rows, tokens in shapes))
+    for number, (rows, tokens) in enumerate(shapes):
+        stream = torch.rand(rows, -(-tokens // workers), 2, requires_grad=True)
+        buffer = step.load(stream)
+        assert buffer.shape == (*step.buffer, 2)
+        assert not buffer._is_view()
+        assert torch.equal(step.unload(buffer, number), stream)
+        (gradient,) = torch.autograd.grad(buffer, stream, torch.ones_like(buffer))
+        assert torch.equal(gradient, torch.ones_like(stream))
 
 
 @pytest.mark.parametrize(("tokens", "part"), [(6, 3), (7, 4), (1, 1)])

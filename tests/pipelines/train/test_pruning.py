@@ -1,8 +1,10 @@
 """What goes with a new checkpoint: old data, halves of dead groups and refused saves; and at what cost on a store."""
 
+import json
 from pathlib import Path
 
 from raystride.pipelines.files import Folder
+from raystride.pipelines.launch.resume import bits_before, newest_step
 from raystride.pipelines.train.checkpoint import Checkpoints
 from raystride.pipelines.train.state import TrainState
 from tests.pipelines.train.checkpoints import fed, open_checkpoints, save, trained
@@ -20,6 +22,25 @@ def test_old_data_goes_and_manifests_stay(tmp_path: Path) -> None:
     found = open_checkpoints(tmp_path).at_hint("best")
     assert found is not None
     assert found.step == 2
+
+
+def test_steps_of_nine_digits_are_newer_than_those_of_eight(tmp_path: Path) -> None:
+    """As text, step-100000000 stands before step-99999999."""
+    last = 99_999_999
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    for step in (last - 1, last, last + 1, last + 2):
+        save(checkpoints, step)
+    with_data = {path.name for path in checkpoints.glob("step-*") if (path / "a1").exists()}
+    assert with_data == {"step-100000000", "step-100000001"}
+    found = open_checkpoints(checkpoints).newest()
+    assert found is not None
+    assert found.step == newest_step(Folder.at(str(tmp_path))) == last + 2
+    assert open_checkpoints(checkpoints).steps()[0] == "step-99999998"
+    for number, name in enumerate(("step-99999999", "step-100000001")):
+        manifest = checkpoints / name / "MANIFEST.json"
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"bits": {"made": number}}))
+    assert bits_before(Folder.at(str(checkpoints))) == ("step-100000001", {"made": 1})
 
 
 def test_what_a_dead_attempt_left_behind_goes(tmp_path: Path) -> None:

@@ -1,0 +1,204 @@
+"""Every task with every strategy and mesh that the tables of docs/mesh.md and docs/strategies.md allow, over uneven data.
+
+A step is four slots of three samples, and the data ends within the third step, in the middle of a slot; behind it come slots
+without samples. Samples differ in length where the task's do. Losses, norms and validations are those of one worker.
+"""
+
+import json
+import random
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from raystride.pipelines.config import Checkpoint, Data, Model, Objective, Optimizer, Scaling, Train, Validation
+from raystride.pipelines.feed.opening import open_feed, open_manifest
+from raystride.pipelines.tasks import build_task
+from raystride.pipelines.worker.job import Job, WorkerInfo
+from raystride.pipelines.worker.worker import build_training
+from tests.distributed import run_distributed
+from tests.pipelines.strategies.course import Course
+from tests.preferences import write_pairs
+from tests.processes import make_job
+from tests.tiny import tiny, write_text
+
+SLOTS, SLOT_SIZE = 4, 3
+LOSS, NORM = 1e-6, 1e-5
+"""Relative, as in `test_meshed`."""
+DECODER = Model(flavour="llama", layers=4, heads=2, width=16, context=32, dropout=0.1)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A task with its data and how its samples are laid side by side."""
+
+    task: str
+    source: str
+    data: dict[str, Any]
+    model: Model = DECODER
+    packing: Literal["none", "documents"] = "none"
+    slot_tokens: int = 0
+    exact: bool = False
+
+    def __str__(self) -> str:
+        """The task, and what is not usual with it."""
+        packed, bundled = " packed" * (self.packing != "none"), " in bundles" * bool(self.slot_tokens)
+        return f"{self.task}{packed}{bundled}{' exactly' * self.exact}"
+
+
+PAIRS = {"column": "prompt", "target_column": "chosen"}
+WINDOWS = Kind("language_model", "text.txt", {"kind": "text", "validation": "tail"})
+PACKED = replace(WINDOWS, packing="documents", source="pairs.jsonl", data={"column": "prompt"})
+PAIRED = Kind("completion", "pairs.jsonl", PAIRS)
+DECODERS = [
+    WINDOWS,
+    PACKED,
+    PAIRED,
+    replace(PAIRED, packing="documents"),
+    replace(PAIRED, slot_tokens=90),
+    replace(PAIRED, slot_tokens=90, packing="documents"),
+]
+PREFERENCE = Kind("preference", "pairs.jsonl", {"prompt_column": "prompt"}, replace(DECODER, dropout=0.0))
+LABELLED = Kind(
+    "classification", "pairs.jsonl", {"column": "prompt", "label_column": "label"}, replace(DECODER, dropout=0.0)
+)
+TRANSLATION = Kind("translation", "pairs.jsonl", PAIRS, Model(flavour="original", layers=1, heads=2, width=16, context=32))
+SENTENCES = [LABELLED, replace(LABELLED, slot_tokens=60), TRANSLATION, replace(TRANSLATION, slot_tokens=60)]
+PICTURES = Kind("images", "pictures", {"image_size": (1, 6, 6)}, Model(channels=(4,), hidden=(8,)))
+EXACT = [replace(kind, exact=True) for kind in (WINDOWS, PACKED, PAIRED)]
+ALL = [*DECODERS, *SENTENCES, PREFERENCE, replace(PREFERENCE, slot_tokens=160), PICTURES]
+
+WALKS: dict[str, tuple[int, list[Scaling], list[Kind]]] = {
+    "ddp": (2, [Scaling(strategy="ddp")], ALL),
+    "fsdp": (2, [Scaling(strategy="fsdp")], ALL),
+    "tensor": (2, [Scaling(tensor=2)], [*DECODERS, *SENTENCES]),
+    "pipeline": (2, [Scaling(pipeline=2)], DECODERS),
+    "context": (2, [Scaling(context=2)], DECODERS),
+}
+LONG: dict[str, tuple[int, list[Scaling], list[Kind]]] = {
+    "schedules": (2, [Scaling(pipeline=2, schedule=each) for each in ("interleaved", "zbv")], DECODERS),
+    "exchanges": (2, [Scaling(context=2, context_exchange=each) for each in ("heads", "keys")], DECODERS),
+    "deepspeed": (2, [Scaling(strategy="deepspeed", zero=each) for each in (1, 2, 3)], ALL),
+    "tensor fsdp": (4, [Scaling(tensor=2, strategy="fsdp")], [*DECODERS, *SENTENCES]),
+    "pipeline tensor": (4, [Scaling(pipeline=2, tensor=2), Scaling(pipeline=2, context=2)], DECODERS),
+    "pipeline fsdp": (4, [Scaling(pipeline=2, strategy="fsdp"), Scaling(pipeline=2, strategy="ddp")], DECODERS),
+    "exact": (2, [Scaling(strategy="ddp"), Scaling(tensor=2), Scaling(pipeline=2), Scaling(context=2)], EXACT),
+    "exact groups": (4, [Scaling(tensor=2), Scaling(pipeline=2), Scaling(context=2)], EXACT),
+    "context fsdp": (4, [Scaling(context=2, strategy="fsdp"), Scaling(context=2, tensor=2)], DECODERS),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the data lies, and is prepared once a task."""
+    folder = tmp_path_factory.mktemp("tables")
+    write_text(folder, 1_500)
+    rows = [json.loads(line) for line in write_pairs(folder).read_text().splitlines()]
+    draw = random.Random(1)
+    for row in rows:  # of very unlike lengths, and an odd one among them
+        row["prompt"] += "!" * draw.randrange(15)
+        row["label"] = "yes" if draw.random() < 0.5 else "no"
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pixels = np.random.default_rng(7)
+    for number in range(60):
+        place = folder / "pictures" / str(number % 2)
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.integers(0, 256, (6, 6), np.uint8)).save(place / f"{number}.png")
+    return folder
+
+
+def _job(folder: Path, kind: Kind, scaling: Scaling, world: int) -> Job:
+    """Returns a job whose data ends in the middle of a slot of its third step, or of bundles behind two of its slots."""
+    config = tiny(
+        folder,
+        task=kind.task,
+        data=Data(source=str(folder / kind.source), **{"validation_fraction": 0.2} | kind.data),
+        model=kind.model,
+        objective=Objective(reference_free=kind.task == "preference"),
+        optimizer=Optimizer(learning_rate=3e-3, warmup_steps=1, eps=1e-4, schedule="constant"),
+        scaling=replace(scaling, workers=world),
+        train=Train(
+            steps=0,
+            epochs=1,
+            slots=SLOTS,
+            slot_size=SLOT_SIZE,
+            slot_tokens=kind.slot_tokens,
+            packing=kind.packing,
+            exact=kind.exact,
+            micro_batch_slots=1,
+            log_every=1,
+            dropout_masks="place",
+        ),
+        validation=Validation(every=3, samples=7),
+        checkpoint=Checkpoint(every=0),
+    )
+    job = make_job(config, folder, f"{kind} {world} {_name(scaling)}")
+    task = build_task(config, open_manifest(config, job.prepared).facts)
+    samples = open_feed(config, task, job.prepared).train.count
+    end = 2 * config.train.batch + (2 if kind.slot_tokens else SLOT_SIZE + 1)
+    return replace(job, config=replace(config, train=replace(config.train, epochs=end / samples)))
+
+
+def _name(scaling: Scaling) -> str:
+    return " ".join(f"{key} {each}" for key, each in vars(scaling).items() if each != getattr(Scaling(), key))
+
+
+def _walk(rank: int, world: int, jobs: list[Job]) -> list[Course]:
+    """Returns the courses of all jobs, one after another in one process."""
+    courses = []
+    for job in jobs:
+        try:
+            course = Course()
+            training = build_training(job, WorkerInfo(rank=rank, world=world), [course], lambda: False, course.said.append)
+            training.run()
+            course.step = training.state.step
+            courses.append(course)
+        except BaseException as error:
+            error.add_note(f"in {job.run}")
+            raise
+    return courses
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, Course]:
+    """The courses of one worker."""
+    jobs = [_job(folder, kind, Scaling(), 1) for kind in ALL]
+    return dict(zip(map(str, ALL), run_distributed(_walk, 1, jobs)[0], strict=True))
+
+
+NO_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
+MARKS = {name: [pytest.mark.long, *([NO_DEEPSPEED] if name == "deepspeed" else [])] for name in LONG}
+
+
+@pytest.mark.parametrize("walk", [*WALKS, *(pytest.param(name, marks=marks) for name, marks in MARKS.items())])
+def test_the_course_is_that_of_one_worker(folder: Path, alone: dict[str, Course], walk: str) -> None:
+    world, ways, kinds = (WALKS | LONG)[walk]
+    each = [(kind, scaling) for scaling in ways for kind in kinds]
+    found = run_distributed(_walk, world, [_job(folder, *one, world) for one in each])[0]
+    for (kind, scaling), course in zip(each, found, strict=True):
+        wanted, words = alone[str(replace(kind, exact=False))], f"{kind}, {_name(scaling)}"
+        assert course.step == wanted.step == 3, words
+        assert course.losses == pytest.approx(wanted.losses, rel=LOSS), words
+        assert course.norms == pytest.approx(wanted.norms, rel=NORM), words
+        assert course.validations == pytest.approx(wanted.validations, rel=LOSS), words
+
+
+@pytest.mark.parametrize("scaling", [Scaling(pipeline=2), Scaling(context=2)], ids=_name)
+def test_a_run_goes_on_at_the_step_in_which_its_data_ends(folder: Path, alone: dict[str, Course], scaling: Scaling) -> None:
+    kinds, jobs = [WINDOWS, PAIRED], []
+    for kind in kinds:
+        job = _job(folder, kind, scaling, 2)
+        job = replace(job, folder=job.folder.parent / f"{job.run} in two", attempt="a1")
+        whole = replace(job.config, checkpoint=Checkpoint(every=2))
+        first = replace(whole, train=replace(whole.train, steps=2))
+        jobs += [replace(job, config=first), replace(job, config=whole, attempt="a2")]
+    found = run_distributed(_walk, 2, jobs)[0]
+    for kind, before, after in zip(kinds, found[::2], found[1::2], strict=True):
+        wanted = alone[str(kind)]
+        assert (before.step, after.step) == (2, 3)
+        assert before.losses + after.losses == pytest.approx(wanted.losses, rel=LOSS), kind
+        assert after.validations == pytest.approx(wanted.validations, rel=LOSS), kind
