@@ -27,9 +27,11 @@ from raystride.pipelines.locks import locked
 from raystride.pipelines.train.fence import read_claim
 
 FILE = "owner.json"
-RENEW_S = 15.0
+RENEW_S = 5.0
 LEASE_S = 60.0
 """Seconds for which an owner on another machine may write nothing before it counts as gone."""
+LOST_S = 20.0
+"""The same for an owner whose node Ray has given up: if it lives all the same, its term is over (`train.fence`)."""
 LOOK_S = 2.0
 """Between two looks at its file."""
 LOCK_S = 120.0
@@ -137,7 +139,7 @@ class Ownership:
     def take(cls, folder: Folder, attempt: str, echo: Echo | None = None, *, wait: bool = False) -> "Ownership":
         """Makes this process the owner; `echo` is told if that takes a while.
 
-        Raises Owned while another one lives, unless this one is to `wait` for its end.
+        Raises Owned while another one lives, unless this one is to `wait` for its end, since Ray has given up its node.
         """
         mine = cls(folder, attempt)
         still: Owner | None = None
@@ -157,7 +159,7 @@ class Ownership:
                 absent = True
                 time.sleep(LOOK_S)
                 continue
-            if other.here or not _stays_still(folder, other, None if wait else echo):
+            if other.here or not _stays_still(folder, other, LOST_S if wait else LEASE_S, None if wait else echo):
                 if not wait:
                     raise _owned(folder, other)
                 if echo and time.monotonic() - said_at >= SAY_S:
@@ -262,13 +264,13 @@ def _is_known(folder: Folder, lease: _Lease, absent: bool) -> bool:
     return lease.found or absent or folder.local is not None or not folder.exists("config.yaml")
 
 
-def _stays_still(folder: Folder, owner: Owner, echo: Echo | None) -> bool:
-    """Whether an owner elsewhere releases the run, or leaves its file as it is for `LEASE_S` seconds of our own clock."""
+def _stays_still(folder: Folder, owner: Owner, seconds: float, echo: Echo | None) -> bool:
+    """Whether an owner elsewhere releases the run, or leaves its file as it is for so many seconds of our own clock."""
     if echo:
-        echo(f"waiting up to {LEASE_S:.0f} s: process {owner.pid} on {owner.host} has trained this run; does it still?")
-    deadline = time.monotonic() + LEASE_S
+        echo(f"waiting up to {seconds:.0f} s: process {owner.pid} on {owner.host} has trained this run; does it still?")
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        time.sleep(min(LOOK_S, LEASE_S))
+        time.sleep(min(LOOK_S, seconds))
         lease = _read(folder)
         if lease.found and lease.owner is None:
             return True

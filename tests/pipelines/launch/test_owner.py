@@ -296,7 +296,7 @@ def test_a_file_that_is_away_for_a_moment_is_no_release(folder: Folder, monkeypa
 
 
 def test_a_job_that_was_submitted_again_waits_for_the_owner_s_end(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner, "LEASE_S", 0.5)
+    monkeypatch.setattr(owner, "LOST_S", 0.5)  # and no longer
     monkeypatch.setattr(owner, "LOOK_S", 0.02)
     monkeypatch.setattr(owner, "SAY_S", 0.2)
     ended, said = threading.Event(), list[str]()
