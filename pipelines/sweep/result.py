@@ -18,6 +18,7 @@ from raystride.pipelines.config.train import cost_of
 from raystride.pipelines.files import Folder
 from raystride.pipelines.phases import PARTS
 from raystride.pipelines.record.journal import plain
+from raystride.pipelines.sweep.space import Candidate
 
 Status = Literal["measured", "stopped_early", "out_of_memory", "failed", "hung", "refused", "too_large"]
 """How a trial ended. `refused`: the settings contradict each other; `too_large`: the memory estimate ruled it out before it
@@ -193,6 +194,12 @@ def result_at(sweep: Folder, key: str) -> Result | None:
     if isinstance(given.get("val_loss"), str):
         given["val_loss"] = float(given["val_loss"])
     return Result(**given)
+
+
+def result_of_candidate(sweep: Folder, candidate: Candidate) -> Result | None:
+    """Returns a candidate's result, also one that an earlier version wrote; None if there is none."""
+    found = (result_at(sweep, key) for key in candidate.keys)
+    return next((result for result in found if result and candidate.has(result.settings, result.round)), None)
 
 
 def keys(sweep: Folder) -> list[str]:
