@@ -1,5 +1,6 @@
 """Settings of the training itself: optimiser, schedule, steps, validation, checkpoints."""
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -184,6 +185,17 @@ class Validation(Section):
     """Whether a smaller or a larger metric is better."""
     patience: int = setting(0, at_least=0)
     """Validations without improvement after which to stop early; 0: never."""
+
+    def cost(self, value: float | None) -> float:
+        """Returns a value of the metric as `cost_of` does."""
+        return cost_of(value, self.direction)
+
+
+def cost_of(value: float | None, direction: Literal["min", "max"] = "min") -> float:
+    """Returns a figure as one of which less is better; infinite, and so never the best, if it is none or not finite."""
+    if value is None or not math.isfinite(value):
+        return math.inf
+    return value if direction == "min" else -value
 
 
 @dataclass(frozen=True, kw_only=True)

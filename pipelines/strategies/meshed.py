@@ -303,21 +303,34 @@ class Meshed(OneByOne):
         return measured
 
     def _sum_over_context(self) -> None:
-        if (self.mesh.context > 1 and "context" not in self._summed_at_once) or self.sharded:
-            for gradient in self.gradients():
-                dist.all_reduce(gradient, group=self._devices.get_group("context"))
+        """Sums gradients over the tokens of a sample, where that was not done with the sum over groups."""
+        if self.mesh.context > 1 and (self.sharded or "context" not in self._summed_at_once):
+            self._sum_flat(self.gradients(), "context")
+
+    def _sum_flat(self, tensors: Sequence[torch.Tensor], dimension: str) -> None:
+        """Sums tensors over a dimension of the mesh, in place, as many at once as a bucket holds."""
+        group, most = self._devices.get_group(dimension), int(self._scaling.bucket_mib * 2**20)
+        first = 0
+        while first < len(tensors):
+            last, size = first + 1, tensors[first].nbytes
+            while last < len(tensors) and size + tensors[last].nbytes <= most:
+                size, last = size + tensors[last].nbytes, last + 1
+            some, first = tensors[first:last], last
+            if len(some) == 1:
+                dist.all_reduce(some[0], group=group)
+                continue
+            flat = torch.cat([each.reshape(-1) for each in some])
+            dist.all_reduce(flat, group=group)
+            for each, summed in zip(some, flat.split([each.numel() for each in some]), strict=True):
+                each.copy_(summed.view_as(each))
 
     def _sum_shared(self) -> None:
-        """Sums the gradients of what every worker of a tensor group has whole, in one exchange."""
+        """Sums the gradients of what every worker of a tensor group has whole."""
         shared = [each for name, each in self._named if name in self._shared] if self.mesh.tensor > 1 else []
         for parameter in shared:
             if parameter.grad is None:  # a bias that another worker adds
                 parameter.grad = torch.zeros_like(parameter)
-        if own := [_local(parameter) for parameter in shared]:
-            flat = torch.cat([each.reshape(-1) for each in own])
-            dist.all_reduce(flat, group=self._devices.get_group("tensor"))
-            for each, summed in zip(own, flat.split([each.numel() for each in own]), strict=True):
-                each.copy_(summed.view_as(each))
+        self._sum_flat([_local(parameter) for parameter in shared], "tensor")
 
     def _sum_tied(self) -> None:
         """Sums what the first and the last stage know of an embedding that is the head, too."""

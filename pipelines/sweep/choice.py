@@ -12,6 +12,7 @@ from statistics import fmean, median, variance
 
 from raystride.pipelines.config.parse import to_yaml
 from raystride.pipelines.config.sweep import Sweep, SweepConfig, same_work
+from raystride.pipelines.config.train import cost_of
 from raystride.pipelines.scaling_model.described import ClusterDescription
 from raystride.pipelines.sweep.result import Result
 from raystride.pipelines.sweep.space import Candidate
@@ -41,9 +42,9 @@ def score(result: Result, sweep: Sweep, price_per_hour: float) -> float:
     if sweep.objective == "loss":
         return result.final_loss
     if sweep.objective == "energy":
-        return float(result.figures.get("joules_per_token") or math.inf)
+        return cost_of(float(result.figures.get("joules_per_token") or math.inf))
     if sweep.objective == "time_to_loss":
-        return math.inf if result.seconds_to_loss is None else result.seconds_to_loss
+        return cost_of(result.seconds_to_loss)
     return token_score(result.speed, result.workers, sweep, price_per_hour)
 
 

@@ -6,6 +6,7 @@ Nothing is lost: every trial that ended is a file in the sweep's folder, with it
 same command again measures only what is missing.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -202,17 +203,23 @@ def _forget_failures(folder: Folder, found: Mapping[str, Result]) -> None:
 
 
 def _known(base: SweepConfig, folder: Folder, candidates: Sequence[Candidate]) -> dict[str, Result]:
-    """The folder's results of these candidates, or for Optuna of this space and configuration: both may have changed."""
+    """The folder's results of these candidates, or for Optuna of this space and configuration: both may have changed.
+
+    By the candidates' keys, which stand for all that figures depend on; earlier versions named results otherwise.
+    """
+    found, wanted = results(folder), defaultdict[str, list[Candidate]](list)
     if candidates:
-        # A key stands for all that figures depend on: a result of another configuration has another one.
         rounds = range(base.sweep.repeats, base.sweep.seeds if base.sweep.objective == "loss" else 0)
-        wanted = {replace(candidate, round=number).key for candidate in candidates for number in (candidate.round, *rounds)}
-        return {key: result for key, result in results(folder).items() if key in wanted}
-    return {
-        key: result
-        for key, result in results(folder).items()
-        if set(result.settings) == set(base.sweep.space) and Candidate(base, result.settings, result.round).key == key
-    }
+        every = {(each.key, number): each for each in candidates for number in (each.round, *rounds)}
+        tried = [replace(each, round=number) for (_, number), each in every.items()]
+    else:
+        own = [result for result in found.values() if set(result.settings) == set(base.sweep.space)]
+        tried = [Candidate(base, result.settings, result.round) for result in own]
+    for each in tried:
+        for key in each.keys:
+            wanted[key].append(each)
+    measured = ((each, result) for key, result in found.items() for each in wanted[key])
+    return {each.key: result for each, result in measured if each.has(result.settings, result.round)}
 
 
 def _on_end(folder: Folder, tracking: Tracking | None, board: Board, result: Result) -> None:

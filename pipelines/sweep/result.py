@@ -14,8 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
+from raystride.pipelines.config.train import cost_of
 from raystride.pipelines.files import Folder
 from raystride.pipelines.phases import PARTS
+from raystride.pipelines.record.journal import plain
+from raystride.pipelines.sweep.space import Candidate
 
 Status = Literal["measured", "stopped_early", "out_of_memory", "failed", "hung", "refused", "too_large"]
 """How a trial ended. `refused`: the settings contradict each other; `too_large`: the memory estimate ruled it out before it
@@ -102,8 +105,7 @@ class Result:
     @property
     def final_loss(self) -> float:
         """What tells how well it learned: the validation loss, or else that of training; infinite where neither is known."""
-        found = self.loss if self.val_loss is None else self.val_loss
-        return math.inf if found is None or math.isnan(found) else found
+        return cost_of(self.loss if self.val_loss is None else self.val_loss)
 
     @property
     def speed(self) -> float:
@@ -170,7 +172,8 @@ def relative_half_width(values: Sequence[float]) -> float:
 
 def keep_result(sweep: Folder, result: Result) -> None:
     """Writes a result into the sweep's folder, whole or not at all."""
-    sweep.put_json(f"{PLACE}/{result.key}.json", asdict(result))
+    # A loss that is infinite stays one: as null it would be none, and that of training would stand for it.
+    sweep.put_json(f"{PLACE}/{result.key}.json", plain(asdict(result)))
 
 
 def forget(sweep: Folder, key: str) -> None:
@@ -188,7 +191,15 @@ def result_at(sweep: Folder, key: str) -> Result | None:
     given: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in read.items() if name in known
     }
+    if isinstance(given.get("val_loss"), str):
+        given["val_loss"] = float(given["val_loss"])
     return Result(**given)
+
+
+def result_of_candidate(sweep: Folder, candidate: Candidate) -> Result | None:
+    """Returns a candidate's result, also one that an earlier version wrote; None if there is none."""
+    found = (result_at(sweep, key) for key in candidate.keys)
+    return next((result for result in found if result and candidate.has(result.settings, result.round)), None)
 
 
 def keys(sweep: Folder) -> list[str]:

@@ -69,11 +69,21 @@ class Candidate:
 
     @cached_property
     def key(self) -> str:
-        """Eight hexadecimal digits of all that the figures depend on."""
+        """Sixteen hexadecimal digits of all that the figures depend on."""
         training = {name: value for name, value in self.base.training().lasting().items() if not name.startswith(ASIDE)}
         sweep = {name: getattr(self.base.sweep, name) for name in DECISIVE}
         text = json.dumps([training | dict(self.settings), sweep, self.round], sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()[:8]
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def keys(self) -> tuple[str, str]:
+        """The key, and the one that earlier versions gave it: half as long, so that two candidates may share it."""
+        return self.key, self.key[:8]
+
+    def has(self, settings: Settings, number: int) -> bool:
+        """Whether these are its settings, as they were or as JSON holds them, and this its round."""
+        own, given = (json.dumps(dict(each), sort_keys=True, default=str) for each in (self.settings, settings))
+        return own == given and number == self.round
 
     @property
     def run(self) -> str:

@@ -28,7 +28,7 @@ from raystride.pipelines.cluster.resources import resolve
 from raystride.pipelines.cluster.trainer import ray_storage
 from raystride.pipelines.config.sweep import Sweep, SweepConfig
 from raystride.pipelines.sweep.choice import score, token_score
-from raystride.pipelines.sweep.result import MeasuredWindow, Result, keep_result, result_at
+from raystride.pipelines.sweep.result import MeasuredWindow, Result, keep_result, result_of_candidate
 from raystride.pipelines.sweep.space import Candidate, meets
 from raystride.pipelines.sweep.trial import SweepPlan, TookTooLong, ended, refusal, result_of, run_trial
 
@@ -94,7 +94,7 @@ def _trial(parameters: dict[str, Any], plan: SweepPlan, alone: bool, surrounding
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = str(END_S)  # Tune looks it up when the next trial is to come here
     plan.carried.register()
     candidate = candidate_of(parameters, plan.base)
-    result = result_at(plan.folder, candidate.key) or _breaks_a_condition(candidate) or refusal(candidate, plan.there)
+    result = result_of_candidate(plan.folder, candidate) or _breaks_a_condition(candidate) or refusal(candidate, plan.there)
     if result is None:
         free_places_of_the_dead(alone)
         told = _Told(plan, candidate)
@@ -182,7 +182,7 @@ class _Ends(tune.Callback):  # type: ignore[misc]
         return result_of(candidate, folder, self._plan.there, "stopped_early", seconds=lasted)
 
     def _kept(self, trial: Any) -> Result | None:
-        return result_at(self._plan.folder, candidate_of(trial.config, self._plan.base).key)
+        return result_of_candidate(self._plan.folder, candidate_of(trial.config, self._plan.base))
 
     def _keep(self, result: Result) -> Result:
         keep_result(self._plan.folder, result)

@@ -260,8 +260,7 @@ class Training:
         self.state.val_loss = self.metrics.get("val_loss")
         chosen = self.config.validation
         value = self.metrics[chosen.metric]
-        best = self.state.best
-        improved = best is None or (value < best if chosen.direction == "min" else value > best)
+        improved = chosen.cost(value) < chosen.cost(self.state.best)
         if improved:
             self.state.best, self.state.best_step, self.state.worse_validations = value, self.state.step, 0
         else:

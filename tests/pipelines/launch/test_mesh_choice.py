@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raystride.pipelines.cluster.resources import Resources, resolve
-from raystride.pipelines.config import Config, Model, Scaling, SettingError, Train
+from raystride.pipelines.config import Config, Model, Objective, Scaling, SettingError, Train
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.mesh_choice import choose_mesh, keep_mesh
 from raystride.pipelines.launch.preflight import GIB, checks_of_settings
@@ -43,6 +43,19 @@ def test_what_fits_takes_no_mesh_and_what_does_not_the_smallest() -> None:
     assert (roomy.group, roomy.strategy) == (1, "auto")
     assert (shards.group, shards.strategy) == (1, "fsdp")
     assert (halves.tensor, halves.pipeline, halves.context) == (2, 1, 1)
+
+
+@pytest.mark.parametrize("gib", [80, 16, 10, 6])
+@pytest.mark.parametrize("given", [Scaling(), Scaling(pipeline=2), Scaling(context=2)], ids=["none", "pipeline", "context"])
+def test_pairs_are_cut_as_windows_are_and_preferences_never(gib: float, given: Scaling) -> None:
+    base = _config(replace(given, mesh="auto", device="cuda"))
+    windows = _chosen(base, _gpus(gib))
+    assert _chosen(replace(base, task="completion"), _gpus(gib)) == windows
+    if given.group == 1:
+        preference = replace(base, task="preference", objective=Objective(reference_free=True))
+        assert _chosen(preference, _gpus(gib)).group == 1
+    else:
+        assert windows.group > 1
 
 
 def test_more_workers_than_slots_share_them() -> None:

@@ -5,15 +5,18 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 
 from raystride.model.hugging_face import to_hugging_face
 from raystride.model.transformer import Decoder
 from raystride.pipelines.config import Checkpoint, Config, Guard, Model, Optimizer, Scaling, SettingError, Train
+from raystride.pipelines.strategies.measured import SUMMED
 from raystride.pipelines.strategies.meshed import Meshed
 from raystride.pipelines.tokenizers.alphabets import ByteEncoder
 from raystride.pipelines.train.fingerprint import parameters_sha256
@@ -145,6 +148,40 @@ def test_workers_begin_with_the_values_of_the_first_group() -> None:
             assert torch.equal(value, other[name]), (_name(scaling), name)
     assert first[1].keys() == drawn.keys()
     assert all(torch.equal(value, drawn[name]) for name, value in first[1].items())
+
+
+def _summed(rank: int, world: int, meshes: list[Scaling]) -> list[tuple[int, list[torch.Tensor]]]:
+    """How many sums over the workers of a context a step takes, and a worker's gradients after it."""
+    found = []
+    for scaling in meshes:
+        strategy = Meshed(scaling, Train(steps=1, slots=2), torch.device("cpu"), rank, world)
+        torch.manual_seed(0)
+        model = strategy.build(whole_decoder)
+        model, _ = strategy.prepare(model, lambda model: None)
+        strategy.begin()
+        loss, _ = model(torch.arange(8).view(2, 4), torch.arange(8).view(2, 4) + 1)
+        measured = torch.zeros(len(SUMMED))
+        strategy.backward(loss, measured, slot=0, last=True)
+        with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sums:
+            strategy.reduce(measured)
+        over = [call.kwargs.get("group") for call in sums.call_args_list]
+        own = strategy._devices.get_group("context")
+        found.append((over.count(own), [gradient.clone() for gradient in strategy.gradients()]))
+    return found
+
+
+def test_shards_are_summed_over_a_context_at_once_and_only_if_there_is_one() -> None:
+    meshes = [Scaling(strategy="fsdp", tensor=2), Scaling(strategy="fsdp", context=2)]
+    meshes += [Scaling(strategy="fsdp", context=2, bucket_mib=256 / 2**20)]
+    torch.manual_seed(0)
+    alone = whole_decoder()
+    alone(torch.arange(8).view(2, 4), torch.arange(8).view(2, 4) + 1)[0].backward()
+    wanted = [parameter.grad for parameter in alone.parameters()]
+    for (none, _), (one, gradients), (some, pieces) in run_distributed(_summed, 2, meshes):
+        assert (none, one) == (0, 1)
+        assert 1 < some < len(wanted), "buckets of two kinds of parameters, about"
+        for found in (gradients, pieces):
+            torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize(

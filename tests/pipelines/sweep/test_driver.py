@@ -11,7 +11,7 @@ from raystride.pipelines.config.sweep import SweepConfig
 from raystride.pipelines.files import Folder
 from raystride.pipelines.launch.screen import Quiet
 from raystride.pipelines.sweep.driver import _known, candidates_of, run_sweep, run_trials
-from raystride.pipelines.sweep.result import Result, keep_result, results
+from raystride.pipelines.sweep.result import Result, keep_result, result_of_candidate, results
 from raystride.pipelines.sweep.space import Candidate
 from tests.errors import refused, unreadable
 from tests.pipelines.sweep.test_page import CLUSTER, sweep, trial
@@ -63,6 +63,28 @@ def test_results_of_another_space_or_of_other_settings_are_not_its_own(tmp_path:
     for result in (own, _measured(Candidate(base, {"train.slot_size": 2})), _measured(Candidate(longer, settings))):
         keep_result(folder, result)
     assert _known(base, folder, candidates_of(base)) == {own.key: own}
+
+
+def test_a_sweep_of_an_earlier_version_keeps_its_trials(tmp_path: Path) -> None:
+    """Named by eight digits, which two candidates may share: then it is the one whose settings the result has."""
+    folder, base = Folder(str(tmp_path)), sweep()
+    one, other = candidates_of(base)[:2]
+    earlier = replace(_measured(one), key=one.key[:8], run=f"s-{one.key[:8]}")
+    foreign = replace(_measured(one), key=other.key[:8])
+    for result in (earlier, foreign):
+        keep_result(folder, result)
+    assert _known(base, folder, candidates_of(base)) == {one.key: earlier}
+    assert (result_of_candidate(folder, one), result_of_candidate(folder, other)) == (earlier, None)
+    keep_result(folder, now := _measured(one))
+    assert _known(base, folder, candidates_of(base)) == {one.key: now}
+
+
+def test_a_key_is_no_proof_of_the_settings(tmp_path: Path) -> None:
+    folder, base = Folder(str(tmp_path)), sweep()
+    one, other = candidates_of(base)[:2]
+    keep_result(folder, replace(_measured(one), key=other.key))
+    assert _known(base, folder, candidates_of(base)) == {}
+    assert result_of_candidate(folder, other) is None
 
 
 @pytest.mark.long

@@ -105,6 +105,16 @@ def test_results_come_back_as_they_were_and_what_is_unknown_is_left_out(tmp_path
     assert results(folder) == {other.key: other}
 
 
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_no_finite_number_is_worse_than_any_also_when_read_again(tmp_path: Path, loss: float) -> None:
+    folder = Folder(str(tmp_path))
+    bad = replace(trial(100, 1), loss=1.0, val_loss=loss)
+    assert bad.final_loss == math.inf
+    keep_result(folder, bad)
+    found = results(folder)[bad.key]
+    assert found.final_loss == math.inf, "the loss of training does not stand for it"
+
+
 def test_without_trials_there_are_no_results(tmp_path: Path) -> None:
     assert results(Folder(str(tmp_path))) == {}
 

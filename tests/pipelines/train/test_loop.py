@@ -1,5 +1,7 @@
 """The loop in this process: it learns, logs, validates, saves, ends for every reason it may end, and goes on exactly."""
 
+import json
+import math
 import os
 import threading
 import time
@@ -20,8 +22,10 @@ from raystride.pipelines.worker.job import Job, WorkerInfo
 from raystride.pipelines.worker.worker import build_training
 from tests.plain_training import train_plainly
 from tests.processes import make_job
+from tests.some import some
 from tests.tiny import tiny, write_text
 
+INF, NAN = math.inf, math.nan
 SHORT = Train(steps=5, slots=4, slot_size=2, log_every=50)
 
 
@@ -149,6 +153,54 @@ def test_patience_begins_anew_with_each_better_validation(folder: Path) -> None:
     training.validate = lambda: {"val_loss": next(losses)}
     assert training.run()[0] is Ending.EARLY
     assert (training.state.step, training.state.best_step, training.state.best) == (14, 8, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("direction", "values", "best", "steps"),
+    [
+        ("min", [NAN, 2.0, 1.5, NAN, INF, -INF], 1.5, 6),
+        ("max", [NAN, 0.2, 0.5, NAN, INF, -INF], 0.5, 6),
+        ("min", [INF, NAN, NAN], None, 0),
+    ],
+)
+def test_what_is_no_finite_number_is_never_the_best(
+    folder: Path, direction: Any, values: list[float], best: float | None, steps: int
+) -> None:
+    config = _config(
+        folder,
+        train=Train(steps=100, slots=4, slot_size=2, log_every=50),
+        validation=Validation(every=2, samples=8, patience=3, direction=direction),
+        checkpoint=Checkpoint(every=2),
+    )
+    run = f"no-number-{direction}-{best}"
+    training, measured = _training(folder, config, run), iter(values)
+    training.validate = lambda: {"val_loss": next(measured)}
+    assert training.run()[0] is Ending.EARLY
+    assert (training.state.best, training.state.best_step) == (best, steps)
+    assert training.checkpoints is not None
+    found = training.checkpoints.at_hint("best")
+    assert (found and found.step) == (steps or None)
+    _strict(folder / run / "checkpoints")
+
+
+def test_a_run_whose_best_was_no_number_finds_one(folder: Path) -> None:
+    """As earlier versions left it: NaN as best, in a manifest that only Python reads."""
+    config = _config(folder, train=replace(SHORT, steps=4), validation=Validation(every=2, samples=8))
+    training = _training(folder, config, "best-nan")
+    training.state.best, training.state.best_step = NAN, 0
+    training.validate = lambda: {"val_loss": 3.0}
+    training.run()
+    assert (training.state.best, training.state.best_step) == (3.0, 2)
+
+
+def _strict(checkpoints: Path) -> None:
+    """Fails where a manifest has what strict JSON does not know."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    for manifest in some(checkpoints.glob("step-*/MANIFEST.json")):
+        json.loads(manifest.read_text(), parse_constant=refuse)
 
 
 def test_the_loss_that_is_logged_is_the_mean_since_the_last_log(folder: Path) -> None:
