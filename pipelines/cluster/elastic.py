@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 
-from raystride.pipelines.cluster.internals import free_by_node, leaving_nodes, tell_of_nodes
+from raystride.pipelines.cluster.internals import forget_lost_trainings, free_by_node, leaving_nodes, tell_of_nodes
 from raystride.pipelines.cluster.recorder_handle import RecorderHandle
 from raystride.pipelines.cluster.resources import Share
 from raystride.pipelines.hang.heartbeat import Heartbeat
@@ -102,6 +102,8 @@ class NodeWatch:
                 if self._unanswered:
                     self._unanswered()
                 self._leave()
+                if self._share.least and not self._recorder.workers():
+                    forget_lost_trainings(self._recorder.warn)
                 nodes = alive_nodes() if self._share.least else known
                 if nodes != known:
                     tell_of_nodes(self._recorder.workers() > 0, self._recorder.warn)

@@ -4,6 +4,7 @@
 | ---------------------------- | -------------------------------------------------------------------------------------- |
 | `fast_start_trainer`         | the stock TorchTrainer, which starts in about twice the time                           |
 | `free_by_node`               | what is free in all, counted as if it lay spread in the worst way                      |
+| `forget_lost_trainings`      | an elastic run whose driver was lost waits up to 180 s for its places                  |
 | `tell_of_nodes`              | Ray Train looks at the nodes by itself, each 20 s                                      |
 | `leaving_nodes`              | a preemption is noticed when the node is gone, as any loss                             |
 | `free_places_of_the_dead`    | the public table, where all places are this sweep's; else the sweep is to start again  |
@@ -37,6 +38,8 @@ COORDINATOR = "AutoscalingCoordinator"
 """Name and namespace of the actor that tells Ray Train which nodes there are."""
 HEAD = "node:__internal_head__"
 """A resource that the head node alone has, 1 of it."""
+LATE_S = 10.0
+"""How much later than usual a controller of Ray Train may renew what it asks for."""
 LITTLE = 0.001
 JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """What `ray job submit` sets in the environment of the entry point, and the name under which Ray keeps that name."""
@@ -292,6 +295,43 @@ def tell_of_nodes(training: bool, warn: Warn = say) -> None:
     with suppress(Exception):  # a busy actor: the run waits, and that is all
         ray.get(coordinator.get_reserved_resources.remote("", recompute=True), timeout=5)
     return None
+
+
+def forget_lost_trainings(warn: Warn = say) -> None:
+    """Has Ray Train forget what trainings have asked for whose controllers are gone; by itself it does so after 180 s.
+
+    Until then an elastic run finds no places where the one before it, whose host was cut off or lost, had its own.
+    """
+    import ray
+
+    instead = "an elastic run whose driver was lost waits up to 180 s for its places"
+    client = f"{TRAIN}.execution.scaling_policy.autoscaling_coordinator_client"
+    try:
+        kept_s = part(client, "AUTOSCALING_REQUESTS_EXPIRE_TIME_S")
+        renewed_s = part(client, "AUTOSCALING_REQUESTS_INTERVAL_S")
+        actor = part("ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator", f"_{COORDINATOR}Actor")
+        with known():
+            takes(actor.cancel_request, None, "")
+        coordinator = ray.get_actor(COORDINATOR, namespace=COORDINATOR)
+        with known(ray.exceptions.RayTaskError):
+            ray.get(coordinator.__ray_call__.remote(_cancel_requests, kept_s - renewed_s - LATE_S), timeout=5)
+    except NotThere as error:
+        fell_back(error, instead, warn)
+    except (ValueError, ray.exceptions.RayError, TimeoutError):  # there is none yet, or it is busy
+        return
+
+
+def _cancel_requests(coordinator: Any, left_s: float) -> list[str]:
+    """Cancels, in Ray's actor, what controllers of Ray Train renew no more: it expires in less than `left_s` seconds."""
+    now = coordinator._get_current_time()
+    lost = [
+        name
+        for name, request in coordinator._ongoing_reqs.items()
+        if name.startswith("train") and request.expiration_time - now < left_s
+    ]
+    for name in lost:
+        coordinator.cancel_request(name)
+    return lost
 
 
 def free_places_of_the_dead(alone: bool, warn: Warn = say) -> None:

@@ -72,6 +72,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
     monkeypatch.setattr(elastic, "LOOK_S", 0.01)
     monkeypatch.setattr(elastic, "alive_nodes", lambda: {"head"})
     monkeypatch.setattr(elastic, "tell_of_nodes", lambda training, warn: None)
+    monkeypatch.setattr(elastic, "forget_lost_trainings", lambda warn: None)
     monkeypatch.setattr(elastic, "leaving_nodes", lambda warn: {})
     monkeypatch.setattr(elastic, "free_by_node", lambda per_worker, warn, without: found)
     return found

@@ -19,6 +19,7 @@ from raystride.pipelines.cluster.internals import (
     ENABLED,
     JOB,
     TRAIN,
+    forget_lost_trainings,
     free_by_node,
     free_places_of_the_dead,
     head_place,
@@ -271,6 +272,31 @@ def test_where_it_does_not_listen_it_is_said_once(monkeypatch: pytest.MonkeyPatc
         tell_of_nodes(True, warned.append)
     (text,) = warned
     assert "20 s" in text
+
+
+def test_what_a_lost_training_has_asked_for_is_forgotten_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own actor, of which a training that lives, one that has renewed nothing for half a minute, and Ray Data ask."""
+    import ray
+    from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import get_or_create_autoscaling_coordinator
+
+    warned: list[str] = []
+    coordinator = get_or_create_autoscaling_coordinator()
+    for name, left_s in (("train-lives", 179.0), ("train-lost", 149.0), ("data-x", 100.0)):
+        ray.get(coordinator.request_resources.remote(requester_id=name, resources=[{"CPU": 0.01}], expire_after_s=left_s))
+    forget_lost_trainings(warned.append)
+    left = ray.get(coordinator.__ray_call__.remote(lambda actor: sorted(actor._ongoing_reqs)))
+    for name in left:
+        ray.get(coordinator.cancel_request.remote(name))
+    assert left == ["data-x", "train-lives"]
+    assert not warned
+    _rename(monkeypatch)  # there is no such actor before the first training
+    forget_lost_trainings(warned.append)
+    assert not warned
+    monkeypatch.delattr(f"{ACTOR}.cancel_request")
+    for _ in range(2):
+        forget_lost_trainings(warned.append)
+    (text,) = warned
+    assert "180 s" in text
 
 
 @contextmanager
