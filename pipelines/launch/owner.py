@@ -27,6 +27,8 @@ from raystride.pipelines.locks import locked
 from raystride.pipelines.train.fence import read_claim
 
 FILE = "owner.json"
+BEGUN = "config.yaml"
+"""A file that a run has as soon as it has begun."""
 RENEW_S = 5.0
 LEASE_S = 60.0
 """Seconds for which an owner on another machine may write nothing before it counts as gone."""
@@ -191,12 +193,18 @@ class Ownership:
         self.release()
 
     def release(self) -> None:
-        """Gives the run up: renews no more, and says in the file that nobody owns it, if it still names this attempt."""
+        """Gives the run up: renews no more, and says in the file that nobody owns it, if it still names this attempt.
+
+        Of a run that has not begun nothing is left.
+        """
         self._released.set()
         with self._writing, suppress(Exception), _alone(self.folder):  # nobody believes the file once this process is dead
             current = _read(self.folder)
             if current.owner and current.owner.attempt == self.owner.attempt:
-                self.folder.put_json(FILE, {"released": True, "term": current.term})
+                if self.folder.exists(BEGUN):
+                    self.folder.put_json(FILE, {"released": True, "term": current.term})
+                else:
+                    self.folder.remove(FILE)
 
     def __enter__(self) -> Self:
         return self
@@ -261,7 +269,7 @@ def _taken_over(folder: Folder, other: Owner | None) -> Owned:
 
 def _is_known(folder: Folder, lease: _Lease, absent: bool) -> bool:
     """Whether what was read may be believed: on stores whose rename replaces nothing a file is away for a moment."""
-    return lease.found or absent or folder.local is not None or not folder.exists("config.yaml")
+    return lease.found or absent or folder.local is not None or not folder.exists(BEGUN)
 
 
 def _stays_still(folder: Folder, owner: Owner, seconds: float, echo: Echo | None) -> bool:

@@ -8,7 +8,7 @@ A driver has a higher term than the one before it (`launch.owner`); the groups o
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -85,10 +85,10 @@ def committing(folder: Folder, claim: Claim) -> Iterator[None]:
 @contextmanager
 def _locked(folder: Folder, claim: Claim | None) -> Iterator[None]:
     """Holds a claim's lock on a disk: who stands still with it holds up those who replace the claim, and nobody later."""
-    if folder.local is None or claim is None:
-        yield
-        return
-    with locked(_lock_of(folder.local, claim), LOCK_S):
+    with ExitStack() as held:
+        if folder.local and claim:
+            with suppress(OSError):  # a disk that takes no files says so by what is written
+                held.enter_context(locked(_lock_of(folder.local, claim), LOCK_S))
         yield
 
 
