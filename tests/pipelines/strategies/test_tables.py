@@ -185,7 +185,7 @@ def test_the_course_is_that_of_one_worker(folder: Path, alone: dict[str, Course]
         wanted, words = alone[str(replace(kind, exact=False))], f"{kind}, {_name(scaling)}"
         assert course.step == wanted.step == 3, words
         assert course.losses == pytest.approx(wanted.losses, rel=LOSS), words
-        if scaling.pipeline == world:  # its workers compute what one does, in the same order
+        if scaling.pipeline == world and not kind.exact:  # its workers compute what one does, in the same order
             assert course.sha256 == wanted.sha256, words
         assert course.norms == pytest.approx(wanted.norms, rel=NORM), words
         assert course.validations == pytest.approx(wanted.validations, rel=LOSS), words
