@@ -135,7 +135,8 @@ def _watch(train: Train, recorder: Recording, beside: Beside, phase: str, told: 
                 if not linked and (linked := state.get("mlflow") or ""):
                     progress.note(f"mlflow   {linked}")
                 if told:
-                    recorder.request_stop()  # once more with each look: the recorder that heard of it may have died since
+                    with suppress(Exception):  # once more with each look: the recorder that heard of it may have died since
+                        recorder.request_stop()
                 if told and not said:
                     said = True
                     progress.note("stopping: all workers save and end at the same step (once more to end at once)")
