@@ -30,7 +30,7 @@ from raystride.pipelines.evaluate.prediction import (
     made_of,
     with_small_parts,
 )
-from raystride.pipelines.evaluate.prepared import PreparedSplit, find_prepared
+from raystride.pipelines.evaluate.prepared import PreparedSplit, find_prepared, prepared_folder
 from raystride.pipelines.evaluate.rows import to_json
 from raystride.pipelines.files import Folder
 from raystride.pipelines.prepare.cleaning import cleaning_of
@@ -241,12 +241,10 @@ def _min_part_bytes(task: Task) -> int:
 
 def _find_changes(chosen: Chosen, run: Folder, source: Source, other: Source | None) -> list[str]:
     """Returns how the raw files differ from those that the run was prepared from, as far as that is known."""
-    try:
-        fingerprint = str(run.read_json("environment.json")["data"])
-    except (FileNotFoundError, ValueError, KeyError):
+    if (folder := prepared_folder(run)) is None:
         return []
-    changes = find_changed_files(run.parent / ".prepared" / fingerprint, source, other)
-    if changes is None and fingerprint != fingerprint_of(chosen.config, chosen.task, source, other):
+    changes = find_changed_files(folder, source, other)
+    if changes is None and folder.name != fingerprint_of(chosen.config, chosen.task, source, other):
         return ["other time stamps or sizes"]  # an earlier version noted no content
     return changes or []
 

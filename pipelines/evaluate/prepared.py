@@ -69,12 +69,20 @@ class PreparedSplit:
                 yield from answerer.prepared_examples(ids, masks[0] if masks else None, begins=begins, place=place)
 
 
+def prepared_folder(run: Folder) -> Folder | None:
+    """Returns the folder of the preparation that a run has begun with, whole or not; None if the run does not name it."""
+    try:
+        return run.parent / ".prepared" / str(run.read_json("environment.json")["data"])
+    except (FileNotFoundError, ValueError, KeyError):
+        return None
+
+
 def find_prepared(chosen: Chosen, run: Folder, split: Literal["train", "validation"]) -> PreparedSplit | None:
     """Returns a split as the run has prepared it; None if that is not whole, or its task cannot read examples back."""
-    if type(chosen.task).decode is Task.decode:
+    folder = prepared_folder(run)
+    if folder is None or type(chosen.task).decode is Task.decode:
         return None
     try:
-        folder = run.parent / ".prepared" / str(run.read_json("environment.json")["data"])
         shards = Manifest.load(folder).splits[split]
     except (FileNotFoundError, ValueError, KeyError):
         return None

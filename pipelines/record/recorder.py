@@ -10,7 +10,6 @@ loses nothing: its successor reads the journal, and the senders send the rest ag
 """
 
 import json
-import math
 import secrets
 import threading
 import time
@@ -83,7 +82,7 @@ class Recorder:
         """By sender, the newest entry that is in the sums of the group."""
         self._unkept: dict[str, int] = {}
         """By sender, the oldest entry that is in the sums, and not in the file that keeps them."""
-        self._sums_at, self._sums_pause_s = -math.inf, 0.0
+        self._sums_due = 0.0
         if self._recorded:
             self._restore_sums(bins)
         # What a sender has sent that is in no sums yet is wanted once more, although later entries are in the journal.
@@ -269,7 +268,7 @@ class Recorder:
 
         The lock is held. Sums of a large group are kept less often: what is in them is acknowledged later.
         """
-        if not self._unkept or (time.monotonic() < self._sums_at + self._sums_pause_s and not self._ended):
+        if not self._unkept or (time.monotonic() < self._sums_due and not self._ended):
             return {}, {}
         unkept, self._unkept = self._unkept, {}
         return {"group": self._group.to_json(), "summed": dict(self._summed)}, unkept
@@ -277,7 +276,7 @@ class Recorder:
     def _keep_sums(self, sums: dict[str, Any]) -> None:
         text = json.dumps(plain(sums))
         self._folder.put(self._sums_file, text)
-        self._sums_at, self._sums_pause_s = time.monotonic(), min(LONGEST_S, len(text) / SUMS_BYTES_A_SECOND)
+        self._sums_due = time.monotonic() + min(LONGEST_S, len(text) / SUMS_BYTES_A_SECOND)
 
     def end_writing(self) -> None:
         """Writes what waits; what comes later is not written. All that is left to do where nobody is there to `finish`."""

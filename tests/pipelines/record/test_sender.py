@@ -82,22 +82,30 @@ def test_put_does_not_wait_for_a_post_that_hangs() -> None:
     sender.close()
 
 
-def test_the_oldest_metrics_are_thinned_and_that_is_said() -> None:
-    posted: list[Entry] = []
-    away = threading.Event()
+class RecorderAway:
+    """A recorder that does not answer until it is back."""
 
-    def post(name: str, entries: list[Entry], recorder: str) -> Receipt:
-        if not away.is_set():
+    def __init__(self) -> None:
+        self.posted: list[Entry] = []
+        self.back = threading.Event()
+
+    def post(self, name: str, entries: list[Entry], recorder: str) -> Receipt:
+        """Takes all entries, or raises."""
+        if not self.back.is_set():
             raise ConnectionError("away")
-        posted.extend(entries)
+        self.posted.extend(entries)
         return taken(entries)
 
-    sender = Sender(post, "rank0", most_waiting=100, interval_s=0.01)
+
+def test_the_oldest_metrics_are_thinned_and_that_is_said() -> None:
+    recorder = RecorderAway()
+    sender = Sender(recorder.post, "rank0", most_waiting=100, interval_s=0.01)
     sender.put(new_entry("checkpoint", {"path": "p"}, step=0))
     for step in range(500):
         sender.put(new_entry("metrics", {"train_loss": 1.0}, step=step))
-    away.set()
+    recorder.back.set()
     assert sender.close(60.0)
+    posted = recorder.posted
     assert len(posted) <= 101
     assert [entry["sequence"] for entry in posted] == sorted({entry["sequence"] for entry in posted})
     assert posted[0]["kind"] == "checkpoint"
@@ -106,22 +114,15 @@ def test_the_oldest_metrics_are_thinned_and_that_is_said() -> None:
 
 
 def test_notes_alone_do_not_grow_for_ever_and_errors_and_checkpoints_stay() -> None:
-    posted: list[Entry] = []
-    away = threading.Event()
-
-    def post(name: str, entries: list[Entry], recorder: str) -> Receipt:
-        if not away.is_set():
-            raise ConnectionError("away")
-        posted.extend(entries)
-        return taken(entries)
-
-    sender = Sender(post, "rank0", most_waiting=100, interval_s=0.01)
+    recorder = RecorderAway()
+    sender = Sender(recorder.post, "rank0", most_waiting=100, interval_s=0.01)
     for number in range(3000):
         sender.put(new_entry("event", {"name": "note", "text": f"note {number}"}, step=number))
         if number % 100 == 0:
             sender.put(new_entry("checkpoint", {"path": f"{number}"}, step=number))
-    away.set()
+    recorder.back.set()
     assert sender.close(60.0)
+    posted = recorder.posted
     assert [entry["step"] for entry in posted if entry["kind"] == "checkpoint"] == list(range(0, 3000, 100))
     notes = [entry for entry in posted if entry["kind"] == "event" and entry["values"]["name"] == "note"]
     assert len(notes) <= 2 * 100 * 1.25
