@@ -298,7 +298,7 @@ def tell_of_nodes(training: bool, warn: Warn = say) -> None:
 
 
 def forget_lost_trainings(warn: Warn = say) -> None:
-    """Has Ray Train forget what trainings have asked for whose controllers are gone; by itself it does so after 180 s.
+    """Cancels requests for places of trainings whose controllers are gone; Ray Train does so by itself after 180 s.
 
     Until then an elastic run finds no places where the one before it, whose host was cut off or lost, had its own.
     """

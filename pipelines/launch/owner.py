@@ -106,7 +106,7 @@ def read_owner(folder: Folder) -> Owner | None:
 
 @dataclass(frozen=True)
 class _Lease:
-    """What a run's file says."""
+    """The content of a run's owner file."""
 
     owner: Owner | None = None
     """None if it was released, or if there is no such file."""
@@ -163,7 +163,7 @@ class Ownership:
                 continue
             if other.here or not _stays_still(folder, other, LOST_S if wait else LEASE_S, None if wait else echo):
                 if not wait:
-                    raise _owned(folder, other)
+                    raise _owned_error(folder, other)
                 if echo and time.monotonic() - said_at >= SAY_S:
                     said_at = time.monotonic()
                     echo(f"waiting: process {other.pid} on {other.host} still trains run {folder.name}")
@@ -239,14 +239,14 @@ class Ownership:
                 return
             lease = _read(self.folder)
             if lease.owner and self._is_lost_to(lease.owner):
-                self._lost = _taken_over(self.folder, lease.owner)
+                self._lost = _taken_over_error(self.folder, lease.owner)
             elif lease.term > self.owner.term:  # others have had the run, and released it
-                self._lost = _taken_over(self.folder, None)
+                self._lost = _taken_over_error(self.folder, None)
             else:
                 self._write()
 
 
-def _owned(folder: Folder, other: Owner) -> Owned:
+def _owned_error(folder: Folder, other: Owner) -> Owned:
     return Owned(
         f"run {folder.name} is being trained by process {other.pid} on {other.host} (attempt "
         f"{other.attempt}): wait for it, stop it, or give this one another name with --run",
@@ -255,7 +255,7 @@ def _owned(folder: Folder, other: Owner) -> Owned:
     )
 
 
-def _taken_over(folder: Folder, other: Owner | None) -> Owned:
+def _taken_over_error(folder: Folder, other: Owner | None) -> Owned:
     run = folder.uri.rsplit("/", 1)[-1]
     who = f"process {other.pid} on {other.host}" if other else "another process"
     attempt = f" (attempt {other.attempt})" if other else ""

@@ -41,7 +41,7 @@ OF_INTERVALS = ("tokens_per_second", "mfu", "step_seconds_p50", "step_seconds_p9
 MLFLOW_END_S = 20.0
 """Seconds that the end of a run waits for a tracking server that is slow or away."""
 SUMS = ".sums.json"
-"""What follows the attempt's name in the file, beside the segments, of the group's sums."""
+"""The end of a file's name beside the segments, after the attempt's: it keeps the group's sums."""
 SUMS_BYTES_A_SECOND = 100_000
 """How much of that file is written at most, on average."""
 LOOK_S = 0.5
